@@ -1,0 +1,38 @@
+"""nanoGPT's character model of Shakespeare: `config` is its CPU size, `shakespeare_char.py:gpu` its GPU size.
+
+Give it the text: --data.train PATH/tinyshakespeare.txt
+"""
+
+from dataclasses import replace
+
+from jaxformer import ModelConfig, RunConfig
+
+base = RunConfig()
+config = replace(
+    base,
+    run=replace(base.run, dir="runs/shakespeare_char"),
+    model=ModelConfig(
+        vocab_size=66,  # 65 characters and the end-of-text token
+        d_model=128,
+        n_layers=4,
+        n_heads=4,
+        max_length=64,
+        positions="learned",
+        norm="layer",
+        activation="gelu",
+        tied_head=True,
+    ),
+    data=replace(base.data, train="tinyshakespeare.txt", sequence_length=64),
+    tokenizer=replace(base.tokenizer, kind="characters"),
+    optimizer=replace(base.optimizer, learning_rate=1e-3, b2=0.99, warmup_steps=100),
+    train=replace(
+        base.train, steps=2000, batch_size=12, log_every=10, eval_every=500, eval_batches=50, checkpoint_every=1000
+    ),
+)
+gpu = replace(
+    config,
+    run=replace(config.run, dir="runs/shakespeare_char_gpu"),
+    model=replace(config.model, d_model=384, n_layers=6, n_heads=6, max_length=256, dropout=0.2),
+    data=replace(config.data, sequence_length=256),
+    train=replace(config.train, steps=5000, batch_size=64),
+)

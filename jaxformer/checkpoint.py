@@ -1,0 +1,156 @@
+"""Checkpoints by Orbax: saved on a thread, checked before an array is read, never silently replaced by a fresh start.
+
+A checkpoint holds the train state as a flat table (dotted path to array) and a manifest of that table's paths, shapes and
+dtypes. The run directory holds the resolved config and the tokenizer beside them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config_file import read_config
+from jaxformer.models import decoder
+from jaxformer.params import Params, abstract
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.train.state import TrainState
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model read from disk. `tokenizer` is None where none lies beside it."""
+
+    params: Params
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+
+
+def flat_leaves(tree: Any) -> dict[str, Any]:
+    """`{"params.blocks.attention.q": leaf, ...}`: names that survive any change of the containers."""
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def manifest_of(leaves: dict[str, Any]) -> dict[str, list[Any]]:
+    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. Use as a context manager: leaving waits for the last save."""
+
+    def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
+        self.folder = Path(run_dir).absolute() / "checkpoints"
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Copies the state off the devices and returns; a thread writes it. A step already saved is left as it is."""
+        if step in self._manager.all_steps():
+            return
+        leaves = flat_leaves(state)
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=ocp.args.JsonSave(manifest_of(leaves)))
+        )
+
+    def restore(self, target: TrainState, say: Say) -> TrainState | None:
+        """The newest checkpoint that can be read, placed as `target` says; None if there are none.
+
+        Raises ConfigError if a checkpoint is of another model or optimizer, or if every one of them is damaged.
+        """
+        damaged = []
+        for step in reversed(self.steps()):
+            try:
+                leaves = _read(self.folder, step, flat_leaves(target))
+            except ConfigError:
+                raise
+            except Exception as error:  # Orbax and tensorstore raise many kinds for a torn file
+                damaged.append(f"  {self.folder / str(step)}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                say(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n{damaged[-1]}")
+                continue
+            for bad in [s for s in self.steps() if s > step]:
+                self._manager.delete(bad)
+            return jax.tree.unflatten(jax.tree.structure(target), leaves.values())  # type: ignore[no-any-return]
+        if damaged:
+            raise ConfigError("no checkpoint of this run can be read; nothing was overwritten:\n" + "\n".join(damaged))
+        return None
+
+
+def _read(folder: Path, step: int, wanted: dict[str, Any], whole: bool = True) -> dict[str, jax.Array]:
+    """The leaves of `wanted` from the checkpoint of `step`, after its manifest was held against them."""
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        saved = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
+        _compare(folder / str(step), saved, manifest_of(wanted), whole)
+        args = ocp.args.PyTreeRestore(
+            wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=not whole
+        )
+        leaves = manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+    return {path: leaves[path] for path in wanted}
+
+
+def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: bool) -> None:
+    problems = [f"{path}: not in the checkpoint" for path in wanted if path not in saved]
+    problems += [f"{path}: only in the checkpoint" for path in saved if whole and path not in wanted]
+    problems += [
+        f"{path}: {saved[path][1]}{saved[path][0]} in the checkpoint, {wanted[path][1]}{wanted[path][0]} in the model"
+        for path in wanted
+        if path in saved and saved[path] != wanted[path]
+    ]
+    if problems:
+        shown = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
+        raise ConfigError(f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n  {shown}")
+
+
+def load(path: str | Path, step: int | None = None) -> Loaded:
+    """The model of a run directory: its newest readable checkpoint or that of `step`, on this machine's first device.
+
+    Raises ConfigError if `path` is no run directory, has no such step, or nothing in it can be read.
+    """
+    run_dir = Path(path)
+    if not (run_dir / "config.json").is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json. Give the run.dir of a training run.")
+    config = read_config(run_dir / "config.json").model
+    steps = saved_steps(run_dir)
+    if not steps or (step is not None and step not in steps):
+        held = f"it holds steps {steps}" if steps else "training has not saved one yet"
+        raise ConfigError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}: {held}.")
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=here), abstract(decoder.specs(config))
+    )
+    wanted = flat_leaves({"params": shapes})
+    errors = []
+    for candidate in [step] if step is not None else reversed(steps):
+        try:
+            leaves = _read(run_dir.absolute() / "checkpoints", candidate, wanted, whole=False)
+        except ConfigError:
+            raise
+        except Exception as error:  # as in Checkpoints.restore
+            errors.append(f"step {candidate}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            continue
+        params = jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
+        tokenizer = run_dir / "tokenizer.json"
+        return Loaded(params, config, Tokenizer.load(tokenizer) if tokenizer.is_file() else None)
+    raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the finished checkpoints in a run directory, ascending; unfinished ones carry another name."""
+    return sorted(
+        int(entry.name) for entry in (run_dir / "checkpoints").glob("*") if entry.is_dir() and entry.name.isdigit()
+    )

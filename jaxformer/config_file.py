@@ -1,0 +1,150 @@
+"""Configs from files, from the command line, and back from a run directory."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxformer.config import ConfigError, RunConfig, flat
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
+VOLATILE = (  # fields that say nothing about the numbers of a run, so a continued run may change them
+    *("run.dir", "run.compilation_cache", "run.progress", "run.sample_prompt", "run.sample_tokens"),
+    *("data.cache_dir", "data.prefetch", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.attention_kernel"),
+    *("model.layer_loop", "model.remat", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches"),
+    *("train.checkpoint_every", "train.keep_checkpoints"),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a file, with `"section.field=value"` overrides applied.
+
+    `path` is a Python file that defines `config` (or another name: `file.py:name`), or a run's `config.json`.
+    Raises ConfigError for a file that is missing or fails, an unknown field or a value that is not allowed.
+    """
+    arguments = []
+    for override in overrides:
+        name, equals, value = override.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r} has no '=': write it as section.field=value, as in model.n_layers=2.")
+        arguments += [f"--{name}", value]
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
+            return parse_arguments(read_config(path), arguments, program=str(path))
+    except SystemExit as stop:
+        raise ConfigError(message.getvalue().strip()) from stop
+
+
+def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
+    """`config` with `--section.field value` arguments applied; prints and exits (0 for --help, 2 for a mistake) as a command does."""
+    import tyro
+
+    parsed = tyro.cli(
+        RunConfig,
+        prog=program,
+        description="Every field can be set; the defaults shown are those of the config file.",
+        args=arguments,
+        default=config,
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+    )
+    return check(with_vocabulary(parsed))
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """The config as its file states it, not yet checked as a whole."""
+    file, _, name = str(path).partition(":")
+    source = Path(file)
+    if not source.is_file():
+        raise ConfigError(
+            f"config {file}: no such file. Give a Python file that defines `config`, as in configs/quickstart.py."
+        )
+    if source.suffix == ".json":
+        return from_json(source.read_text(encoding="utf-8"), str(source))
+    try:
+        with _importable(source.parent):
+            spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
+            module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+            spec.loader.exec_module(module)  # type: ignore[union-attr]
+    except ConfigError as error:
+        raise ConfigError(f"config {file}: {error}") from error
+    except Exception as error:
+        line = next(
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(source)), "?"
+        )
+        raise ConfigError(
+            f"config {file}, line {getattr(error, 'lineno', line)}: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, name or "config", None)
+    if not isinstance(found, RunConfig):
+        named = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
+        raise ConfigError(f"config {file} defines no RunConfig named {name or 'config'!r}; it defines {named or 'none'}.")
+    return found
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
+    """`config` with model.vocab_size filled where it is 0 and the tokenizer's size is known (or given as `size`)."""
+    kind = "given" if config.tokenizer.path else config.tokenizer.kind
+    known = size or {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}.get(kind, 0)
+    if config.model.vocab_size or not known:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=known))
+
+
+def check(config: RunConfig) -> RunConfig:
+    """`config`, or ConfigError where two sections contradict each other."""
+    problems = []
+    if config.data.sequence_length > config.model.max_length:
+        problems.append(
+            f"data.sequence_length={config.data.sequence_length} is longer than model.max_length={config.model.max_length}: "
+            "raise model.max_length or shorten the sequences."
+        )
+    trained = config.tokenizer.kind == "bpe" and not config.tokenizer.path
+    if trained and 0 < config.model.vocab_size < config.tokenizer.vocab_size:
+        problems.append(
+            f"tokenizer.vocab_size={config.tokenizer.vocab_size} exceeds model.vocab_size={config.model.vocab_size}: "
+            "raise model.vocab_size, or set it to 0 to follow the tokenizer."
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def to_json(config: RunConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str, where: str) -> RunConfig:
+    """The inverse of `to_json`; `where` names the file in a ConfigError."""
+    try:
+        written: dict[str, dict[str, Any]] = json.loads(text)
+        sections = {entry.name: entry.default_factory for entry in dataclasses.fields(RunConfig)}
+        return RunConfig(**{name: sections[name](**fields) for name, fields in written.items()})  # type: ignore[operator, misc]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{where} is not a config of this version of jaxformer: {error}") from error
+
+
+def differences(written: RunConfig, asked: RunConfig) -> list[str]:
+    """A line for each field that changes the numbers of a run and differs between the two."""
+    before, now = flat(written), flat(asked)
+    return [
+        f"{name}: {before[name]!r} there, {now[name]!r} asked for"
+        for name in now
+        if name not in VOLATILE and before[name] != now[name]
+    ]

@@ -1,0 +1,19 @@
+"""Text to batches: find and read the sources, split them, tokenize once into a store, compute any batch from its step."""
+
+from jaxformer.data.batches import Batches, EvaluationBatches, evaluation_batches
+from jaxformer.data.corpus import Corpus, gzip_bits_per_byte, prepare
+from jaxformer.data.sources import Source, find_source
+from jaxformer.data.store import TokenStore, open_or_build
+
+__all__ = [
+    "Batches",
+    "Corpus",
+    "EvaluationBatches",
+    "Source",
+    "TokenStore",
+    "evaluation_batches",
+    "find_source",
+    "gzip_bits_per_byte",
+    "open_or_build",
+    "prepare",
+]

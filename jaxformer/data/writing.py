@@ -1,0 +1,63 @@
+"""Files that appear whole or not at all, and one process at a time where the machine can tell."""
+
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxformer.config import ConfigError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes its name when the block ends well; otherwise nothing is left of it."""
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(draft, "wb") as file:
+            yield file
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, say: Callable[[str], None]) -> Iterator[bool]:
+    """Makes a directory and holds it against other processes of this machine until the block ends, or the process does.
+
+    False where the file system cannot lock: work may then be done twice, and comes out the same. Raises ConfigError
+    where the directory cannot be made.
+    """
+    make_folder(directory)
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        locked = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that is at work in {directory}")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def make_folder(directory: Path) -> None:
+    """Makes a directory of the cache. Raises ConfigError where that is not allowed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set it to one that can be written."
+        ) from None
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"data.cache_dir: {directory} cannot be written: set it to a directory that can.")

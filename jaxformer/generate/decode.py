@@ -1,0 +1,147 @@
+"""Generation: one program reads the prompt into the cache, another runs the whole decode loop on the device."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.generate.sampling import Sampling, draw
+from jaxformer.layers.cache import KVCache, empty_cache
+from jaxformer.layers.embed import head
+from jaxformer.layers.masks import Places, places_of
+from jaxformer.models import decoder
+from jaxformer.params import Params, unstack
+
+SLOTS = 64  # cache and prompt lengths are rounded up to this, so that few programs are compiled
+
+
+@struct.dataclass
+class Stream:
+    """Where generation stands: the cache, the next token's logits [B, V], its place, and which rows have ended [B]."""
+
+    cache: KVCache
+    logits: jax.Array
+    places: Places
+    done: jax.Array
+    key: jax.Array
+
+
+def generate(
+    params: Params,
+    config: ModelConfig,
+    prompt: Any,
+    max_new_tokens: int = 64,
+    *,
+    key: jax.Array | None = None,
+    segment_ids: Any = None,
+    **sampling: Any,
+) -> jax.Array:
+    """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
+
+    `segment_ids` [B, T] are 0 on padding, on the left or the right. `sampling` are the fields of `Sampling`: temperature
+    (0 is greedy), top_k, top_p, end_token, vocab_size; after a row's end token the rest of the row repeats it. `key` may
+    be left out where sampling is greedy. Raises ConfigError for an empty prompt or one that leaves no room in the context.
+    """
+    rules = Sampling(**sampling)
+    stream = start(params, config, prompt, max_new_tokens, key=_key(key, rules), segment_ids=segment_ids)
+    return _decode(_prepared(params, config), config, rules, max_new_tokens, stream)[0]
+
+
+def stream_tokens(
+    params: Params, config: ModelConfig, prompt: Any, max_new_tokens: int, *, key: jax.Array, chunk: int = 8, **sampling: Any
+) -> Iterator[np.ndarray]:
+    """`generate` in pieces: arrays [B, chunk] as they are made, until max_new_tokens or all rows have ended."""
+    rules = Sampling(**sampling)
+    stream = start(params, config, prompt, max_new_tokens, key=key)
+    weights = _prepared(params, config)
+    for made in range(0, max_new_tokens, chunk):
+        tokens, stream = _decode(weights, config, rules, chunk, stream)
+        yield np.asarray(tokens)[:, : max_new_tokens - made]
+        if bool(stream.done.all()):
+            return
+
+
+def _key(key: jax.Array | None, rules: Sampling) -> jax.Array:
+    if key is None and rules.temperature > 0:
+        raise ConfigError("sampling at a temperature needs key=jax.random.key(...); temperature=0 is greedy and needs none.")
+    return jax.random.key(0) if key is None else key
+
+
+def start(
+    params: Params, config: ModelConfig, prompt: Any, max_new_tokens: int, *, key: jax.Array, segment_ids: Any = None
+) -> Stream:
+    """The stream after the prompt was read; ConfigError where the prompt cannot be continued."""
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ConfigError(f"prompt must be integer tokens [B, T], not {tokens.dtype}{list(tokens.shape)}.")
+    segments = np.ones_like(tokens) if segment_ids is None else np.asarray(segment_ids)
+    if tokens.size == 0 or not (segments != 0).any(axis=1).all():
+        raise ConfigError("a prompt is empty: give each row at least one token (the end-of-text token starts a new text).")
+    longest = int((segments != 0).sum(axis=1).max())
+    if longest + max_new_tokens > config.max_length:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of model.max_length={config.max_length}: "
+            f"shorten the prompt, or ask for at most {max(config.max_length - longest, 0)} new tokens."
+        )
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise ConfigError(
+            f"prompt tokens must lie in 0 .. {config.vocab_size - 1}, and one is {tokens.min()} or {tokens.max()}."
+        )
+    pad = -tokens.shape[1] % SLOTS
+    tokens, segments = (np.pad(a, ((0, 0), (pad, 0))) for a in (tokens, segments))
+    slots = -(-(tokens.shape[1] + max_new_tokens) // SLOTS) * SLOTS
+    return _prefill(params, config, slots, tokens.astype(np.int32), segments.astype(np.int32), key)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _prefill(
+    params: Params, config: ModelConfig, slots: int, tokens: jax.Array, segments: jax.Array, key: jax.Array
+) -> Stream:
+    places = places_of(tokens, None, segments)
+    cache = empty_cache(config, tokens.shape[0], slots, decoder.compute_dtype(config))
+    x, cache = decoder.hidden(params, config, tokens, places, cache)  # type: ignore[assignment]
+    index = jnp.arange(tokens.shape[1])
+    last = jnp.max(jnp.where(segments != 0, index, -1), axis=1, keepdims=True)
+    logits = head(params, config, jnp.take_along_axis(x, last[..., None], axis=1))[:, 0]
+    after = Places(
+        jnp.take_along_axis(places.positions, last, axis=1) + 1,
+        jnp.take_along_axis(segments, last, axis=1),
+    )
+    return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _prepared(params: Params, config: ModelConfig) -> Params:
+    """The weights as the loop reads them: a layer at a time, in the dtype of the products."""
+    dtype = decoder.compute_dtype(config)
+    cast = jax.tree.map(lambda w: w.astype(dtype), params)
+    return cast | {"blocks": unstack(cast["blocks"], config.n_layers)}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
+def _decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream) -> tuple[jax.Array, Stream]:
+    """`n` more tokens [B, n]; fewer steps are run where all rows end."""
+    filler = 0 if rules.end_token is None else rules.end_token
+    made = jnp.full((stream.logits.shape[0], n), filler, jnp.int32)
+
+    def going(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
+        i, _, stream = carry
+        return (i < n) & ~stream.done.all()
+
+    def one(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
+        i, made, stream = carry
+        key, now = jax.random.split(stream.key)
+        token = jnp.where(stream.done, filler, draw(stream.logits, now, rules))
+        x, cache = decoder.hidden(params, config, token[:, None], stream.places, stream.cache)
+        done = stream.done if rules.end_token is None else stream.done | (token == rules.end_token)
+        after = Places(stream.places.positions + 1, stream.places.segments)
+        logits = head(params, config, x)[:, 0]
+        return i + 1, made.at[:, i].set(token), Stream(cache, logits, after, done, key)  # type: ignore[arg-type]
+
+    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))
+    return made, stream

@@ -1,0 +1,56 @@
+"""How the next token is drawn from its logits."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy at temperature 0; otherwise a draw after the filters, those that are on. Raises ConfigError out of range."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the likeliest tokens that reach this probability together (arXiv:1904.09751)
+    end_token: int | None = None  # a row stops after it
+    vocab_size: int | None = None  # ids from here on are padding of the table and never drawn
+
+    def __post_init__(self) -> None:
+        problems = {
+            f"temperature={self.temperature} must be at least 0": self.temperature >= 0,
+            f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)": self.top_k >= 0,
+            f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
+        }
+        if not all(problems.values()):
+            raise ConfigError("; ".join(message for message, fine in problems.items() if not fine))
+
+
+def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
+    """[B, V] with all but the k largest at -inf; ties with the k-th stay."""
+    least = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
+    """[B, V] with the tokens at -inf that the likelier ones, holding probability p already, make unneeded."""
+    ranked = jnp.sort(logits, axis=-1, descending=True)
+    before = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1) - jax.nn.softmax(ranked, axis=-1)
+    least = jnp.min(jnp.where(before < p, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row: [B, V] float32 -> [B] int32."""
+    if sampling.vocab_size is not None and sampling.vocab_size < logits.shape[-1]:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, logits, -jnp.inf)
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -1,0 +1,65 @@
+"""The key-value cache of decoding."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxformer.config import ModelConfig
+from jaxformer.layers.masks import Places
+
+
+class Page(NamedTuple):
+    """One layer's part of a cache: keys and values [B, S, K, H], where every slot's token is, and the next slot to write."""
+
+    k: jax.Array
+    v: jax.Array
+    places: Places
+    at: jax.Array
+
+    def write(self, k: jax.Array, v: jax.Array) -> "Page":
+        return self._replace(k=_write(self.k, k, self.at), v=_write(self.v, v, self.at))
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values seen so far, one array [B, S, K, H] a layer, and where each slot's token is.
+
+    `places` has [B, S] positions and segments; segment 0 is a slot not yet written, or padding. `length` counts the slots
+    written.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    places: Places
+    length: jax.Array
+
+    def page(self, layer: int, places: Places) -> Page:
+        """Layer `layer`'s page, as it is for a call on the tokens at the cache's `places`, which came with `advance`."""
+        return Page(self.k[layer], self.v[layer], self.places, self.length - places.positions.shape[1])
+
+    def advance(self, places: Places) -> "KVCache":
+        """The cache with slots taken for the tokens at `places` [B, T]; their keys and values follow layer by layer."""
+        segments = jnp.ones_like(places.positions) if places.segments is None else places.segments
+        known = Places(
+            _write(self.places.positions, places.positions, self.length),
+            _write(self.places.segments, segments, self.length),  # type: ignore[arg-type]
+        )
+        return KVCache(self.k, self.v, known, self.length + places.positions.shape[1])
+
+    def with_pages(self, pages: list[Page]) -> "KVCache":
+        return KVCache(tuple(page.k for page in pages), tuple(page.v for page in pages), self.places, self.length)
+
+
+def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
+    """A cache for `slots` tokens a row, in `dtype`."""
+    shape = (batch, slots, config.kv_heads, config.head_width)
+    blank = jnp.zeros((batch, slots), jnp.int32)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in "kv")
+    return KVCache(k, v, Places(blank, blank), jnp.int32(0))
+
+
+def _write(page: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    """`page` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
+    return jax.lax.dynamic_update_slice_in_dim(page, new.astype(page.dtype), at, axis=1)

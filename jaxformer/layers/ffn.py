@@ -1,0 +1,58 @@
+"""The feed-forward sublayer: plain or gated, with any activation of the table."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import ModelConfig
+from jaxformer.layers.linear import INITIALIZERS, linear
+from jaxformer.params import Params, Spec, Specs, contract, zeros
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """x Phi(x), exact by the error function (arXiv:1606.08415)."""
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def relu2(x: jax.Array) -> jax.Array:
+    """max(x, 0)^2 (arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS = {  # of the hidden layer, or of the gate where there is one
+    "swiglu": jax.nn.silu,
+    "geglu": gelu,
+    "gelu": gelu,
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "relu2": relu2,
+}
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """(silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D] (arXiv:2002.05202)."""
+    rows = x.reshape(-1, x.shape[-1])
+    hidden = jax.nn.silu(contract("TD,DF->TF", rows, gate)) * contract("TD,DF->TF", rows, up)
+    return contract("TF,FD->TD", hidden, down).reshape(x.shape)
+
+
+def ffn_specs(config: ModelConfig) -> Specs:
+    make = INITIALIZERS[config.init](config)
+    d, f = config.d_model, config.ff_width
+    into = Spec((d, f), ("embed", "mlp"), make.weight, inputs=("embed",))
+    specs: Specs = {"gate": into, "up": into} if config.gated else {"up": into}
+    specs["down"] = Spec((f, d), ("mlp", "embed"), make.residual, inputs=("mlp",))
+    if config.bias == "all":
+        specs |= {f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in ("gate", "up") if name in specs}
+        specs["down_bias"] = Spec((d,), ("embed",), zeros)
+    return specs
+
+
+def ffn(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """[B, T, D] -> [B, T, D]: down(act(up x)), or down(act(gate x) * up x)."""
+    act = ACTIVATIONS[config.activation]
+    up = linear("BTD,DF->BTF", params, "up", x)
+    hidden = act(linear("BTD,DF->BTF", params, "gate", x)) * up if config.gated else act(up)
+    return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", None, None))

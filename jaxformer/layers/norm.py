@@ -1,0 +1,40 @@
+"""Normalisation over the last axis, in float32 whatever the dtype of the input."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import ModelConfig
+from jaxformer.params import Params, Spec, Specs, ones, zeros
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis: [..., D], [D] -> [..., D] (arXiv:1910.07467)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y * scale).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5) -> jax.Array:
+    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis: [..., D], [D] -> [..., D] (arXiv:1607.06450)."""
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps) * scale
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def norm_specs(config: ModelConfig) -> Specs:
+    scale = {"scale": Spec((config.d_model,), ("embed",), ones)}
+    bias = {"bias": Spec((config.d_model,), ("embed",), zeros)} if config.bias == "all" else {}
+    return {"rms": scale, "layer": scale | bias, "none": {}}[config.norm]
+
+
+NORMS = {
+    "rms": lambda params, x, eps: rms_norm(x, params["scale"], eps),
+    "layer": lambda params, x, eps: layer_norm(x, params["scale"], params.get("bias"), eps),
+    "none": lambda params, x, eps: x,
+}
+
+
+def norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """The config's norm: [..., D] -> [..., D]."""
+    return NORMS[config.norm](params, x, config.norm_eps)

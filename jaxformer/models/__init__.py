@@ -1,0 +1,1 @@
+"""The model families, each a short file over the one block."""

@@ -1,0 +1,21 @@
+"""Shows and records a run: numbers and text in, files and terminal lines out. Knows nothing of arrays or models."""
+
+from jaxformer.report.banner import banner, closing
+from jaxformer.report.format import human_bytes, human_count, human_time, printable
+from jaxformer.report.metrics import MetricsLog, has_tensorboard, read_metrics
+from jaxformer.report.plot import plot_losses
+from jaxformer.report.progress import Progress
+
+__all__ = [
+    "MetricsLog",
+    "Progress",
+    "banner",
+    "closing",
+    "has_tensorboard",
+    "human_bytes",
+    "human_count",
+    "human_time",
+    "plot_losses",
+    "printable",
+    "read_metrics",
+]

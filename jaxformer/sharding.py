@@ -1,0 +1,97 @@
+"""Logical axes to mesh axes: the one place that knows how arrays lie on devices.
+
+Layers name the axes of what they make; the two tables below place them on the mesh (data, fsdp, tensor). Without a
+mesh in force (`jax.set_mesh`) every function here leaves its input as it is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.config import ConfigError, MeshConfig
+
+Axes = Sequence[str | None]
+Rules = Mapping[str, tuple[str, ...]]
+
+MESH_AXES = ("data", "fsdp", "tensor")
+PARAMETERS: Rules = {
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+}
+ACTIVATIONS: Rules = {
+    "batch": ("data", "fsdp"),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+}
+
+
+def make_mesh(config: MeshConfig, batch_size: int, microbatches: int = 1, explicit: bool = False) -> Mesh:
+    """The mesh of all devices, by the sizes of `config`.
+
+    Raises ConfigError if the sizes do not multiply to the number of devices or a microbatch does not divide among them.
+    """
+    devices = jax.device_count()
+    fixed = config.fsdp * config.tensor
+    data = config.data or max(devices // fixed, 1)
+    if data * fixed != devices:
+        raise ConfigError(
+            f"mesh.data={config.data} x mesh.fsdp={config.fsdp} x mesh.tensor={config.tensor} does not fit {devices} "
+            f"device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply to {devices}; mesh.data=0 takes what is left."
+        )
+    rows = batch_size // microbatches
+    if rows % (data * config.fsdp):
+        raise ConfigError(
+            f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a time, not divisible among "
+            f"mesh.data x mesh.fsdp = {data * config.fsdp} devices: make train.batch_size a multiple of {data * config.fsdp * microbatches}."
+        )
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh((data, config.fsdp, config.tensor), MESH_AXES, axis_types=(kind,) * 3)
+
+
+def partition(shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Where the axes of an array go; an axis whose length the mesh does not divide is copied to every device."""
+    placed: list[tuple[str, ...] | None] = []
+    for length, axis in zip(shape, axes, strict=True):
+        target = rules.get(axis or "", ())
+        placed.append(target if target and length % math.prod(sizes[a] for a in target) == 0 else None)
+    return PartitionSpec(*placed)
+
+
+def parameter_sharding(mesh: Mesh, shape: Sequence[int], axes: Axes) -> NamedSharding:
+    return NamedSharding(mesh, partition(shape, axes, PARAMETERS, mesh.shape))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over all devices that hold different rows; whatever follows the first axis is whole."""
+    return NamedSharding(mesh, PartitionSpec(ACTIVATIONS["batch"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def explicit_axes() -> bool:
+    """True under a mesh whose sharding is part of the types (the tests that catch a site without a placement)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and AxisType.Explicit in mesh.axis_types
+
+
+def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
+    """The placement of an activation on the mesh in force."""
+    return partition(shape, axes, ACTIVATIONS, jax.sharding.get_abstract_mesh().shape)
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+    """`x` placed by the names of its axes on the mesh in force; `x` itself where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    spec = activation(x.shape, axes)
+    return jax.sharding.reshard(x, spec) if explicit_axes() else jax.lax.with_sharding_constraint(x, spec)

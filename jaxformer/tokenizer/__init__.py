@@ -1,0 +1,6 @@
+"""Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters, or given."""
+
+from jaxformer.tokenizer.make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from jaxformer.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
+
+__all__ = ["END_OF_TEXT", "Tokenizer", "byte_tokenizer", "character_tokenizer", "train_bpe_tokenizer"]

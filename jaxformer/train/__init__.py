@@ -1,0 +1,1 @@
+"""Training: the state, the step, and the loop around it."""

@@ -1,0 +1,105 @@
+"""What the device can do: its best speed, and the attention kernel that serves a run on it."""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import ModelConfig, RunConfig
+from jaxformer.layers import kernels
+from jaxformer.layers.masks import Places, places_of
+from jaxformer.models.decoder import compute_dtype
+
+PEAK_TFLOPS = {  # dense bfloat16 products, by a part of the device's name, longest first
+    "H200": 989.0,
+    "H100": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "TPU v6 lite": 918.0,
+    "TPU v5 lite": 197.0,
+    "TPU v5": 459.0,
+    "TPU v4": 275.0,
+}
+REFERENCE_BYTES = 2**30  # the check's float32 scores stay under this, by taking fewer rows and heads
+TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}  # of the largest element of the reference
+
+
+def peak_flops(dtype: str) -> float:
+    """FLOP/s of one device at its best: the maker's figure, or on a CPU that of a large product measured now."""
+    kind = jax.devices()[0].device_kind
+    for name, tflops in PEAK_TFLOPS.items():
+        if name in kind:
+            return tflops * 1e12 * (0.5 if dtype == "float32" else 1.0)
+    n = 1024
+    a = jnp.ones((n, n), dtype)
+    product = jax.jit(jnp.dot)
+    product(a, a).block_until_ready()
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        product(a, a).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return 2 * n**3 / min(times) / (jax.device_count() if jax.default_backend() == "cpu" else 1)
+
+
+def with_kernel(run: RunConfig) -> tuple[RunConfig, str]:
+    """`run` with its attention kernel chosen and checked on the run's own shapes, and a sentence about it.
+
+    Raises ConfigError if a kernel asked for by name cannot serve the run, RuntimeError if it does not compute attention.
+    """
+    config, length = run.model, run.data.sequence_length
+    packed = run.data.packing == "documents"
+    dtype = str(compute_dtype(config))
+    case = kernels.Case(jax.default_backend(), dtype, length, config.head_width, packed, config.dropout)
+    name, reason = kernels.choose(config.attention_kernel, case)
+    if name != "xla":
+        rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
+        reason += f"; checked against float32, {check_kernel(name, config, rows, length, packed)}"
+    return dataclasses.replace(run, model=dataclasses.replace(config, attention_kernel=name)), reason
+
+
+def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
+    """Runs the kernel forward and backward beside the reference; the largest errors in words, or RuntimeError."""
+    q, k, v, cotangent, places = _case(config, rows, length, packed)
+    dtype = compute_dtype(config)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(kernel: kernels.Kernel, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, places, places), *arrays[:3])
+        return out, *back(arrays[3].astype(out.dtype))
+
+    found = both(kernels.KERNELS[name].run, *(jnp.asarray(a, dtype) for a in (q, k, v, cotangent)))
+    expected = both(kernels.reference, *(jnp.asarray(a, dtype).astype(jnp.float32) for a in (q, k, v, cotangent)))
+    errors = [
+        float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))
+        for a, b in zip(found, expected, strict=True)
+    ]
+    allowed = TOLERANCE[str(dtype)]
+    if not max(errors) <= allowed:  # a NaN fails too
+        raise RuntimeError(
+            f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens in {dtype}: relative errors "
+            f"(output, dq, dk, dv) = {[f'{e:.1e}' for e in errors]}, allowed {allowed:g}. Set model.attention_kernel=xla and report it."
+        )
+    return f"error {errors[0]:.0e} forward, {max(errors[1:]):.0e} backward"
+
+
+def _case(
+    config: ModelConfig, rows: int, length: int, packed: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, Places]:
+    """Random q, k, v, cotangent and places of the run's length and head width, as many rows and heads as fit."""
+    groups = config.n_heads // config.kv_heads
+    fitting = max(REFERENCE_BYTES // (16 * length * length * groups), 1)
+    k_heads = min(config.kv_heads, fitting)
+    rows = min(rows, max(fitting // k_heads, 1))
+    rng = np.random.default_rng(0)
+    q, k, v, cotangent = (
+        rng.standard_normal((rows, length, heads, config.head_width), dtype=np.float32)
+        for heads in (k_heads * groups, k_heads, k_heads, k_heads * groups)
+    )
+    tokens = jnp.zeros((rows, length), jnp.int32)
+    segments = jnp.broadcast_to(jnp.arange(length) * 3 // length + 1, (rows, length)) if packed else None
+    return q, k, v, cotangent, places_of(tokens, None, segments)

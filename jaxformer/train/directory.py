@@ -1,0 +1,79 @@
+"""The run directory: it belongs to one config and one text, and to one process at a time."""
+
+import dataclasses
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import IO
+
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config_file import differences, read_config, to_json
+from jaxformer.tokenizer import Tokenizer
+
+
+def lock(run: RunConfig) -> IO[str]:
+    """The run directory, made where it is missing and held until the returned file is closed or the process ends.
+
+    Raises ConfigError if another process holds it, it cannot be written, or it belongs to another config.
+    """
+    folder = Path(run.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run.dir={run.run.dir!r} cannot be written: {error.strerror}. Choose another run.dir.") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.close()
+        raise ConfigError(
+            f"run.dir={run.run.dir!r} is in use by another process: wait for it, or choose another run.dir."
+        ) from error
+    check_config(run)
+    return held
+
+
+def check_config(run: RunConfig) -> None:
+    """ConfigError, naming the fields, if the run directory was begun with another config."""
+    path = Path(run.run.dir) / "config.json"
+    if not path.is_file():
+        return
+    written = read_config(path)
+    if not run.model.vocab_size:  # not known before the tokenizer is
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=written.model.vocab_size))
+    found = differences(written, run)
+    if found:
+        raise ConfigError(
+            f"run.dir={run.run.dir!r} belongs to another config; nothing was changed. These fields differ:\n  "
+            + "\n  ".join(found)
+            + "\nChoose another run.dir, or ask for what is there."
+        )
+
+
+def claim(run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str]) -> None:
+    """Writes config.json, tokenizer.json and data.json, or holds them against what is there.
+
+    `texts` maps each split to its fingerprint. Raises ConfigError if the text or the tokenizer is no longer the same.
+    """
+    folder = Path(run.run.dir)
+    record = json.dumps({"tokenizer": tokenizer.fingerprint()} | texts, indent=2) + "\n"
+    path = folder / "data.json"
+    if path.is_file() and path.read_text(encoding="utf-8") != record:
+        before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(record)
+        changed = [name for name in now if before.get(name) != now[name]]
+        raise ConfigError(
+            f"run.dir={run.run.dir!r} was begun on other text ({', '.join(changed)} changed since), so it cannot be continued "
+            "exactly; nothing was changed. Restore the text, or choose another run.dir."
+        )
+    check_config(run)
+    tokenizer.save(folder / "tokenizer.json")
+    _replace(folder / "config.json", to_json(run))
+    _replace(path, record)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

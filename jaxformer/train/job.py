@@ -1,0 +1,126 @@
+"""Everything a run needs before its first step: text, mesh, kernel, optimizer, and what it says about them."""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxformer import data
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config_file import check, with_vocabulary
+from jaxformer.models import decoder
+from jaxformer.models.cost import flops_per_token
+from jaxformer.optim import decay_groups, make_optimizer, make_schedule
+from jaxformer.params import Specs, count, rows
+from jaxformer.report import human_bytes, human_count
+from jaxformer.sharding import make_mesh
+from jaxformer.train.device import peak_flops, with_kernel
+from jaxformer.train.directory import claim
+from jaxformer.train.state import TrainState, abstract_state
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run made ready. `run` has every choice made; `facts` is the start banner."""
+
+    run: RunConfig
+    corpus: data.Corpus
+    mesh: Mesh
+    specs: Specs
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    peak: float
+    facts: dict[str, str]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.run.train.batch_size * self.run.data.sequence_length
+
+    @functools.cached_property
+    def flops_per_token(self) -> int:
+        return flops_per_token(self.run.model, self.run.data.sequence_length)
+
+    @property
+    def target(self) -> TrainState:
+        """The train state as shapes and shardings."""
+        return abstract_state(self.specs, self.optimizer, self.mesh)
+
+    def batches(self) -> data.Batches:
+        train, place = self.run.train, (jax.process_index(), jax.process_count())
+        return data.Batches(self.corpus.train, self.run.data, train.batch_size, self.run.run.seed, *place)
+
+
+def make_job(run: RunConfig, say: Say) -> Job:
+    """Prepares text and tokenizer, claims the run directory, picks and checks the kernel. Raises ConfigError at the door."""
+    check(run)
+    mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
+    keep_compiled(run.run.compilation_cache)
+    corpus = data.prepare(run, say)
+    size = corpus.tokenizer.vocab_size
+    run = with_vocabulary(run, size)
+    if size > run.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {size} tokens and model.vocab_size={run.model.vocab_size}: raise model.vocab_size to {size} or more."
+        )
+    claim(run, corpus.tokenizer, {"train": corpus.train.fingerprint, "validation": corpus.validation.fingerprint})
+    specs = decoder.specs(run.model)
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    ready, kernel = with_kernel(run)
+    peak = peak_flops(str(decoder.compute_dtype(run.model)))
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    job = Job(ready, corpus, mesh, specs, schedule, optimizer, peak, {})
+    job.facts.update(_facts(job, kernel))
+    return job
+
+
+def keep_compiled(folder: str) -> None:
+    """Turns on JAX's persistent compilation cache, unless the process has one already or `folder` is empty."""
+    if folder and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _facts(job: Job, kernel: str) -> dict[str, str]:
+    run, mesh, device = job.run, job.mesh, jax.devices()[0]
+    train, validation = job.corpus.train, job.corpus.validation
+    state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(job.target))
+    epoch = train.tokens / job.tokens_per_step
+    groups = decay_groups(run.optimizer, job.specs)
+    copied = [
+        path
+        for path, spec in rows(job.specs).items()
+        if mesh.shape["tensor"] > 1 and "kv_heads" in spec.axes and run.model.kv_heads % mesh.shape["tensor"]
+    ]
+    return {
+        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform}), best product {job.peak / 1e12:.3g} TFLOP/s each",
+        "mesh": ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+        + (f"; whole on every tensor device, since it does not divide: {', '.join(copied)}" if copied else ""),
+        "model": f"{human_count(count(job.specs))} parameters, {run.model.n_layers} layers, {run.model.d_model} wide, "
+        f"{run.model.n_heads} heads ({run.model.kv_heads} key-value), {decoder.compute_dtype(run.model)} products",
+        "weight decay": "; ".join(
+            f"{name}: {n} tensors, {human_count(size)} parameters" for name, (n, size) in groups.items()
+        ),
+        "memory": f"{human_bytes(state)} of parameters and optimizer state a device",
+        "FLOPs": f"{human_count(job.flops_per_token)} a token, forward and backward",
+        "attention": kernel,
+        "data": f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents), {human_count(validation.tokens)} held out",
+        "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.text_bytes / max(train.tokens, 1):.2f} bytes a token",
+        "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; the run is {run.train.steps / epoch:.2f} epochs",
+        "run directory": str(Path(run.run.dir)),
+    }
+
+
+def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)  # type: ignore[union-attr]
+    size = leaf.dtype.itemsize
+    for length in shape:
+        size *= length
+    return int(size)

@@ -1,0 +1,215 @@
+"""The loop: steps, metrics read one step late, evaluations and checkpoints on the way, and the end of a run."""
+
+import contextlib
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxformer.checkpoint import Checkpoints
+from jaxformer.config import RunConfig
+from jaxformer.data import evaluation_batches, gzip_bits_per_byte
+from jaxformer.evaluate import Evaluation, make_evaluate, place_batch
+from jaxformer.generate.decode import generate
+from jaxformer.params import Params
+from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
+from jaxformer.train.directory import lock
+from jaxformer.train.job import Job, Say, make_job
+from jaxformer.train.state import TrainState, init_state
+from jaxformer.train.step import Batch, Metrics, make_step
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient is no longer a number; checkpoints from before are untouched."""
+
+
+class Interrupted(RuntimeError):
+    """A signal asked the run to stop; its state is saved and the same command continues it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its final parameters, every line of metrics.jsonl, and where it lies."""
+
+    params: Params
+    metrics: list[dict[str, Any]]
+    run_dir: Path
+
+
+def train(run: RunConfig) -> Result:
+    """Trains as `run` says, continuing what its run directory holds; the same job as train.py.
+
+    Raises ConfigError for a setting or input that cannot work, Diverged where the loss is no number, and Interrupted
+    after a SIGINT or SIGTERM, with the state saved.
+    """
+    begin = time.perf_counter()
+    say: Say = _print if run.run.progress != "none" else lambda text: None
+    with lock(run), Checkpoints(run.run.dir, run.train.keep_checkpoints) as checkpoints:
+        job = make_job(run, say)
+        say(banner(job.facts))
+        state = checkpoints.restore(job.target, say)
+        if state is None:
+            state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
+        elif int(state.step) < run.train.steps:
+            say(f"Continuing {run.run.dir} from step {int(state.step)}.")
+        else:
+            say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
+        with jax.set_mesh(job.mesh):
+            state, last = _steps(job, state, checkpoints, say)
+    plot = plot_losses(run.run.dir)
+    say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
+    return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+class Watch:
+    """What is seen of a run: its log, its bar, and a clock that stops while evaluating and saving."""
+
+    def __init__(self, job: Job, first: int, log: MetricsLog, progress: Progress) -> None:
+        self.job, self.log, self.progress = job, log, progress
+        self.read_to = self.logged_to = first
+        self.since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begin
+
+    def read(self, step: int, metrics: Metrics) -> None:
+        """Waits for a step and logs it if it is due. The loop reads a step late, so that the device never waits."""
+        if step <= self.read_to:
+            return
+        self.read_to = step
+        metrics["loss"].block_until_ready()
+        settings = self.job.run.train
+        if step == 1 or step % settings.log_every == 0 or step == settings.steps:
+            self._log(step, metrics)
+        else:
+            self.progress.update(step)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        require_finite(self.job, step, values)
+        now = time.perf_counter()
+        tokens = self.job.tokens_per_step
+        rate = (step - self.logged_to) * tokens / max(now - self.since, 1e-9)
+        self.since, self.logged_to = now, step
+        mfu = rate * self.job.flops_per_token / (self.job.peak * self.job.mesh.size)
+        values |= {"tokens": step * tokens, "tokens_per_second": rate, "mfu": mfu}
+        self.log.log(step, values)
+        self.progress.update(step, values)
+
+
+def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
+    if not math.isfinite(values["loss"] + values["grad_norm"]):
+        raise Diverged(
+            f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; the checkpoints in {job.run.run.dir} are from "
+            "before. Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or set train.z_loss, in another run.dir."
+        )
+
+
+def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Evaluation]:
+    """Runs the steps that are left; the final state and its evaluation."""
+    settings, first = job.run.train, int(state.step)
+    evaluate = make_evaluate(job.run.model, job.mesh, job.corpus.tokenizer.token_bytes())
+    heldout = evaluation_batches(job.corpus.validation, job.run.data, settings.batch_size)
+    with (
+        Progress(settings.steps, first, job.run.run.progress) as progress,
+        MetricsLog(job.run.run.dir, first) as log,
+        _stop_signals() as stopped,
+    ):
+        if first >= settings.steps:
+            done = [line for line in read_metrics(job.run.run.dir) if "val_loss" in line and line["step"] == first]
+            return state, done[-1] if done else evaluate(state.params, heldout)
+        batches = job.batches().iterate(first)
+        batch = place_batch(next(batches), job.mesh)
+        advance = _compile(job, state, batch, say)
+        watch, metrics, result = Watch(job, first, log, progress), {}, {}
+        for step in range(first + 1, settings.steps + 1):
+            previous = metrics
+            state, metrics = advance(state, batch)
+            watch.read(step - 1, previous)
+            last, stop = step == settings.steps, stopped.is_set()
+            if not last:
+                batch = place_batch(next(batches), job.mesh)
+            if last or (settings.eval_every and step % settings.eval_every == 0):
+                watch.read(step, metrics)
+                with watch.paused():
+                    result = evaluate(state.params, heldout if last else _some(heldout, settings.eval_batches))
+                log.log(step, result)
+                progress.update(step, result)
+            if last or stop or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
+                watch.read(step, metrics)
+                with watch.paused():
+                    require_finite(job, step, jax.device_get(metrics))
+                    checkpoints.save(state, step)
+            if stop and not last:
+                raise Interrupted(f"stopped after step {step} and saved; the same command continues {job.run.run.dir}.")
+    return state, result
+
+
+def _some(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
+    return itertools.islice(batches, limit or None)
+
+
+def _compile(job: Job, state: TrainState, batch: Batch, say: Say) -> Any:
+    """The step compiled ahead of time, so that what it needs is known, and said, before it runs."""
+    begin = time.perf_counter()
+    compiled = make_step(job.run, job.optimizer, job.schedule, job.mesh).lower(state, batch).compile()
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    say(
+        f"The step was compiled in {human_time(time.perf_counter() - begin)}; it needs {human_bytes(temporary)} a device besides its state."
+    )
+    return compiled
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, so that a step in flight is finished and saved; a second signal ends at once."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def ask(number: int, _: object) -> None:
+        stopped.set()
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: Path) -> str:
+    run, tokenizer = job.run, job.corpus.tokenizer
+    prompt = tokenizer.encode(run.run.sample_prompt) or [tokenizer.end_token]
+    room = min(run.run.sample_tokens, run.model.max_length - len(prompt))
+    sample = None
+    if room > 0:
+        rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_token}
+        key = jax.random.key(run.run.seed)
+        made = generate(params, run.model, [prompt], room, key=key, **rules)
+        sample = (run.run.sample_prompt, tokenizer.decode(made[0].tolist()))
+    return closing(
+        seconds=seconds,
+        val_loss=last["val_loss"],
+        bits_per_byte=last["val_bits_per_byte"],
+        gzip_bits_per_byte=gzip_bits_per_byte(job.corpus.validation_text()),
+        sample=sample,
+        run_dir=f"{run.run.dir} (loss curve: {plot})",
+        next_command=f'jaxformer sample {run.run.dir} --prompt "{run.run.sample_prompt or "Once"}"',
+    )

@@ -1,0 +1,78 @@
+"""The train step: one jitted, donated function from state and batch to state and metrics."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxformer.config import ModelConfig, RunConfig
+from jaxformer.layers.embed import head_weight
+from jaxformer.layers.masks import places_of
+from jaxformer.losses import cross_entropy
+from jaxformer.models import decoder
+from jaxformer.params import Params
+from jaxformer.sharding import batch_sharding
+from jaxformer.train.state import TrainState, state_shardings
+
+Batch = dict[str, Any]
+Metrics = dict[str, jax.Array]
+
+
+def loss_sums(
+    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None, **extras: float
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over the tokens of a batch: (objective, nats). Their weight is the sum of `batch["weights"]`.
+
+    `batch` holds tokens, targets [B, T] int and weights [B, T] float, and where documents are packed segment_ids and
+    positions; `extras` are label_smoothing and z_loss, which the objective has and nats has not. A key turns dropout on.
+    """
+    places = places_of(batch["tokens"], batch.get("positions"), batch.get("segment_ids"))
+    x, _ = decoder.hidden(params, config, batch["tokens"], places, key=key)
+    return cross_entropy(x, head_weight(params, config), batch["targets"], batch["weights"], **extras)
+
+
+def gradients(params: Params, run: RunConfig, batch: Batch, key: jax.Array) -> tuple[Params, jax.Array]:
+    """(gradient of the mean objective, mean nats), summed over microbatches as (sum, weight) and divided once."""
+    pieces = run.train.microbatches
+    extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
+
+    def of_sums(piece: Batch, key: jax.Array) -> tuple[Params, jax.Array]:
+        def objective(params: Params) -> tuple[jax.Array, jax.Array]:
+            return loss_sums(params, run.model, piece, key if run.model.dropout else None, **extras)
+
+        (_, nats), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return grads, nats
+
+    def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        piece, i = item
+        return jax.tree.map(jnp.add, total, of_sums(piece, jax.random.fold_in(key, i))), None
+
+    if pieces == 1:
+        sums = of_sums(batch, jax.random.fold_in(key, 0))
+    else:  # piece m takes rows m, m + M, ...: the rows of a device stay on it
+        split = jax.tree.map(lambda a: a.reshape(-1, pieces, *a.shape[1:]).swapaxes(0, 1), batch)
+        nothing = (jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
+        sums, _ = jax.lax.scan(add, nothing, (split, jnp.arange(pieces)))
+    weight = jnp.maximum(batch["weights"].sum(), 1)
+    return jax.tree.map(lambda total: total / weight, sums)  # type: ignore[no-any-return]
+
+
+def make_step(run: RunConfig, optimizer: optax.GradientTransformation, schedule: optax.Schedule, mesh: Mesh) -> Any:
+    """The jitted step (state, batch) -> (state, metrics) of a run; call or lower it under `jax.set_mesh(mesh)`.
+
+    The state given is donated: use the one that comes back. Metrics: loss (nats a token), grad_norm (before clipping),
+    learning_rate. Dropout depends on (run.seed, step) alone.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
+        grads, loss = gradients(state.params, run, batch, key)
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": schedule(state.step)}
+        return TrainState(state.step + 1, params, moments), metrics  # type: ignore[arg-type]
+
+    places = state_shardings(decoder.specs(run.model), optimizer, mesh)
+    return jax.jit(step, donate_argnums=0, in_shardings=(places, batch_sharding(mesh)), out_shardings=(places, None))

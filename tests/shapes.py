@@ -1,0 +1,52 @@
+"""Small models that together use every row of every table, for the laws to run over."""
+
+import functools
+
+import jax
+import numpy as np
+
+import jaxformer as jf
+
+VOCABULARY, LENGTH = 61, 24
+SIZES = dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, d_ff=40, max_length=64)
+MODELS = {
+    "llama": dict(n_kv_heads=2),
+    "gpt2": dict(norm="layer", positions="learned", activation="gelu", bias="all", tied_head=True, n_kv_heads=0),
+    "multi-query, interleaved, post-norm": dict(
+        n_kv_heads=1, rope_pairing="interleaved", norm_placement="post", activation="geglu"
+    ),
+    "no norm, no positions": dict(norm="none", positions="none", activation="relu2"),
+    "wide heads, silu": dict(init="truncated_normal", head_dim=12, activation="silu", norm="layer", norm_placement="post"),
+    "relu with biases": dict(activation="relu", bias="all", norm="rms"),
+    "tanh gelu, learned": dict(activation="gelu_tanh", positions="learned"),
+}
+
+
+def model(name: str, **changes) -> jf.ModelConfig:
+    return jf.ModelConfig(**(SIZES | MODELS[name] | changes))
+
+
+def strong(params, key=1, size=0.15):
+    """Params moved well away from their initial values, so that no term is too small to be seen."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(key), len(leaves))
+    return jax.tree.unflatten(
+        treedef, [leaf + size * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys, strict=True)]
+    )
+
+
+forward = jax.jit(jf.forward, static_argnums=1)
+
+
+def tokens(rows=2, length=LENGTH, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (rows, length), dtype=np.int32)
+
+
+def weights_and_tokens(name: str, **changes):
+    config = model(name, **changes)
+    return made(config), config, tokens()
+
+
+@functools.cache
+def made(config: jf.ModelConfig):
+    return jax.jit(lambda key: strong(jf.init(config, key)))(jax.random.key(0))

@@ -1,0 +1,201 @@
+"""The laws a decoder obeys, each over models that use every row of every table."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import LENGTH, MODELS, VOCABULARY, forward, made, model, strong, weights_and_tokens
+
+import jaxformer as jf
+from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.embed import head
+from jaxformer.layers.masks import Places, places_of
+from jaxformer.models import decoder
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def close(found, expected):
+    """Equal to 2e-5 of the largest element."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def reach(name: str, kernel: str, segment_ids=None) -> np.ndarray:
+    """bool [T, T]: whether the logits at a position depend on the token at another, by gradient.
+
+    The tokens are distinct and the output layer is untied, so a token's row of the embedding table is its position's alone.
+    """
+    config = model(name, tied_head=False, attention_kernel=kernel)
+    params = made(config)
+    row = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+
+    def logits(table):
+        changed = params | {"embed": params["embed"] | {"tokens": table}}
+        return forward(changed, config, row, segment_ids=segment_ids)[0].sum(-1)
+
+    moved = jax.jit(jax.jacrev(logits))(params["embed"]["tokens"])
+    return np.asarray(jnp.abs(moved[:, :LENGTH]).max(-1) > 0)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "blocked"])
+@every_model
+def test_future_tokens_do_not_move_past_logits(name, kernel):
+    np.testing.assert_array_equal(reach(name, kernel), np.tril(np.ones((LENGTH, LENGTH), bool)))
+
+
+@pytest.mark.parametrize("kernel", ["xla", "blocked"])
+def test_no_token_reaches_another_segment(kernel):
+    segments = np.repeat([1, 2, 3, 0], LENGTH // 4)[None]
+    same = (segments[0][:, None] == segments[0][None]) & np.tril(np.ones((LENGTH, LENGTH), bool))
+    padding = segments[0] == 0
+    seen = reach("llama", kernel, segments)
+    np.testing.assert_array_equal(seen[~padding], same[~padding])
+
+
+@pytest.mark.parametrize("kernel", ["xla", "blocked"])
+@every_model
+def test_packed_rows_equal_separate_rows(name, kernel):
+    params, config, row = weights_and_tokens(name, attention_kernel=kernel)
+    first, second = row[:, :10], row[:, 10:]
+    packed = forward(params, config, row, segment_ids=np.repeat([[1] * 10 + [2] * (LENGTH - 10)], 2, 0))
+    close(packed[:, :10], forward(params, config, first))
+    close(packed[:, 10:], forward(params, config, second))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_model
+def test_padding_changes_nothing(name, side):
+    params, config, row = weights_and_tokens(name)
+    pad = np.full((2, 7), 5)
+    order = (pad, row) if side == "left" else (row, pad)
+    segments = np.concatenate([np.zeros_like(pad), np.ones_like(row)][:: 1 if side == "left" else -1], axis=1)
+    padded = forward(params, config, np.concatenate(order, axis=1), segment_ids=segments)
+    assert np.isfinite(padded).all()
+    close(padded[segments == 1].reshape(2, LENGTH, -1), forward(params, config, row))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def extend(params, config, row, places, cache):
+    x, cache = decoder.hidden(params, config, row, places, cache)
+    return head(params, config, x), cache
+
+
+@pytest.mark.parametrize("pieces", [(10, 1, 1, 12), (1,) * LENGTH], ids=str)
+@every_model
+def test_cached_decoding_equals_the_full_forward(name, pieces):
+    params, config, row = weights_and_tokens(name)
+    cache, logits, at = empty_cache(config, 2, LENGTH + 5, jnp.float32), [], 0
+    for size in pieces:
+        positions = jnp.broadcast_to(jnp.arange(at, at + size, dtype=jnp.int32), (2, size))
+        piece, cache = extend(params, config, row[:, at : at + size], Places(positions), cache)
+        logits.append(piece)
+        at += size
+    close(jnp.concatenate(logits, 1), forward(params, config, row))
+
+
+@every_model
+def test_scanned_layers_equal_unrolled_ones(name):
+    params, config, row = weights_and_tokens(name)
+    scanned = dataclasses.replace(config, layer_loop="scan")
+    close(forward(params, scanned, row), forward(params, config, row))
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("loop", ["unroll", "scan"])
+def test_remat_changes_no_value_and_no_gradient(remat, loop):
+    params, config, row = weights_and_tokens("llama", layer_loop=loop)
+
+    def objective(config):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.square(forward(p, config, row)).mean()))(params)
+
+    jax.tree.map(close, objective(dataclasses.replace(config, remat=remat)), objective(config))
+
+
+@every_model
+def test_jit_equals_no_jit(name):
+    params, config, row = weights_and_tokens(name)
+    with jax.disable_jit():
+        plain = jf.forward(params, config, row)
+    close(forward(params, config, row), plain)
+
+
+def test_forward_works_under_every_transform_with_no_set_up():
+    params, config, row = weights_and_tokens("gpt2")
+    call = functools.partial(forward, config=config, tokens=row)
+    expected = call(params)
+    assert jax.eval_shape(call, params) == jax.ShapeDtypeStruct((2, LENGTH, VOCABULARY), jnp.float32)
+    many = jax.vmap(call)(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params))
+    close(many[0], expected)
+    close(jax.checkpoint(call)(params), expected)
+    direction = strong(jax.tree.map(jnp.zeros_like, params))
+    _, slope = jax.jvp(lambda p: call(p).mean(), (params,), (direction,))
+    gradient = jax.grad(lambda p: call(p).mean())(params)
+    inner = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    np.testing.assert_allclose(slope, inner, rtol=1e-4)
+    hessian_vector = jax.jvp(jax.grad(lambda p: call(p).mean()), (params,), (direction,))[1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(hessian_vector))
+
+
+@every_model
+def test_bfloat16_products_give_float32_logits_near_the_float32_ones(name):
+    params, config, row = weights_and_tokens(name)
+    params = jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
+    coarse = forward(params, dataclasses.replace(config, dtype="bfloat16"), row)
+    exact = forward(params, config, row)
+    assert coarse.dtype == jnp.float32
+    assert jnp.abs(coarse - exact).max() < 0.05 * jnp.abs(exact).max()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def residual(params, config, row, places, key=None):
+    return decoder.hidden(params, config, row, places, key=key)[0]
+
+
+def test_dropout_needs_a_key_and_keeps_the_mean():
+    params, config, row = weights_and_tokens("llama", dropout=0.3)
+    places = places_of(row, None, None)
+    still = residual(params, config, row, places)
+    close(still, residual(params, dataclasses.replace(config, dropout=0.0), row, places))
+    drop = [residual(params, config, row, places, key=jax.random.key(k)) for k in (0, 0, 1)]
+    np.testing.assert_array_equal(drop[0], drop[1])
+    assert (jnp.abs(drop[0] - drop[2]) > 1e-3).mean() > 0.5
+    from jaxformer.layers.linear import dropout
+
+    mask = dropout(jnp.ones(100_000), 0.3, jax.random.key(0))
+    assert abs(float(mask.mean()) - 1) < 0.01 and abs(float((mask == 0).mean()) - 0.3) < 0.01
+
+
+def test_dropout_is_the_same_scanned_and_unrolled():
+    params, config, row = weights_and_tokens("llama", dropout=0.3)
+    places, key = places_of(row, None, None), jax.random.key(3)
+    scanned = dataclasses.replace(config, layer_loop="scan")
+    close(residual(params, scanned, row, places, key=key), residual(params, config, row, places, key=key))
+
+
+def test_positions_given_move_a_token():
+    params, config, row = weights_and_tokens("llama")
+    later = jnp.broadcast_to(jnp.arange(LENGTH) + 7, row.shape)
+    close(forward(params, config, row, positions=later), forward(params, config, row))  # RoPE is relative
+    params, config, row = weights_and_tokens("gpt2")
+    assert jnp.abs(forward(params, config, row, positions=later) - forward(params, config, row)).max() > 0.1
+
+
+def test_a_token_is_told_from_its_permutation():
+    """Without positions a causal model still knows an order, by what it may see; with them more so."""
+    params, config, row = weights_and_tokens("no norm, no positions")
+    swapped = row.copy()
+    swapped[:, [0, 1]] = swapped[:, [1, 0]]
+    one_layer = dataclasses.replace(config, n_layers=1)
+    first = params | {"blocks": jax.tree.map(lambda p: p[:1], params["blocks"])}
+    a, b = (forward(first, one_layer, t)[:, 2:] for t in (row, swapped))
+    close(a, b)
+    learned, config, _ = weights_and_tokens("tanh gelu, learned")
+    assert jnp.abs(forward(learned, config, row)[:, 2:] - forward(learned, config, swapped)[:, 2:]).max() > 0.1
+
+
+def test_tokens_of_one_row_do_not_touch_another():
+    params, config, row = weights_and_tokens("llama")
+    close(forward(params, config, row)[:1], forward(params, config, row[:1]))

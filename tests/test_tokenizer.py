@@ -1,0 +1,156 @@
+"""Every kind of tokenizer: what goes in comes out, in one file that the tokenizers library loads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxformer.config import ConfigError
+from jaxformer.data import reading
+from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+
+TEXTS = ["the cat sat on the mat, the cat's hat\n\n  def f(x):\n    return x\n", "Grüße, 世界! the the 🙂 12345\t\n"] * 20
+BPE = train_bpe_tokenizer(TEXTS, 300)
+KINDS = {"bpe": BPE, "bytes": byte_tokenizer(), "characters": character_tokenizer(TEXTS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_inverts_encoding(kind: str) -> None:
+    for text in TEXTS[:2]:
+        assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text())
+def test_byte_level_tokenizers_encode_any_text(text: str) -> None:
+    assert KINDS["bytes"].encode(text) == list(text.encode())
+    for kind in ("bpe", "bytes"):
+        assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_bytes_sum_to_the_bytes_of_the_text(kind: str) -> None:
+    tokenizer = KINDS[kind]
+    sizes = tokenizer.token_bytes()
+    assert sizes.dtype == np.int32 and sizes.shape == (tokenizer.vocab_size,) and sizes[tokenizer.end_token] == 0
+    for text in TEXTS[:2]:
+        assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(kind: str, tmp_path: Path) -> None:
+    tokenizer = KINDS[kind]
+    tokenizer.save(tmp_path / "run" / "tokenizer.json")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer.json"]
+    loaded = Tokenizer.load(tmp_path / "run")
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    assert loaded.fingerprint() == tokenizer.fingerprint()
+    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1]) == theirs.encode(TEXTS[1]).ids
+    assert loaded.end_token == tokenizer.end_token == theirs.token_to_id(END_OF_TEXT)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_a_special_tokens_name_in_the_text_is_text(kind: str) -> None:
+    ids = KINDS[kind].encode(f"a{END_OF_TEXT}b")
+    assert KINDS[kind].end_token not in ids
+    assert KINDS[kind].decode([*ids, KINDS[kind].end_token]) == f"a{END_OF_TEXT}b"
+
+
+def test_broken_utf8_decodes_to_replacement_characters() -> None:
+    tokenizer = KINDS["bytes"]
+    assert tokenizer.decode(np.array([104, 195])) == "h\ufffd"
+    assert tokenizer.decode([]) == ""
+
+
+def test_ids_of_each_kind_are_the_documented_ones() -> None:
+    assert (BPE.end_token, BPE.vocab_size) == (0, 300)
+    assert (KINDS["bytes"].end_token, KINDS["bytes"].vocab_size) == (256, 257)
+    letters = character_tokenizer(["hello", "wörld"])
+    assert letters.encode("dehlorwö") == list(range(8)) and letters.end_token == 8 and letters.vocab_size == 9
+
+
+def test_an_unseen_character_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"'é' \(U\+00E9\)"):
+        character_tokenizer(["abc"]).encode("abé")
+
+
+def test_training_is_deterministic() -> None:
+    program = (
+        "from jaxformer.tokenizer import train_bpe_tokenizer as t; import random; r = random.Random(0);"
+        "words = [''.join(r.choices('abcde', k=4)) for _ in range(2000)];"
+        "print(t([' '.join(words[i::7]) for i in range(7)], 600).fingerprint())"
+    )
+    root = str(Path(__file__).parent.parent)
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": root, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2", "3")
+    ]
+    assert len(set(runs)) == 1
+    assert train_bpe_tokenizer(["abc"], 300).fingerprint() != train_bpe_tokenizer(["abd"], 300).fingerprint()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="ab1 \n\r\t.!'sé", min_size=150, max_size=600))
+def test_a_document_in_pieces_encodes_as_the_whole(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "PIECE_CHARACTERS", 64)
+        pieces = list(reading.in_pieces(text))
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    for (left, _), (right, _) in zip(pieces, pieces[1:], strict=False):
+        if left[-1].isalnum() and right[0] in " \n":  # every cut but those for want of a better place
+            assert BPE.encode(left) + BPE.encode(right) == BPE.encode(left + right)
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<|im_end|>"])
+def test_a_given_file_keeps_its_own_end_token_and_loses_its_padding(name: str, tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens([name])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=f"$A {name}", special_tokens=[(name, 3)])
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.end_token == 3
+    assert tokenizer.encode("a b a") == [0, 1, 0]
+
+
+def test_token_bytes_of_a_sentencepiece_style_file() -> None:
+    vocab = {"<unk>": 0, "</s>": 1, "<0xE2>": 2, "▁the": 3, "é": 4, "▁": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(["<unk>", "</s>"])
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    )
+    assert Tokenizer(backend).token_bytes().tolist() == [0, 0, 1, 4, 2, 1]
+
+
+def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        Tokenizer.load(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match="not a tokenizer.json"):
+        Tokenizer.load(broken)
+    BPE.save(broken)
+    spec = json.loads(broken.read_text())
+    spec["added_tokens"] = []
+    spec["model"]["vocab"] = {token: index for token, index in spec["model"]["vocab"].items() if token != END_OF_TEXT}
+    broken.write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match="no token that ends a document"):
+        Tokenizer.load(broken)
+    with pytest.raises(ConfigError, match="at least 257"):
+        train_bpe_tokenizer(["a"], 100)
