@@ -7,16 +7,15 @@ fan-out follow from the names, so stacking layers or splitting heads changes no 
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 
 from jaxformer.config import ConfigError
-from jaxformer.sharding import Axes, activation, constrain, explicit_axes, parameter_sharding
+from jaxformer.sharding import Axes, activation, constrain, explicit_axes
 
 Params = dict[str, Any]
 Specs = dict[str, Any]
@@ -112,25 +111,9 @@ def init_params(specs: Specs, key: jax.Array) -> Params:
     return map_specs(lambda path, spec: spec.init(jax.random.fold_in(key, zlib.crc32(path.encode())), spec), specs)
 
 
-def abstract(specs: Specs, mesh: Mesh | None = None) -> Params:
-    """`jax.ShapeDtypeStruct` leaves, with their shardings where a mesh is given."""
-    shardings = shardings_of(specs, mesh) if mesh else map_specs(lambda _, spec: None, specs)
-    return map_specs(lambda path, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=_at(shardings, path)), specs)
-
-
-def _at(tree: Mapping[str, Any], path: str) -> Any:
-    for name in path.split("."):
-        tree = tree[name]
-    return tree
-
-
-def shardings_of(specs: Specs, mesh: Mesh) -> dict[str, Any]:
-    """A NamedSharding a leaf."""
-
-    def place(_: str, spec: Spec) -> NamedSharding:
-        return parameter_sharding(mesh, spec.shape, spec.axes)
-
-    return map_specs(place, specs)
+def abstract(specs: Specs) -> Params:
+    """The params as `jax.ShapeDtypeStruct` leaves."""
+    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
 
 
 def count(specs: Specs) -> int:

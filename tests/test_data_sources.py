@@ -11,6 +11,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxformer.config import ConfigError
 from jaxformer.data import reading
 from jaxformer.data.sources import Piece, Source, SourceFile, find_source

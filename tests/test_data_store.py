@@ -8,18 +8,20 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
 from jaxformer.data import TokenStore, corpus, gzip_bits_per_byte, open_or_build, prepare, store
 from jaxformer.data.sources import Piece
-from jaxformer.tokenizer import byte_tokenizer
+from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
 
 BYTES = byte_tokenizer()
 
@@ -28,7 +30,7 @@ def pieces_of(texts: list[str]) -> list[Piece]:
     return [Piece(text, str(index), True) for index, text in enumerate(texts)]
 
 
-def run_of(folder: Path, text: str = "", **changes: object) -> RunConfig:
+def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
     path = folder / "corpus.txt"
     if text:
         path.write_text(text)
@@ -89,7 +91,12 @@ def test_interrupted_work_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     assert len(done) == 15
     encoded: list[str] = []
     encode_batch = BYTES.encode_batch
-    monkeypatch.setattr(BYTES, "encode_batch", lambda batch: encoded.extend(batch) or encode_batch(batch))
+
+    def recorded(batch: list[str]) -> list[list[int]]:
+        encoded.extend(batch)
+        return encode_batch(batch)
+
+    monkeypatch.setattr(BYTES, "encode_batch", recorded)
     made = open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
     assert encoded == texts[10:]
     assert done.items() <= {path.name: path.stat().st_ino for path in tmp_path.iterdir()}.items()
@@ -120,7 +127,8 @@ def slow(*args):
     print(args[1], flush=True)
     return shard
 store._write_shard = slow
-made = store.open_or_build(Path(sys.argv[1]), lambda: [Piece(f"{i:050d}", str(i), True) for i in range(40)], byte_tokenizer())
+pieces = [Piece(f"{i:050d}", str(i), True) for i in range(40)]
+made = store.open_or_build(Path(sys.argv[1]), lambda: pieces, byte_tokenizer())
 print("tokens", made.tokens, int(made.read(0, made.tokens).sum()))
 """
 
@@ -130,27 +138,145 @@ def _process(folder: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_make_one_store_together_even_if_one_is_killed(tmp_path: Path) -> None:
-    processes = [_process(tmp_path / "pair") for _ in range(2)]
+EXPECTED = f"tokens {40 * 51} {40 * (50 * 48 + 256) + 4 * 45 + 10 * (0 + 1 + 2 + 3)}"
+
+
+def test_two_processes_at_once_make_one_store(tmp_path: Path) -> None:
+    processes = [_process(tmp_path) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0][-1] == outputs[1][-1] == f"tokens {40 * 51} {40 * (50 * 48 + 256) + 4 * 45 + 10 * (0 + 1 + 2 + 3)}"
-    if sys.platform != "win32":
-        assert sorted(map(len, outputs)) == [1, 21]  # one did all the work, the other waited
-
-    victim = _process(tmp_path / "killed")
-    heir = _process(tmp_path / "killed")
-    assert victim.stdout and heir.stdout
-    time.sleep(0.05)
-    first = victim if tmp_path.joinpath("killed").exists() and _has_line(victim) else heir
-    other = heir if first is victim else victim
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    lines = other.communicate(timeout=60)[0].splitlines()
-    assert lines[-1] == outputs[0][-1]
+    assert outputs[0][-1] == outputs[1][-1] == EXPECTED
+    assert sorted(map(len, outputs)) == [1, 21]  # one did the work, the other waited
 
 
-def _has_line(process: "subprocess.Popen[str]") -> bool:
-    import select
+def test_a_killed_process_leaves_its_finished_shards_to_the_next(tmp_path: Path) -> None:
+    victim = _process(tmp_path)
+    assert victim.stdout
+    shown = [victim.stdout.readline() for _ in range(3)]
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    assert shown == ["0\n", "1\n", "2\n"] and TokenStore.open(tmp_path) is None
+    lines = _process(tmp_path).communicate(timeout=60)[0].splitlines()
+    assert int(lines[0]) >= 3 and lines[-1] == EXPECTED and not list(tmp_path.glob("*.tmp"))
 
-    return bool(select.select([process.stdout], [], [], 5)[0])
+
+def _sparse_store(folder: Path, size: int) -> TokenStore:
+    """A store whose file says that it holds so many tokens, with a document every thousand, and takes no room."""
+    folder.mkdir()
+    with open(folder / "00000.tokens", "wb") as file:
+        file.truncate(2 * size)
+    (folder / "00000.ends").write_bytes(np.arange(1000, size, 1000).astype(np.int64).tobytes())
+    return TokenStore(folder, np.dtype(np.uint16), [store.Shard(size, size // 1000, 0)])
+
+
+def test_reading_costs_the_same_however_large_the_store(tmp_path: Path) -> None:
+    def seconds(made: TokenStore) -> float:
+        start, best = made.tokens - 5000, 1.0
+        for _ in range(200):
+            began = time.perf_counter()
+            made.read(start, start + 1025)
+            made.boundaries(start, start + 1025)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    large = _sparse_store(tmp_path / "large", 1 << 28)
+    assert seconds(large) < 5 * seconds(_sparse_store(tmp_path / "small", 1 << 14))
+    tracemalloc.start()
+    for start in range(0, large.tokens, large.tokens // 100):
+        large.read(start, start + 1025)
+        large.boundaries(start, start + 1025)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+TALES = [f"the {index}th tale: once upon a time there was a {'very ' * (index % 7)}old king" for index in range(300)]
+TEXT = "<|endoftext|>".join(TALES)
+
+
+def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = prepare(run_of(tmp_path, TEXT), said.append)
+    assert any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 2
+    assert first.validation is not None and first.train.documents + first.validation.documents == 300
+    assert first.tokenizer.decode(first.validation.read(0, 9_999)) == "".join(first.validation_text())
+    assert first.validation.bytes == len("".join(first.validation_text()))
+    said.clear()
+    again = prepare(run_of(tmp_path), said.append)
+    assert len(said) == 3 and all("reusing" in line for line in said)
+    assert again.train.directory == first.train.directory and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+
+
+def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Path) -> None:
+    first = prepare(run_of(tmp_path, TEXT))
+    (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    packed = run_of(tmp_path)
+    packed = replace(packed, data=replace(packed.data, train=str(tmp_path / "corpus.txt.gz")))
+    assert prepare(packed).train.directory == first.train.directory
+    assert prepare(run_of(tmp_path, TEXT + " and a queen")).train.directory != first.train.directory
+    other = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=290))
+    assert prepare(other).train.directory != first.train.directory
+
+
+def _trained_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What tokenizers are trained on from here on."""
+    seen: list[str] = []
+
+    def recorded(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        seen.extend(texts)
+        return train_bpe_tokenizer(seen, vocab_size)
+
+    monkeypatch.setattr(corpus, "train_bpe_tokenizer", recorded)
+    return seen
+
+
+def test_the_tokenizer_never_sees_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _trained_on(monkeypatch)
+    made = prepare(run_of(tmp_path, TEXT))
+    assert set(seen) == set(TALES) - set(made.validation_text())
+
+
+def test_a_tokenizer_is_trained_on_a_sample_spread_over_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _trained_on(monkeypatch)
+    prepare(run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=300, training_bytes=4000)))
+    places = [TEXT.index(text) / len(TEXT) for text in seen]
+    assert 3500 < sum(map(len, seen)) <= 4000
+    assert max(np.diff([0, *places, 1])) < 0.1
+    seen.clear()
+    prepare(run_of(tmp_path, "a word " * 20_000, tokenizer=TokenizerConfig(vocab_size=300, training_bytes=20_000)))
+    assert 15_000 < sum(map(len, seen)) <= 20_000
+
+
+def test_validation_can_be_a_source_of_its_own_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "another text"}) + "\n")
+    run = run_of(tmp_path, TEXT)
+    made = prepare(replace(run, data=replace(run.data, validation=str(tmp_path / "other.jsonl"))))
+    assert made.train.documents == 300 and "".join(made.validation_text()) == "another text"
+    assert made.validation is not None and made.validation.documents == 1
+    made = prepare(replace(run, data=replace(run.data, validation_fraction=0.0)))
+    assert made.train.documents == 300 and made.validation is None and not list(made.validation_text())
+
+
+def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:
+    made = prepare(run_of(tmp_path, "a" * 100 + "b", tokenizer=TokenizerConfig(kind="characters")))
+    assert made.tokenizer.vocab_size == 3 and made.validation is not None
+    assert made.validation.read(0, 99).tolist() == [0] * 10 + [1, 2]
+
+
+def test_a_vocabulary_that_the_model_cannot_hold_is_one_message(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(kind="bytes"), model=ModelConfig(vocab_size=256))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=256 is less than the tokenizer's 257 entries"):
+        prepare(run)
+
+
+def test_a_cache_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cache.* cannot be made"):
+        prepare(run_of(tmp_path, TEXT))
+
+
+def test_gzip_is_the_command_lines() -> None:
+    text = "to be or not to be, that is the question é\n" * 50
+    size = len(gzip.compress(text.encode(), 9))
+    assert gzip_bits_per_byte(iter([text[:100], text[100:]])) == 8 * size / len(text.encode())
+    assert np.isnan(gzip_bits_per_byte([]))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxformer.config import ConfigError
 from jaxformer.data import reading
 from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
@@ -109,7 +111,7 @@ def test_a_document_in_pieces_encodes_as_the_whole(text: str) -> None:
         pieces = list(reading.in_pieces(text))
     assert "".join(piece for piece, _ in pieces) == text
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-    for (left, _), (right, _) in zip(pieces, pieces[1:], strict=False):
+    for (left, _), (right, _) in pairwise(pieces):
         if left[-1].isalnum() and right[0] in " \n":  # every cut but those for want of a better place
             assert BPE.encode(left) + BPE.encode(right) == BPE.encode(left + right)
 
@@ -143,7 +145,7 @@ def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> Non
         Tokenizer.load(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    with pytest.raises(ConfigError, match="not a tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
         Tokenizer.load(broken)
     BPE.save(broken)
     spec = json.loads(broken.read_text())

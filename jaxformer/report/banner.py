@@ -25,8 +25,8 @@ def banner(facts: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -
 def closing(
     *,
     seconds: float,
-    val_loss: float,
-    bits_per_byte: float,
+    val_loss: float | None,
+    bits_per_byte: float | None,
     gzip_bits_per_byte: float | None,
     sample: tuple[str, str] | None,
     run_dir: str,
@@ -34,14 +34,14 @@ def closing(
 ) -> str:
     """The end of a run in plain text: how well it predicts held-out text, a sample (prompt, continuation), what to do next.
 
-    `val_loss` is in nats per token. `gzip_bits_per_byte` is that of `gzip -9` on the same held-out bytes.
+    `val_loss` is in nats per token, None where nothing was held out. `gzip_bits_per_byte` is that of `gzip -9` on the same
+    held-out bytes.
     """
-    facts: dict[str, str | Sequence[str]] = {
-        "validation loss": f"{val_loss:.4f} nats per token (perplexity {_perplexity(val_loss)})",
-        "bits per byte": f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}",
-        "run directory": run_dir,
-        "next": next_command,
-    }
+    facts: dict[str, str | Sequence[str]] = {}
+    if val_loss is not None and bits_per_byte is not None:
+        facts["validation loss"] = f"{val_loss:.4f} nats per token (perplexity {_perplexity(val_loss)})"
+        facts["bits per byte"] = f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
+    facts |= {"run directory": run_dir, "next": next_command}
     blocks = [banner(facts, title=f"Done in {human_time(seconds)}")]
     if sample is not None:
         blocks.insert(0, _quote("Sample", printable("".join(sample))))

@@ -56,6 +56,11 @@ class Job:
         train, place = self.run.train, (jax.process_index(), jax.process_count())
         return data.Batches(self.corpus.train, self.run.data, train.batch_size, self.run.run.seed, *place)
 
+    def heldout(self) -> data.EvaluationBatches | None:
+        store = self.corpus.validation
+        place = (jax.process_index(), jax.process_count())
+        return data.evaluation_batches(store, self.run.data, self.run.train.batch_size, *place) if store else None
+
 
 def make_job(run: RunConfig, say: Say) -> Job:
     """Prepares text and tokenizer, claims the run directory, picks and checks the kernel. Raises ConfigError at the door."""
@@ -69,7 +74,8 @@ def make_job(run: RunConfig, say: Say) -> Job:
         raise ConfigError(
             f"the tokenizer has {size} tokens and model.vocab_size={run.model.vocab_size}: raise model.vocab_size to {size} or more."
         )
-    claim(run, corpus.tokenizer, {"train": corpus.train.fingerprint, "validation": corpus.validation.fingerprint})
+    stores = {"train": corpus.train, "validation": corpus.validation}
+    claim(run, corpus.tokenizer, {name: store.directory.name for name, store in stores.items() if store})
     specs = decoder.specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     ready, kernel = with_kernel(run)
@@ -111,8 +117,9 @@ def _facts(job: Job, kernel: str) -> dict[str, str]:
         "memory": f"{human_bytes(state)} of parameters and optimizer state a device",
         "FLOPs": f"{human_count(job.flops_per_token)} a token, forward and backward",
         "attention": kernel,
-        "data": f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents), {human_count(validation.tokens)} held out",
-        "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.text_bytes / max(train.tokens, 1):.2f} bytes a token",
+        "data": f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
+        + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
+        "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
         "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; the run is {run.train.steps / epoch:.2f} epochs",
         "run directory": str(Path(run.run.dir)),
     }

@@ -15,7 +15,7 @@ import jax
 
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import RunConfig
-from jaxformer.data import evaluation_batches, gzip_bits_per_byte
+from jaxformer.data import gzip_bits_per_byte
 from jaxformer.evaluate import Evaluation, make_evaluate, place_batch
 from jaxformer.generate.decode import generate
 from jaxformer.params import Params
@@ -123,7 +123,7 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
     """Runs the steps that are left; the final state and its evaluation."""
     settings, first = job.run.train, int(state.step)
     evaluate = make_evaluate(job.run.model, job.mesh, job.corpus.tokenizer.token_bytes())
-    heldout = evaluation_batches(job.corpus.validation, job.run.data, settings.batch_size)
+    heldout = job.heldout()
     with (
         Progress(settings.steps, first, job.run.run.progress) as progress,
         MetricsLog(job.run.run.dir, first) as log,
@@ -131,7 +131,7 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
     ):
         if first >= settings.steps:
             done = [line for line in read_metrics(job.run.run.dir) if "val_loss" in line and line["step"] == first]
-            return state, done[-1] if done else evaluate(state.params, heldout)
+            return state, done[-1] if done else {}
         batches = job.batches().iterate(first)
         batch = place_batch(next(batches), job.mesh)
         advance = _compile(job, state, batch, say)
@@ -143,13 +143,13 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
             last, stop = step == settings.steps, stopped.is_set()
             if not last:
                 batch = place_batch(next(batches), job.mesh)
-            if last or (settings.eval_every and step % settings.eval_every == 0):
+            if heldout and (last or _due(step, settings.eval_every)):
                 watch.read(step, metrics)
                 with watch.paused():
                     result = evaluate(state.params, heldout if last else _some(heldout, settings.eval_batches))
                 log.log(step, result)
                 progress.update(step, result)
-            if last or stop or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
+            if last or stop or _due(step, settings.checkpoint_every):
                 watch.read(step, metrics)
                 with watch.paused():
                     require_finite(job, step, jax.device_get(metrics))
@@ -157,6 +157,10 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
             if stop and not last:
                 raise Interrupted(f"stopped after step {step} and saved; the same command continues {job.run.run.dir}.")
     return state, result
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _some(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
@@ -206,9 +210,9 @@ def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: P
         sample = (run.run.sample_prompt, tokenizer.decode(made[0].tolist()))
     return closing(
         seconds=seconds,
-        val_loss=last["val_loss"],
-        bits_per_byte=last["val_bits_per_byte"],
-        gzip_bits_per_byte=gzip_bits_per_byte(job.corpus.validation_text()),
+        val_loss=last.get("val_loss"),
+        bits_per_byte=last.get("val_bits_per_byte"),
+        gzip_bits_per_byte=gzip_bits_per_byte(job.corpus.validation_text()) if last else None,
         sample=sample,
         run_dir=f"{run.run.dir} (loss curve: {plot})",
         next_command=f'jaxformer sample {run.run.dir} --prompt "{run.run.sample_prompt or "Once"}"',

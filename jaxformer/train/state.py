@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.params import Params, Specs, abstract, init_params, shardings_of
-from jaxformer.sharding import replicated
+from jaxformer.params import Params, Specs, abstract, init_params, rows
+from jaxformer.sharding import parameter_sharding, replicated
 
 
 @struct.dataclass
@@ -22,16 +22,19 @@ class TrainState:
 
 
 def state_shardings(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A sharding a leaf: the optimizer's moments lie as their parameters do, all else is on every device."""
-    shapes, shardings, whole = abstract(specs), shardings_of(specs, mesh), replicated(mesh)
+    """A sharding a leaf: a moment lies as the parameter whose path its own path ends in, all else is on every device."""
+    table, whole = rows(specs), replicated(mesh)
 
-    def like(leaf: Any, shape: Any, sharding: Any) -> Any:
-        return sharding if leaf.shape == shape.shape else whole
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        names = (jax.tree_util.keystr(path[i:], simple=True, separator=".") for i in range(len(path)))
+        spec = next((table[name] for name in names if name in table), None)
+        return whole if spec is None or spec.shape != leaf.shape else parameter_sharding(mesh, spec.shape, spec.axes)
 
-    moments = optax.tree_map_params(
-        optimizer, like, jax.eval_shape(optimizer.init, shapes), shapes, shardings, transform_non_params=lambda _: whole
-    )
-    return TrainState(whole, shardings, moments)
+    return jax.tree.map_with_path(place, _shapes(specs, optimizer))  # type: ignore[no-any-return]
+
+
+def _shapes(specs: Specs, optimizer: optax.GradientTransformation) -> TrainState:
+    return jax.eval_shape(lambda params: TrainState(jnp.int32(0), params, optimizer.init(params)), abstract(specs))
 
 
 def init_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
@@ -46,9 +49,8 @@ def init_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh
 
 def abstract_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The state as shapes, dtypes and shardings, with no array made."""
-    shapes = jax.eval_shape(lambda params: TrainState(jnp.int32(0), params, optimizer.init(params)), abstract(specs))
-    return jax.tree.map(
+    return jax.tree.map(  # type: ignore[no-any-return]
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
+        _shapes(specs, optimizer),
         state_shardings(specs, optimizer, mesh),
     )

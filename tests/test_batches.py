@@ -1,0 +1,158 @@
+"""Batches: a function of seed and step that loses no token, mixes no document, and is shared by any number of processes."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data import Batches, TokenStore, evaluation_batches, open_or_build, store
+from jaxformer.data.batches import Batch, Rows
+from jaxformer.data.sources import Piece
+from jaxformer.tokenizer import byte_tokenizer
+
+BYTES = byte_tokenizer()
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@contextmanager
+def stored(sizes: list[int]) -> Iterator[TokenStore]:
+    """A store of documents of these sizes, in shards of about 20 tokens."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "SHARD_CHARACTERS", 20)
+        letters = (chr(97 + place % 26) for place in range(sum(sizes)))
+        pieces = [Piece("".join(islice(letters, size)), str(index), True) for index, size in enumerate(sizes)]
+        yield open_or_build(Path(folder), lambda: pieces, BYTES)
+
+
+def data(length: int, packing: str = "stream", prefetch: int = 0) -> DataConfig:
+    return DataConfig(sequence_length=length, packing=packing, prefetch=prefetch)  # type: ignore[arg-type]
+
+
+def targets(batches: list[Batch]) -> list[int]:
+    return [int(token) for batch in batches for token in batch["targets"][batch["weights"] > 0]]
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, st.integers(1, 20), st.integers(1, 5))
+def test_every_token_but_the_first_is_a_target_once(sizes: list[int], length: int, batch_size: int) -> None:
+    with stored(sizes) as made:
+        expected = made.read(1, made.tokens).tolist()
+        batches = list(evaluation := evaluation_batches(made, data(length), batch_size))
+        assert targets(batches) == expected
+        assert len(evaluation) == len(batches) == -(-len(expected) // (length * batch_size))
+        assert {array.shape for batch in batches for array in batch.values()} == {(batch_size, length)}
+        if made.tokens > length:
+            epoch = Batches(made, data(length), 1, seed=0)
+            assert sorted(targets([epoch[step] for step in range(epoch.examples)])) == sorted(expected)
+            assert epoch.steps_per_epoch == epoch.examples == -(-len(expected) // length)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, st.integers(2, 20))
+def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: int) -> None:
+    with stored(sizes) as made:
+        owner = np.repeat(np.arange(len(sizes)), [size + 1 for size in sizes])
+        begin = np.repeat(np.cumsum([0, *(size + 1 for size in sizes)])[:-1], [size + 1 for size in sizes])
+        rows = Rows(made, data(length, "documents"))
+        weighted = 0
+        for index in range(len(rows)):
+            row = rows[index]
+            places = index * length + np.arange(length)
+            used = places < made.tokens - 1
+            assert (row["tokens"][used] == made.read(0, made.tokens)[places[used]]).all()
+            segments, positions = row["segment_ids"], row["positions"]
+            assert (segments[~used] == 0).all() and (row["weights"][~used] == 0).all()
+            assert (segments[used] == owner[places[used]] - owner[places[0]] + 1).all()
+            assert (positions[used] == places[used] - np.maximum(begin[places[used]], places[0])).all()
+            assert (row["weights"][used] == (owner[places[used] + 1] == owner[places[used]])).all()
+            weighted += int(row["weights"].sum())
+        assert weighted == made.tokens - len(sizes)  # each token that has one before it in its own document
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_arrays_are_the_documented_ones(packing: str) -> None:
+    with stored([30, 30]) as made:
+        batch = Batches(made, data(8, packing), 2, seed=1)[0]
+        assert {name: array.dtype.name for name, array in batch.items()} == {
+            "tokens": "int32",
+            "targets": "int32",
+            "weights": "float32",
+        } | ({"segment_ids": "int32", "positions": "int32"} if packing == "documents" else {})
+        assert all(array.shape == (2, 8) and array.flags.c_contiguous for array in batch.values())
+        assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(SIZES.filter(lambda sizes: sum(sizes) > 8), st.integers(0, 2**40), st.integers(0, 1000))
+def test_two_and_four_processes_read_together_what_one_reads(sizes: list[int], seed: int, step: int) -> None:
+    with stored(sizes) as made:
+        for packing in ("stream", "documents"):
+            whole = Batches(made, data(6, packing), 4, seed)[step]
+            for count in (2, 4):
+                shares = [Batches(made, data(6, packing), 4, seed, index, count)[step] for index in range(count)]
+                joined = {name: np.empty_like(array) for name, array in whole.items()}
+                for index, share in enumerate(shares):
+                    for name in joined:
+                        joined[name][index::count] = share[name]
+                assert same(joined, whole)
+        split = [list(evaluation_batches(made, data(6), 4, index, 2)) for index in range(2)]
+        for batch, left, right in zip(evaluation_batches(made, data(6), 4), *split, strict=True):
+            assert (batch["targets"][0::2] == left["targets"]).all() and (batch["targets"][1::2] == right["targets"]).all()
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    with stored([40] * 10) as made:
+        first, again = (Batches(made, data(8), 4, seed=7) for _ in range(2))
+        assert all(same(first[step], again[step]) for step in (30, 0, 7))
+        assert not same(first[0], Batches(made, data(8), 4, seed=8)[0])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(prefetch: int) -> None:
+    with stored([40] * 10) as made:
+        batches = Batches(made, data(8, "documents", prefetch), 4, seed=7)
+        for start in (0, 5, 1_000_003):
+            found = list(islice(batches.iterate(start), 6))
+            assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
+
+
+def test_each_epoch_has_every_row_in_another_order() -> None:
+    with stored([40] * 10) as made:
+        batches = Batches(made, data(8), 1, seed=3)
+        rows = [bytes(batches[step]["tokens"].astype(np.uint8)) for step in range(2 * batches.examples)]
+        first, second = rows[: batches.examples], rows[batches.examples :]
+        assert sorted(first) == sorted(second) and first != second and first != sorted(first)
+        other = Batches(made, data(8), 1, seed=4)  # the next seed's first epoch is not this seed's second
+        assert [bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)] != second
+
+
+def test_a_store_of_one_row_is_enough() -> None:
+    with stored([8]) as made:
+        assert Batches(made, data(8), 3, seed=0)[5]["tokens"].tolist() == [made.read(0, 8).tolist()] * 3
+
+
+def test_text_that_is_too_short_is_one_message() -> None:
+    with stored([7]) as made, pytest.raises(ConfigError, match=r"has 8 tokens.*data\.sequence_length \+ 1 = 9.*at most 7"):
+        Batches(made, data(8), 1, seed=0)
+    with stored([7]) as made:
+        short = list(evaluation_batches(made, data(20, "documents"), 2))  # held-out text may be shorter than a row
+        assert len(short) == 1 and short[0]["weights"].sum() == 7 and short[0]["segment_ids"].sum() == 7
+        made.tokens = 1
+        with pytest.raises(ConfigError, match="has 1 tokens: at least 2"):
+            evaluation_batches(made, data(8), 1)
+
+
+def test_a_batch_that_processes_cannot_share_is_one_message() -> None:
+    with stored([30]) as made, pytest.raises(ConfigError, match=r"train\.batch_size=3 is not divisible by the 2 processes"):
+        Batches(made, data(8), 3, seed=0, process_index=0, process_count=2)
