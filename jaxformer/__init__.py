@@ -4,25 +4,60 @@ Names load when they are first used, so `import jaxformer` costs next to nothing
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxformer import layers, tokenizer
+    from jaxformer.checkpoint import Loaded, load
     from jaxformer.config import ConfigError, ModelConfig, RunConfig
     from jaxformer.config_file import load_config
+    from jaxformer.generate.decode import generate
     from jaxformer.models.decoder import forward, init
+    from jaxformer.train.loop import Result, train
 
 _HOMES = {
     "ConfigError": "jaxformer.config",
+    "Loaded": "jaxformer.checkpoint",
     "ModelConfig": "jaxformer.config",
+    "Result": "jaxformer.train.loop",
     "RunConfig": "jaxformer.config",
     "forward": "jaxformer.models.decoder",
+    "generate": "jaxformer.generate.decode",
     "init": "jaxformer.models.decoder",
+    "load": "jaxformer.checkpoint",
     "load_config": "jaxformer.config_file",
+    "train": "jaxformer.train.loop",
 }
 _ROOMS = ("layers", "tokenizer")
 
-__all__ = ["ConfigError", "ModelConfig", "RunConfig", "forward", "init", "layers", "load_config", "tokenizer"]
+__all__ = [
+    "ConfigError",
+    "Loaded",
+    "ModelConfig",
+    "Result",
+    "RunConfig",
+    "forward",
+    "generate",
+    "init",
+    "layers",
+    "load",
+    "load_config",
+    "tokenizer",
+    "train",
+]
+
+
+class _Package(ModuleType):
+    """A package whose names win over its rooms: `jf.train` stays the function after `jaxformer/train/` was imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

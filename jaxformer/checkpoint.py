@@ -93,13 +93,14 @@ class Checkpoints:
 
 def _read(folder: Path, step: int, wanted: dict[str, Any], whole: bool = True) -> dict[str, jax.Array]:
     """The leaves of `wanted` from the checkpoint of `step`, after its manifest was held against them."""
-    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        saved = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
-        _compare(folder / str(step), saved, manifest_of(wanted), whole)
+    place = folder / str(step)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        saved = reader.restore(place, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
+        _compare(place, saved, manifest_of(wanted), whole)
         args = ocp.args.PyTreeRestore(
             wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=not whole
         )
-        leaves = manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+        leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
     return {path: leaves[path] for path in wanted}
 
 

@@ -68,6 +68,8 @@ def read_config(path: str | Path) -> RunConfig:
         )
     if source.suffix == ".json":
         return from_json(source.read_text(encoding="utf-8"), str(source))
+    if source.suffix != ".py":
+        raise ConfigError(f"config {file}: neither a Python file (.py) nor the config.json of a run.")
     try:
         with _importable(source.parent):
             spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)

@@ -1,16 +1,21 @@
 """Evaluation: a model's loss on held-out text, per token and per byte."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import ModelConfig
+from jaxformer import data
+from jaxformer.checkpoint import load
+from jaxformer.config import ConfigError, ModelConfig, RunConfig
+from jaxformer.config_file import read_config
 from jaxformer.params import Params
-from jaxformer.sharding import batch_sharding
+from jaxformer.sharding import MESH_AXES, batch_sharding
 from jaxformer.train.step import Batch, loss_sums
 
 Evaluation = dict[str, float]
@@ -48,3 +53,28 @@ def make_evaluate(
         return {"val_loss": nats / max(tokens, 1), "val_bits_per_byte": nats / math.log(2) / max(length, 1)}
 
     return evaluate
+
+
+def evaluate_run(path: str | Path, validation: str = "", step: int | None = None) -> Evaluation:
+    """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on what the run held out.
+
+    Raises ConfigError if `path` is no run that can be read, or there is no text to evaluate on.
+    """
+    model = load(path, step)
+    run = _on_text(read_config(Path(path) / "config.json"), Path(path), validation)
+    store = data.prepare(run).validation
+    if store is None or model.tokenizer is None:
+        raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    rows = run.train.batch_size // run.train.microbatches
+    evaluate = make_evaluate(model.config, mesh, model.tokenizer.token_bytes())
+    return evaluate(model.params, data.evaluation_batches(store, run.data, rows))
+
+
+def _on_text(run: RunConfig, path: Path, validation: str) -> RunConfig:
+    """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that stands apart."""
+    text = validation or run.data.validation
+    if text:
+        data.find_source(text, "data.validation", run.data.text_field)
+    texts = dataclasses.replace(run.data, train=text, validation=text) if text else run.data
+    return dataclasses.replace(run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(path / "tokenizer.json")))

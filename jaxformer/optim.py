@@ -65,28 +65,18 @@ def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, 
     return groups
 
 
-def _adamw(c: OptimizerConfig, rate: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    return optax.adamw(rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decay_mask(c, specs))
+Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
 
 
-def _adafactor(c: OptimizerConfig, rate: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(c.weight_decay, decay_mask(c, specs))
-    return optax.chain(optax.adafactor(None, multiply_by_parameter_scale=False), decay, optax.scale_by_learning_rate(rate))
+def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+    """Factored second moments and clipped updates, at the schedule's own rate (arXiv:1804.04235)."""
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 
-def _lion(c: OptimizerConfig, rate: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    return optax.lion(rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decay_mask(c, specs))
+def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+    """Muon on the blocks' matrices, a layer and a product at a time; Adam on embeddings, output layer, norms and biases.
 
-
-def _sgd(c: OptimizerConfig, rate: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(c.weight_decay, decay_mask(c, specs))
-    return optax.chain(optax.trace(c.b1), decay, optax.scale_by_learning_rate(rate))
-
-
-def _muon(c: OptimizerConfig, rate: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, a layer and a product at a time; AdamW on embeddings, output layer, norms and biases.
-
-    Updates are scaled to the RMS that AdamW's have, so one learning rate and decay serve both (arXiv:2502.16982).
+    Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both (arXiv:2502.16982).
     """
 
     def numbers(path: str, spec: Spec) -> MuonDimensionNumbers | None:
@@ -96,24 +86,31 @@ def _muon(c: OptimizerConfig, rate: optax.Schedule, specs: Specs) -> optax.Gradi
         shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)
         return MuonDimensionNumbers(shared, tuple(i for i in axes if i not in shared))
 
-    mask, table = decay_mask(c, specs), map_specs(numbers, specs)
-    return muon(
-        rate,
+    table = map_specs(numbers, specs)
+    return muon(  # at a rate of -1 it gives the direction itself
+        -1.0,
         beta=c.b1,
-        weight_decay=c.weight_decay,
-        weight_decay_mask=mask,
         adam_b1=c.b1,
         adam_b2=c.b2,
-        adam_weight_decay=c.weight_decay,
         consistent_rms=0.2,
         muon_weight_dimension_numbers=lambda params: table,
     )
 
 
-OPTIMIZERS = {"adamw": _adamw, "adafactor": _adafactor, "lion": _lion, "sgd": _sgd, "muon": _muon}
+OPTIMIZERS: dict[str, Rule] = {
+    "adamw": lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps),
+    "adafactor": _adafactor,
+    "lion": lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
+    "sgd": lambda c, specs: optax.trace(c.b1),
+    "muon": _muon,
+}
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    """Clip by global norm, then the update rule, with decoupled decay on the masked leaves."""
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    return optax.chain(clip, OPTIMIZERS[config.name](config, schedule, specs))
+    """Clip by global norm, the rule's direction, decoupled decay of the masked leaves, times minus the learning rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        OPTIMIZERS[config.name](config, specs),
+        optax.add_decayed_weights(config.weight_decay, decay_mask(config, specs)),
+        optax.scale_by_learning_rate(schedule),
+    )

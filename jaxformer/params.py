@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ConfigError
-from jaxformer.sharding import Axes, activation, constrain, explicit_axes
+from jaxformer.sharding import Axes, activation, constrain, explicit_axes, gathered
 
 Params = dict[str, Any]
 Specs = dict[str, Any]
@@ -149,7 +149,7 @@ def contract(equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dty
     if explicit_axes():
         sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
         place = activation([sizes[letter] for letter in out], to) if to else None
-        return jnp.einsum(equation, x, w, preferred_element_type=dtype, out_sharding=place)
+        return jnp.einsum(equation, x, gathered(w), preferred_element_type=dtype, out_sharding=place)
     shared = sum(letter in right for letter in left)
     inner = math.prod(x.shape[x.ndim - shared :])
     free = x.shape[: x.ndim - shared]

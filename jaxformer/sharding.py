@@ -57,10 +57,11 @@ def make_mesh(config: MeshConfig, batch_size: int, microbatches: int = 1, explic
 
 def partition(shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
     """Where the axes of an array go; an axis whose length the mesh does not divide is copied to every device."""
-    placed: list[tuple[str, ...] | None] = []
+    placed: list[tuple[str, ...] | str | None] = []
     for length, axis in zip(shape, axes, strict=True):
         target = rules.get(axis or "", ())
-        placed.append(target if target and length % math.prod(sizes[a] for a in target) == 0 else None)
+        fits = target and length % math.prod(sizes[a] for a in target) == 0
+        placed.append((target if len(target) > 1 else target[0]) if fits else None)
     return PartitionSpec(*placed)
 
 
@@ -81,6 +82,12 @@ def explicit_axes() -> bool:
     """True under a mesh whose sharding is part of the types (the tests that catch a site without a placement)."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and AxisType.Explicit in mesh.axis_types
+
+
+def gathered(w: jax.Array) -> jax.Array:
+    """A weight under explicit axes, whole along the mesh axes that split batches (automatic axes do this unasked)."""
+    spec = jax.typeof(w).sharding.spec
+    return jax.sharding.reshard(w, PartitionSpec(*(None if axis in ACTIVATIONS["batch"] else axis for axis in spec)))
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:

@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except SystemExit as stop:  # the argument parser has said what it had to say
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def keep_memory() -> None:

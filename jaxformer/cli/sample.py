@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -17,7 +17,7 @@ class Arguments:
     """Writes text from a trained run, as it is made."""
 
     path: Annotated[Path, tyro.conf.Positional]  # Run directory.
-    prompt: str = ""  # Start of the text; empty starts from an end-of-text token.
+    prompt: str | None = None  # Start of the text; where it is not given, an end-of-text token starts a new one.
     max_new_tokens: int = 256  # Tokens to write, at most; also limited by the model's context.
     temperature: float = 0.8  # 0 always takes the likeliest token.
     top_k: int = 50  # Draw from the k likeliest tokens; 0 from all.
@@ -28,6 +28,8 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     asked = tyro.cli(Arguments, prog="jaxformer sample", args=arguments, use_underscores=True)
+    if asked.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={asked.max_new_tokens} must be at least 1.")
     import jax
 
     from jaxformer.checkpoint import load
@@ -36,14 +38,16 @@ def run(arguments: Sequence[str]) -> int:
     model = load(asked.path, asked.step)
     if model.tokenizer is None:
         raise ConfigError(f"{asked.path} has no tokenizer.json, so there is no text to read or write.")
-    tokens = model.tokenizer.encode(asked.prompt) or [model.tokenizer.end_token]
+    tokens = [model.tokenizer.end_token] if asked.prompt is None else model.tokenizer.encode(asked.prompt)
+    if not tokens:
+        raise ConfigError("the prompt is empty: give --prompt some text, or leave it out to start a new text.")
     room = model.config.max_length - len(tokens)
     if room < 1:
         raise ConfigError(
             f"the prompt is {len(tokens)} tokens, and the context of this model is {model.config.max_length}: shorten it."
         )
     seed = secrets.randbits(31) if asked.seed is None else asked.seed
-    rules = {
+    rules: dict[str, Any] = {
         "temperature": asked.temperature,
         "top_k": asked.top_k,
         "top_p": asked.top_p,
@@ -52,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     }
     count = min(asked.max_new_tokens, room)
     pieces = stream_tokens(model.params, model.config, [tokens], count, key=jax.random.key(seed), **rules)
-    sys.stdout.write(asked.prompt)
+    sys.stdout.write(asked.prompt or "")
     for text in _growing(model.tokenizer.decode, (piece[0].tolist() for piece in pieces)):
         sys.stdout.write(text)
         sys.stdout.flush()

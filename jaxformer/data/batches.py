@@ -41,7 +41,7 @@ class Rows:
     def _segments(self, start: int, used: int, weights: np.ndarray) -> Batch:
         """Numbers the documents of a row from 1, and takes the weight from targets that belong to the next document."""
         begins = self.store.boundaries(start, start + used + 1) - start  # at most `used`, where only the target is new
-        pass
+        weights[begins - 1] = 0
         begins = begins[begins < used]
         segments = np.zeros(self.length, np.int32)
         segments[begins] = 1

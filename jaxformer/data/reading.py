@@ -192,7 +192,7 @@ def _cut_up(text: str, spare: int = 0) -> list[str]:
 
 def _cut(text: str, low: int, high: int) -> int:
     """Where to cut between two places: before white space that follows a letter or digit, which no pre-tokenizer joins."""
-    for space in "\n ":
+    for space in "\n\r \t":
         at = text.rfind(space, low, high)
         while at > low:
             if text[at - 1].isalnum():

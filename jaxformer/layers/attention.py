@@ -26,7 +26,7 @@ def attention_specs(config: ModelConfig) -> Specs:
     if config.bias == "all":
         specs["q_bias"] = Spec((n, h), ("heads", "head_dim"), zeros)
         specs |= {f"{name}_bias": Spec((k, h), ("kv_heads", "head_dim"), zeros) for name in ("k", "v")}
-        specs["out_bias"] = Spec((d,), ("embed",), zeros)
+        specs["out_bias"] = Spec((d,), ("residual",), zeros)
     return specs
 
 

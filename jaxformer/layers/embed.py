@@ -7,7 +7,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import Places
 from jaxformer.params import Params, Spec, Specs, contract
-from jaxformer.sharding import activation, constrain, explicit_axes
+from jaxformer.sharding import activation, constrain, explicit_axes, gathered
 
 
 def embed_specs(config: ModelConfig) -> Specs:
@@ -41,10 +41,11 @@ def embed(
 
 
 def _lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of a table [V, D], whose width is gathered first: a row is wanted whole where its token is."""
     axes = ("batch", None, None)
     if explicit_axes():
-        return table.at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), axes))
-    return constrain(table[index], axes)
+        return gathered(table).at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), axes))
+    return constrain(constrain(table, (None, None))[index], axes)
 
 
 def head_weight(params: Params, config: ModelConfig) -> jax.Array:

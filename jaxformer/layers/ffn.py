@@ -46,7 +46,7 @@ def ffn_specs(config: ModelConfig) -> Specs:
     specs["down"] = Spec((f, d), ("mlp", "embed"), make.residual, inputs=("mlp",))
     if config.bias == "all":
         specs |= {f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in ("gate", "up") if name in specs}
-        specs["down_bias"] = Spec((d,), ("embed",), zeros)
+        specs["down_bias"] = Spec((d,), ("residual",), zeros)
     return specs
 
 

@@ -23,8 +23,8 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, ep
 
 
 def norm_specs(config: ModelConfig) -> Specs:
-    scale = {"scale": Spec((config.d_model,), ("embed",), ones)}
-    bias = {"bias": Spec((config.d_model,), ("embed",), zeros)} if config.bias == "all" else {}
+    scale = {"scale": Spec((config.d_model,), ("norm",), ones)}
+    bias = {"bias": Spec((config.d_model,), ("norm",), zeros)} if config.bias == "all" else {}
     return {"rms": scale, "layer": scale | bias, "none": {}}[config.norm]
 
 

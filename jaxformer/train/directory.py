@@ -1,37 +1,50 @@
 """The run directory: it belongs to one config and one text, and to one process at a time."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config, to_json
 from jaxformer.tokenizer import Tokenizer
 
+LOCK = ".lock"
 
-def lock(run: RunConfig) -> IO[str]:
-    """The run directory, made where it is missing and held until the returned file is closed or the process ends.
+
+@contextlib.contextmanager
+def lock(run: RunConfig) -> Iterator[None]:
+    """Makes the run directory where it is missing and holds it; one that is still empty afterwards is taken away again.
 
     Raises ConfigError if another process holds it, it cannot be written, or it belongs to another config.
     """
+    if not run.run.dir:
+        raise ConfigError("run.dir is empty: name the directory of the run, as in runs/mine.")
     folder = Path(run.run.dir)
     try:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        held = (folder / ".lock").open("w")
+        held = (folder / LOCK).open("w")
     except OSError as error:
         raise ConfigError(f"run.dir={run.run.dir!r} cannot be written: {error.strerror}. Choose another run.dir.") from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        held.close()
-        raise ConfigError(
-            f"run.dir={run.run.dir!r} is in use by another process: wait for it, or choose another run.dir."
-        ) from error
-    check_config(run)
-    return held
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={run.run.dir!r} is in use by another process: wait for it, or choose another run.dir."
+            ) from error
+        try:
+            check_config(run)
+            yield
+        finally:
+            if missing and [entry.name for entry in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                for path in missing:
+                    path.rmdir()
 
 
 def check_config(run: RunConfig) -> None:

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config import RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.models import decoder
 from jaxformer.models.cost import flops_per_token
@@ -32,6 +32,8 @@ class Job:
 
     run: RunConfig
     corpus: data.Corpus
+    batches: data.Batches
+    heldout: data.EvaluationBatches | None
     mesh: Mesh
     specs: Specs
     schedule: optax.Schedule
@@ -52,15 +54,6 @@ class Job:
         """The train state as shapes and shardings."""
         return abstract_state(self.specs, self.optimizer, self.mesh)
 
-    def batches(self) -> data.Batches:
-        train, place = self.run.train, (jax.process_index(), jax.process_count())
-        return data.Batches(self.corpus.train, self.run.data, train.batch_size, self.run.run.seed, *place)
-
-    def heldout(self) -> data.EvaluationBatches | None:
-        store = self.corpus.validation
-        place = (jax.process_index(), jax.process_count())
-        return data.evaluation_batches(store, self.run.data, self.run.train.batch_size, *place) if store else None
-
 
 def make_job(run: RunConfig, say: Say) -> Job:
     """Prepares text and tokenizer, claims the run directory, picks and checks the kernel. Raises ConfigError at the door."""
@@ -68,21 +61,9 @@ def make_job(run: RunConfig, say: Say) -> Job:
     mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
     corpus = data.prepare(run, say)
-    size = corpus.tokenizer.vocab_size
-    run = with_vocabulary(run, size)
-    if size > run.model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {size} tokens and model.vocab_size={run.model.vocab_size}: raise model.vocab_size to {size} or more."
-        )
+    run = with_vocabulary(run, corpus.tokenizer.vocab_size)
     stores = {"train": corpus.train, "validation": corpus.validation}
     claim(run, corpus.tokenizer, {name: store.directory.name for name, store in stores.items() if store})
-    specs = decoder.specs(run.model)
-    schedule = make_schedule(run.optimizer, run.train.steps)
-    ready, kernel = with_kernel(run)
-    peak = peak_flops(str(decoder.compute_dtype(run.model)))
-    optimizer = make_optimizer(run.optimizer, schedule, specs)
-    job = Job(ready, corpus, mesh, specs, schedule, optimizer, peak, {})
-    job.facts.update(_facts(job, kernel))
     return job
 
 

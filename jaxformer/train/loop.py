@@ -51,18 +51,19 @@ def train(run: RunConfig) -> Result:
     """
     begin = time.perf_counter()
     say: Say = _print if run.run.progress != "none" else lambda text: None
-    with lock(run), Checkpoints(run.run.dir, run.train.keep_checkpoints) as checkpoints:
+    with lock(run):
         job = make_job(run, say)
         say(banner(job.facts))
-        state = checkpoints.restore(job.target, say)
-        if state is None:
-            state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
-        elif int(state.step) < run.train.steps:
-            say(f"Continuing {run.run.dir} from step {int(state.step)}.")
-        else:
-            say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
-        with jax.set_mesh(job.mesh):
-            state, last = _steps(job, state, checkpoints, say)
+        with Checkpoints(run.run.dir, run.train.keep_checkpoints) as checkpoints:
+            state = checkpoints.restore(job.target, say)
+            if state is None:
+                state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
+            elif int(state.step) < run.train.steps:
+                say(f"Continuing {run.run.dir} from step {int(state.step)}.")
+            else:
+                say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
+            with jax.set_mesh(job.mesh):
+                state, last = _steps(job, state, checkpoints, say)
     plot = plot_losses(run.run.dir)
     say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
@@ -123,7 +124,7 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
     """Runs the steps that are left; the final state and its evaluation."""
     settings, first = job.run.train, int(state.step)
     evaluate = make_evaluate(job.run.model, job.mesh, job.corpus.tokenizer.token_bytes())
-    heldout = job.heldout()
+    heldout = job.heldout
     with (
         Progress(settings.steps, first, job.run.run.progress) as progress,
         MetricsLog(job.run.run.dir, first) as log,
@@ -132,7 +133,7 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
         if first >= settings.steps:
             done = [line for line in read_metrics(job.run.run.dir) if "val_loss" in line and line["step"] == first]
             return state, done[-1] if done else {}
-        batches = job.batches().iterate(first)
+        batches = job.batches.iterate(first)
         batch = place_batch(next(batches), job.mesh)
         advance = _compile(job, state, batch, say)
         watch, metrics, result = Watch(job, first, log, progress), {}, {}

@@ -71,7 +71,7 @@ def make_step(run: RunConfig, optimizer: optax.GradientTransformation, schedule:
         grads, loss = gradients(state.params, run, batch, key)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": schedule(state.step)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
         return TrainState(state.step + 1, params, moments), metrics  # type: ignore[arg-type]
 
     places = state_shardings(decoder.specs(run.model), optimizer, mesh)

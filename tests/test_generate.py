@@ -1,0 +1,118 @@
+"""Generation: cached decoding against the model without a cache, the sampling rules, padding, ends and streams."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
+
+import jaxformer as jf
+from jaxformer.generate.decode import stream_tokens
+from jaxformer.generate.sampling import Sampling, draw, keep_top_k, keep_top_p
+
+KEY = jax.random.key(7)
+
+
+def greedy_without_cache(params, config, prompt, count):
+    """The likeliest token again and again, each by a full forward pass over a fixed width."""
+    text = np.zeros((len(prompt), prompt.shape[1] + count), np.int32)
+    text[:, : prompt.shape[1]] = prompt
+    for at in range(prompt.shape[1], text.shape[1]):
+        text[:, at] = np.asarray(forward(params, config, text)[:, at - 1].argmax(-1))
+    return text[:, prompt.shape[1] :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_generation_equals_the_model_without_a_cache(name):
+    params, config, prompt = weights_and_tokens(name)
+    found = jf.generate(params, config, prompt[:, :9], max_new_tokens=12, temperature=0)
+    assert found.dtype == jnp.int32 and found.shape == (2, 12)
+    np.testing.assert_array_equal(found, greedy_without_cache(params, config, prompt[:, :9], 12))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_prompt_continues_as_it_would_alone(name, side):
+    params, config, prompt = weights_and_tokens(name)
+    long, short = prompt[:1, :11], prompt[1:, :6]
+    pad = ((0, 0), (5, 0) if side == "left" else (0, 5))
+    both = np.concatenate([long, np.pad(short, pad)])
+    real = np.concatenate([np.ones_like(long), np.pad(np.ones_like(short), pad)])
+    found = jf.generate(params, config, both, max_new_tokens=8, temperature=0, segment_ids=real)
+    np.testing.assert_array_equal(found[:1], greedy_without_cache(params, config, long, 8))
+    np.testing.assert_array_equal(found[1:], greedy_without_cache(params, config, short, 8))
+
+
+def test_a_stream_gives_the_tokens_of_generate():
+    params, config, prompt = weights_and_tokens("llama")
+    rules = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    whole = jf.generate(params, config, prompt, max_new_tokens=13, key=KEY, **rules)
+    pieces = list(stream_tokens(params, config, prompt, 13, key=KEY, chunk=5, **rules))
+    assert [piece.shape[1] for piece in pieces] == [5, 5, 3]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+def test_a_row_stops_at_its_end_token_and_the_others_go_on():
+    params, config, prompt = weights_and_tokens("gpt2")
+    free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
+    end = int(free[0, 4])
+    stopped = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=end))
+    first = [list(row).index(end) if end in row else 12 for row in free]
+    for row, (before, after) in enumerate(zip(free, stopped, strict=True)):
+        np.testing.assert_array_equal(after[: first[row] + 1], before[: first[row] + 1])
+        assert (after[first[row] :] == end).all()
+
+
+def test_the_same_key_gives_the_same_text_and_another_key_another():
+    params, config, prompt = weights_and_tokens("llama")
+    a, b, c = (jf.generate(params, config, prompt, max_new_tokens=20, key=jax.random.key(k)) for k in (0, 0, 1))
+    np.testing.assert_array_equal(a, b)
+    assert (np.asarray(a) != np.asarray(c)).any()
+
+
+def test_draws_follow_the_distribution_of_the_model():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    many = jnp.broadcast_to(logits, (40_000, 4))
+    share = np.bincount(np.asarray(draw(many, KEY, Sampling())), minlength=4) / 40_000
+    np.testing.assert_allclose(share, [0.5, 0.3, 0.15, 0.05], atol=0.01)
+    cold = np.bincount(np.asarray(draw(many, KEY, Sampling(temperature=0.5))), minlength=4) / 40_000
+    squared = np.square([0.5, 0.3, 0.15, 0.05])
+    np.testing.assert_allclose(cold, squared / squared.sum(), atol=0.01)
+
+
+def test_top_k_keeps_the_k_likeliest():
+    logits = jnp.array([[1.0, 4.0, 3.0, 2.0]])
+    np.testing.assert_array_equal(np.isfinite(keep_top_k(logits, 2)), [[False, True, True, False]])
+    np.testing.assert_array_equal(keep_top_k(logits, 9), logits)
+
+
+@pytest.mark.parametrize("p, kept", [(0.4, 1), (0.5, 1), (0.55, 2), (0.79, 2), (0.9, 3), (0.99, 4)])
+def test_top_p_keeps_the_fewest_that_reach_p(p, kept):
+    logits = jnp.log(jnp.array([[0.15, 0.5, 0.05, 0.3]]))
+    finite = np.isfinite(keep_top_p(logits, p))[0]
+    assert finite.sum() == kept and set(np.flatnonzero(finite)) == set([1, 3, 0, 2][:kept])
+
+
+def test_padding_ids_of_the_table_are_never_drawn():
+    params, config, prompt = weights_and_tokens("llama")
+    drawn = jf.generate(params, config, prompt, max_new_tokens=30, key=KEY, temperature=3.0, vocab_size=5)
+    assert int(drawn.max()) < 5 <= VOCABULARY
+
+
+@pytest.mark.parametrize(
+    "prompt, changes, said",
+    [
+        (np.zeros((1, 0), int), {}, "empty"),
+        (np.zeros((1, 60), int), {"max_new_tokens": 10}, "max_length=64"),
+        (np.full((1, 3), VOCABULARY), {}, f"0 .. {VOCABULARY - 1}"),
+        (np.zeros((1, 3)), {}, "integer"),
+        (np.zeros((1, 3), int), {"temperature": -1.0}, "temperature"),
+        (np.zeros((1, 3), int), {"top_p": 0.0}, "top_p"),
+        (np.zeros((1, 3), int), {"key": None}, "key"),
+        (np.zeros((2, 3), int), {"segment_ids": np.array([[1, 1, 1], [0, 0, 0]])}, "empty"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused_in_words(prompt, changes, said):
+    params, config, _ = weights_and_tokens("llama")
+    with pytest.raises(jf.ConfigError, match=said):
+        jf.generate(params, config, prompt, **({"key": KEY} | changes))

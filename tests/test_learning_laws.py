@@ -1,0 +1,162 @@
+"""The laws of learning: what a step computes, whatever its pieces, and what an update moves."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from shapes import LENGTH, VOCABULARY, model, tokens
+
+import jaxformer as jf
+from jaxformer.config import MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+from jaxformer.models import decoder
+from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
+from jaxformer.params import rows
+from jaxformer.sharding import make_mesh
+from jaxformer.train.state import init_state, state_shardings
+from jaxformer.train.step import gradients, make_step
+
+
+def a_run(name="llama", rows_at_once=8, train=None, optimizer=None, **model_changes) -> RunConfig:
+    return RunConfig(
+        model=model(name, **model_changes),
+        train=TrainConfig(**({"batch_size": rows_at_once, "steps": 60} | (train or {}))),
+        optimizer=OptimizerConfig(**({"warmup_steps": 5} | (optimizer or {}))),
+    )
+
+
+def a_batch(count=8, seed=0, uneven=True):
+    """Rows whose weights differ much, one of them all zero."""
+    text = tokens(count, LENGTH + 1, seed)
+    weights = np.random.default_rng(seed).integers(0, 2, (count, LENGTH)).astype(np.float32)
+    weights *= np.linspace(0, 1, count, dtype=np.float32)[:, None] > 0.1
+    return {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights if uneven else np.ones_like(weights)}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def gradient(params, run, batch):
+    return gradients(params, run, batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+@pytest.mark.parametrize("extras", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}], ids=["plain", "smoothed"])
+def test_an_accumulated_step_equals_one_big_batch_with_unequal_weights(pieces, extras):
+    params = jf.init(model("llama"), jax.random.key(0))
+    whole, loss = gradient(params, a_run(train=extras), a_batch())
+    split, loss_split = gradient(params, a_run(train=extras | {"microbatches": pieces}), a_batch())
+    np.testing.assert_allclose(loss_split, loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), split, whole)
+
+
+def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
+    run, batch = a_run(), a_batch()
+    params = jf.init(run.model, jax.random.key(0))
+
+    def mean_loss(params):
+        logits = jf.forward(params, run.model, batch["tokens"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return (nats * batch["weights"]).sum() / batch["weights"].sum()
+
+    expected = jax.jit(jax.value_and_grad(mean_loss))(params)
+    found, loss = gradient(params, run, batch)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), found, expected[1])
+
+
+def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
+    run, batch = a_run(), a_batch()
+    grads, loss = gradient(jf.init(run.model, jax.random.key(0)), run, batch | {"weights": np.zeros_like(batch["weights"])})
+    assert loss == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(grads))
+
+
+def start(run):
+    mesh = make_mesh(MeshConfig(), run.train.batch_size)
+    specs, schedule = decoder.specs(run.model), make_schedule(run.optimizer, run.train.steps)
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    return init_state(specs, optimizer, mesh, run.run.seed), make_step(run, optimizer, schedule, mesh)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_batch_can_be_learnt_by_heart(name):
+    rate = {"sgd": 0.3, "lion": 5e-3, "adafactor": 1e-2}.get(name, 1e-2)
+    run = a_run("gpt2", optimizer={"name": name, "learning_rate": rate, "schedule": "constant", "weight_decay": 0.01})
+    state, step = start(run)
+    batch, losses = a_batch(uneven=False), []
+    for _ in range(run.train.steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert abs(losses[0] - np.log(VOCABULARY)) < 0.1
+    assert losses[-1] < (2.5 if name == "sgd" else 0.7) and np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
+    config = OptimizerConfig(name=name, decay=decay, learning_rate=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant")
+    specs = decoder.specs(model("gpt2"))
+    optimizer = make_optimizer(config, make_schedule(config, 10), specs)
+    params = jax.tree.map(jnp.ones_like, decoder.init(model("gpt2"), jax.random.key(0)))
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(nothing, params)
+    moved = jax.tree.map(lambda update: float(jnp.abs(update).max()), updates)
+    expected = jax.tree.map(lambda decays: 0.05 if decays else 0.0, decay_mask(config, specs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), moved, expected)
+
+
+def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
+    specs = decoder.specs(model("gpt2"))
+    for path, spec in rows(specs).items():
+        assert spec.is_matrix == (path.split(".")[-1] in ("q", "k", "v", "out", "up", "down", "tokens", "positions")), path
+    groups = decay_groups(OptimizerConfig(), specs)
+    params = decoder.init(model("gpt2"), jax.random.key(0))
+    assert sum(size for _, size in groups.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(count for count, _ in groups.values()) == len(jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_warms_up_peaks_once_and_ends_where_it_says(name):
+    config = OptimizerConfig(schedule=name, learning_rate=2.0, warmup_steps=10, final_fraction=0.1, wsd_decay_fraction=0.25)
+    schedule = make_schedule(config, 110)
+    rate = np.array([float(schedule(step)) for step in range(111)])
+    np.testing.assert_allclose(rate[:10], 2.0 * np.arange(1, 11) / 11, rtol=1e-6)
+    assert rate.argmax() == 10 and np.isclose(rate[10], 2.0) and (np.diff(rate[10:]) <= 1e-6).all()
+    end = {"constant": 2.0, "inverse_sqrt": 2.0 * np.sqrt(10 / 110)}.get(name, 0.2)
+    assert np.isclose(rate[110], end)
+    middle = {"constant": 2.0, "linear": 1.1, "cosine": 1.1, "wsd": 2.0, "inverse_sqrt": 2.0 * np.sqrt(10 / 60)}[name]
+    assert np.isclose(rate[60], middle)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    run = a_run(optimizer={"name": "sgd", "b1": 0.0, "clip_norm": 0.01, "weight_decay": 0.0, "warmup_steps": 0, "learning_rate": 1.0})
+    run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, schedule="constant"))
+    state, step = start(run)
+    before = jax.tree.map(np.array, state.params)
+    state, metrics = step(state, a_batch())
+    assert metrics["grad_norm"] > 0.1
+    moved = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.params, before))
+    np.testing.assert_allclose(moved, 0.01, rtol=1e-3)
+
+
+def test_dropout_depends_on_seed_and_step_alone():
+    run = a_run(dropout=0.2)
+    state, step = start(run)
+    again, _ = start(run)
+    first, metrics = step(state, a_batch())
+    second, metrics_again = step(again, a_batch())
+    assert metrics["loss"] == metrics_again["loss"]
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    _, later = step(first, a_batch())
+    assert later["loss"] != metrics["loss"]
+
+
+def test_moments_are_sharded_as_their_parameters():
+    run = a_run(optimizer={"name": "muon"})
+    specs, schedule = decoder.specs(run.model), make_schedule(run.optimizer, 10)
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    placed = state_shardings(specs, optimizer, make_mesh(MeshConfig(), 8))
+    moments = [path for path, place in jax.tree.leaves_with_path(placed.optimizer) if "fsdp" in str(place.spec)]
+    matrices = sum(spec.is_matrix for spec in rows(specs).values())
+    assert len(moments) >= matrices
