@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
-    """`config` with `--section.field value` arguments applied; prints and exits (0 for --help, 2 for a mistake) as a command does."""
+    """`config` with `--section.field value` arguments applied; exits as a command does: 0 for --help, 2 for a mistake."""
     import tyro
 
     parsed = tyro.cli(

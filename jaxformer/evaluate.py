@@ -32,7 +32,7 @@ def make_evaluate(
 ) -> Callable[[Params, Iterable[Batch]], Evaluation]:
     """A function of params and batches to `val_loss` (nats a token) and `val_bits_per_byte`.
 
-    `token_bytes` [V] counts the UTF-8 bytes each token stands for; bits are those of all tokens, the end of a text counted in.
+    `token_bytes` [V] counts the UTF-8 bytes each token stands for. Bits are those of all tokens, ends of text counted in.
     """
 
     @jax.jit
@@ -77,4 +77,6 @@ def _on_text(run: RunConfig, path: Path, validation: str) -> RunConfig:
     if text:
         data.find_source(text, "data.validation", run.data.text_field)
     texts = dataclasses.replace(run.data, train=text, validation=text) if text else run.data
-    return dataclasses.replace(run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(path / "tokenizer.json")))
+    return dataclasses.replace(
+        run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(path / "tokenizer.json"))
+    )

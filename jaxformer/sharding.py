@@ -43,13 +43,14 @@ def make_mesh(config: MeshConfig, batch_size: int, microbatches: int = 1, explic
     if data * fixed != devices:
         raise ConfigError(
             f"mesh.data={config.data} x mesh.fsdp={config.fsdp} x mesh.tensor={config.tensor} does not fit {devices} "
-            f"device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply to {devices}; mesh.data=0 takes what is left."
+            f"device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply to {devices}; "
+            "mesh.data=0 takes what is left."
         )
-    rows = batch_size // microbatches
-    if rows % (data * config.fsdp):
+    rows, split = batch_size // microbatches, data * config.fsdp
+    if rows % split:
         raise ConfigError(
             f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a time, not divisible among "
-            f"mesh.data x mesh.fsdp = {data * config.fsdp} devices: make train.batch_size a multiple of {data * config.fsdp * microbatches}."
+            f"mesh.data x mesh.fsdp = {split} devices: make train.batch_size a multiple of {split * microbatches}."
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh((data, config.fsdp, config.tensor), MESH_AXES, axis_types=(kind,) * 3)

@@ -54,7 +54,9 @@ def explicit_axes_trace(run):
         params = init_params(specs, jax.random.key(run.run.seed))
         from jaxformer.params import map_specs
 
-        params = jax.tree.map(jax.device_put, params, map_specs(lambda _, s: parameter_sharding(mesh, s.shape, s.axes), specs))
+        params = jax.tree.map(
+            jax.device_put, params, map_specs(lambda _, s: parameter_sharding(mesh, s.shape, s.axes), specs)
+        )
         batch = jax.device_put(a_batch(16), batch_sharding(mesh))
         value = jax.jit(loss)(params, batch)
         jax.jit(jax.grad(loss)).lower(params, batch)

@@ -115,4 +115,4 @@ def test_padding_ids_of_the_table_are_never_drawn():
 def test_a_prompt_that_cannot_be_continued_is_refused_in_words(prompt, changes, said):
     params, config, _ = weights_and_tokens("llama")
     with pytest.raises(jf.ConfigError, match=said):
-        jf.generate(params, config, prompt, **({"key": KEY} | changes))
+        jf.generate(params, config, prompt, **({"key": KEY, "max_new_tokens": 4} | changes))

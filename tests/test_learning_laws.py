@@ -63,7 +63,9 @@ def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
     expected = jax.jit(jax.value_and_grad(mean_loss))(params)
     found, loss = gradient(params, run, batch)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), found, expected[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), found, expected[1]
+    )
 
 
 def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
@@ -95,7 +97,9 @@ def test_one_batch_can_be_learnt_by_heart(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("decay", ["matrices", "all"])
 def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
-    config = OptimizerConfig(name=name, decay=decay, learning_rate=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant")
+    config = OptimizerConfig(
+        name=name, decay=decay, learning_rate=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant"
+    )
     specs = decoder.specs(model("gpt2"))
     optimizer = make_optimizer(config, make_schedule(config, 10), specs)
     params = jax.tree.map(jnp.ones_like, decoder.init(model("gpt2"), jax.random.key(0)))
@@ -130,7 +134,9 @@ def test_a_schedule_warms_up_peaks_once_and_ends_where_it_says(name):
 
 
 def test_gradients_are_clipped_by_their_global_norm():
-    run = a_run(optimizer={"name": "sgd", "b1": 0.0, "clip_norm": 0.01, "weight_decay": 0.0, "warmup_steps": 0, "learning_rate": 1.0})
+    run = a_run(
+        optimizer={"name": "sgd", "b1": 0.0, "clip_norm": 0.01, "weight_decay": 0.0, "warmup_steps": 0, "learning_rate": 1.0}
+    )
     run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, schedule="constant"))
     state, step = start(run)
     before = jax.tree.map(np.array, state.params)

@@ -84,9 +84,10 @@ def start(
         raise ConfigError("a prompt is empty: give each row at least one token (the end-of-text token starts a new text).")
     longest = int((segments != 0).sum(axis=1).max())
     if longest + max_new_tokens > config.max_length:
+        room = max(config.max_length - longest, 0)
         raise ConfigError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of model.max_length={config.max_length}: "
-            f"shorten the prompt, or ask for at most {max(config.max_length - longest, 0)} new tokens."
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of "
+            f"model.max_length={config.max_length}: shorten the prompt, or ask for at most {room} new tokens."
         )
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise ConfigError(

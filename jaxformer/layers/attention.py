@@ -1,6 +1,7 @@
 """Causal grouped-query attention; multi-head (K = N) and multi-query attention (K = 1) are its two ends."""
 
 import jax
+from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.cache import Page
@@ -33,11 +34,11 @@ def attention_specs(config: ModelConfig) -> Specs:
 def attention(
     params: Params,
     config: ModelConfig,
-    x: jax.Array,
+    x: Float[Array, "B T D"],
     places: Places,
     page: Page | None = None,
     key: jax.Array | None = None,
-) -> tuple[jax.Array, Page | None]:
+) -> tuple[Float[Array, "B T D"], Page | None]:
     """Self attention: [B, T, D] -> [B, T, D], and the layer's page of the cache with this call's keys and values in it.
 
     With a page, queries look at all its slots; without, at the T tokens themselves. A key turns dropout on.

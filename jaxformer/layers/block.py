@@ -7,6 +7,7 @@ post   norm(x + f(x))
 from collections.abc import Callable
 
 import jax
+from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.attention import attention, attention_specs
@@ -36,11 +37,11 @@ def block_specs(config: ModelConfig) -> Specs:
 def block(
     params: Params,
     config: ModelConfig,
-    x: jax.Array,
+    x: Float[Array, "B T D"],
     places: Places,
     page: Page | None = None,
     key: jax.Array | None = None,
-) -> tuple[jax.Array, Page | None]:
+) -> tuple[Float[Array, "B T D"], Page | None]:
     """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns dropout on."""
     weights_key, attention_key, ffn_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     written = page

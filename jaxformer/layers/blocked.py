@@ -111,7 +111,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks) -> tuple[ja
 
 def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, marks, out, log_sums = saved
-    q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier((q, k, v, out, log_sums, d_out))  # no weights before d_out is here
+    q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier(
+        (q, k, v, out, log_sums, d_out)
+    )  # no weights before d_out is here
     scale = 1 / math.sqrt(q.shape[-1])
     queries, keys, values = _heads_first(q, k, v)
     d_outs, outs = (_heads_first(a, k, v)[0] for a in (d_out, out))

@@ -2,12 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import Places
 from jaxformer.params import Params, Spec, Specs, contract
 from jaxformer.sharding import activation, constrain, explicit_axes, gathered
+
+Tokens = Int[Array | np.ndarray, "B T"]
 
 
 def embed_specs(config: ModelConfig) -> Specs:
@@ -31,8 +35,8 @@ def head_specs(config: ModelConfig) -> Specs:
 
 
 def embed(
-    params: Params, config: ModelConfig, tokens: jax.Array, places: Places, dtype: jnp.dtype, key: jax.Array | None
-) -> jax.Array:
+    params: Params, config: ModelConfig, tokens: Tokens, places: Places, dtype: jnp.dtype, key: jax.Array | None
+) -> Float[Array, "B T D"]:
     """[B, T] int -> [B, T, D] in `dtype`. A key turns dropout on."""
     x = _lookup(params["tokens"], tokens)
     if config.positions == "learned":
@@ -40,7 +44,7 @@ def embed(
     return dropout(x.astype(dtype), config.dropout, key)
 
 
-def _lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+def _lookup(table: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
     """Rows of a table [V, D], whose width is gathered first: a row is wanted whole where its token is."""
     axes = ("batch", None, None)
     if explicit_axes():
@@ -54,6 +58,6 @@ def head_weight(params: Params, config: ModelConfig) -> jax.Array:
     return weight
 
 
-def head(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """[B, T, D] -> logits [B, T, V] float32."""
     return contract("BTD,VD->BTV", x, head_weight(params, config), to=("batch", None, "vocab"), dtype=jnp.float32)

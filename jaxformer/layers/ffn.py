@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, linear
@@ -31,7 +32,9 @@ ACTIVATIONS = {  # of the hidden layer, or of the gate where there is one
 }
 
 
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def swiglu(
+    x: Float[Array, "... D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
+) -> Float[Array, "... D"]:
     """(silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D] (arXiv:2002.05202)."""
     rows = x.reshape(-1, x.shape[-1])
     hidden = jax.nn.silu(contract("TD,DF->TF", rows, gate)) * contract("TD,DF->TF", rows, up)
@@ -50,7 +53,7 @@ def ffn_specs(config: ModelConfig) -> Specs:
     return specs
 
 
-def ffn(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+def ffn(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """[B, T, D] -> [B, T, D]: down(act(up x)), or down(act(gate x) * up x)."""
     act = ACTIVATIONS[config.activation]
     up = linear("BTD,DF->BTF", params, "up", x)

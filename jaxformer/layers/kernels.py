@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from jaxformer.config import ConfigError
 from jaxformer.layers.blocked import blocked_attention
@@ -20,12 +21,12 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array, Places, Places], jax.Array]
 
 
 def dot_product_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None = None,
+    q: Float[Array, "... T N H"],
+    k: Float[Array, "... S K H"],
+    v: Float[Array, "... S K W"],
+    mask: Bool[Array, "... T S"] | None = None,
     drop: Callable[[jax.Array], jax.Array] | None = None,
-) -> jax.Array:
+) -> Float[Array, "... T N W"]:
     """softmax(q k^T / sqrt(H)) v: [..., T, N, H], [..., S, K, H] twice, bool [..., T, S] -> [..., T, N, H].
 
     N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a row that may see nothing
@@ -64,7 +65,9 @@ def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places
 
     groups = q.shape[2] // k.shape[2]
     heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))]
-    segments = None if queries.segments is None else SegmentIds(queries.segments, keys.segments)
+    segments = None
+    if queries.segments is not None and keys.segments is not None:
+        segments = SegmentIds(queries.segments, keys.segments)
     out = flash_attention(*heads_first, segment_ids=segments, causal=True, sm_scale=1 / math.sqrt(q.shape[-1]))
     return jnp.swapaxes(out, 1, 2)
 
@@ -132,7 +135,7 @@ def choose(asked: str, case: Case) -> tuple[str, str]:
         if reason:
             raise ConfigError(f"model.attention_kernel={asked!r} cannot run here: {reason}. Choose 'auto' or 'xla'.")
         return asked, f"{asked} ({KERNELS[asked].what}), as asked"
-    passed = []
+    passed: list[str] = []
     for name in PREFERRED.get(case.platform, ("xla",)):
         reason = KERNELS[name].refuses(case)
         if not reason:
@@ -143,4 +146,5 @@ def choose(asked: str, case: Case) -> tuple[str, str]:
 
 def reference(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
     """The plain mathematics in float32, that every kernel is held against."""
-    return _xla(*(a.astype(jnp.float32) for a in (q, k, v)), queries, keys)
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    return _xla(q, k, v, queries, keys)

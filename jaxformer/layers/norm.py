@@ -2,19 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
 from jaxformer.params import Params, Spec, Specs, ones, zeros
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float = 1e-5) -> Float[Array, "... D"]:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis: [..., D], [D] -> [..., D] (arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     return (y * scale).astype(x.dtype)
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5) -> jax.Array:
+def layer_norm(
+    x: Float[Array, "... D"], scale: Float[Array, "D"], bias: Float[Array, "D"] | None = None, eps: float = 1e-5
+) -> Float[Array, "... D"]:
     """(x - mean) / sqrt(var + eps) * scale + bias over the last axis: [..., D], [D] -> [..., D] (arXiv:1607.06450)."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -35,6 +38,6 @@ NORMS = {
 }
 
 
-def norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """The config's norm: [..., D] -> [..., D]."""
     return NORMS[config.norm](params, x, config.norm_eps)

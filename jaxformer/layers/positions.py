@@ -1,12 +1,14 @@
 """How a token knows where it is."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
 
 
-def rope(x: jax.Array, positions: jax.Array, theta: float = 10_000.0, pairing: str = "half") -> jax.Array:
+def rope(
+    x: Float[Array, "... T N H"], positions: Int[Array, "... T"], theta: float = 10_000.0, pairing: str = "half"
+) -> Float[Array, "... T N H"]:
     """Rotary position embedding (arXiv:2104.09864): [..., T, N, H], [..., T] -> [..., T, N, H].
 
     Pair i turns by `position * theta^(-2i/H)`. "interleaved" pairs dimensions (2i, 2i + 1), as in the paper; "half" pairs
@@ -33,6 +35,6 @@ ROTATIONS = {
 }
 
 
-def rotate(config: ModelConfig, x: jax.Array, positions: jax.Array) -> jax.Array:
+def rotate(config: ModelConfig, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
     """Queries or keys as the config's positions turn them: [B, T, N, H], [B, T] -> [B, T, N, H]."""
     return ROTATIONS[config.positions](config, x, positions)

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache, Page
-from jaxformer.layers.embed import embed, embed_specs, head, head_specs
+from jaxformer.layers.embed import Tokens, embed, embed_specs, head, head_specs
 from jaxformer.layers.masks import Places, places_of
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.params import Params, Specs, init_params, stack, unstack
@@ -51,28 +53,30 @@ def compute_dtype(config: ModelConfig) -> Any:
 def forward(
     params: Params,
     config: ModelConfig,
-    tokens: jax.Array,
+    tokens: Tokens,
     *,
-    segment_ids: jax.Array | None = None,
-    positions: jax.Array | None = None,
-) -> jax.Array:
+    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+    positions: Int[Array | np.ndarray, "B T"] | None = None,
+) -> Float[Array, "B T V"]:
     """Logits of the next token: tokens [B, T] int -> [B, T, V] float32.
 
     `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions` [B, T] int default to
-    counting from the start of each segment. A pure function: jit with `static_argnums=1`, grad, jvp, vmap and the rest apply.
+    counting from the start of each segment. A pure function: jit (with `static_argnums=1`), grad, jvp, vmap and the rest
+    apply to it.
     """
-    x, _ = hidden(params, config, tokens, places_of(tokens, positions, segment_ids))
+    row, place, segment = (None if a is None else jnp.asarray(a) for a in (tokens, positions, segment_ids))
+    x, _ = hidden(params, config, row, places_of(row, place, segment))  # type: ignore[arg-type]
     return head(params, config, x)
 
 
 def hidden(
     params: Params,
     config: ModelConfig,
-    tokens: jax.Array,
+    tokens: Tokens,
     places: Places,
     cache: KVCache | None = None,
     key: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """The residual stream before the output layer [B, T, D], and the cache with these tokens in it where one is given."""
     keys = (None, None) if key is None else jax.random.split(key)
     x = embed(params["embed"], config, tokens, places, compute_dtype(config), keys[0])

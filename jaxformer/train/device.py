@@ -59,7 +59,7 @@ def with_kernel(run: RunConfig) -> tuple[RunConfig, str]:
     if name != "xla":
         rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
         reason += f"; checked against float32, {check_kernel(name, config, rows, length, packed)}"
-    return dataclasses.replace(run, model=dataclasses.replace(config, attention_kernel=name)), reason
+    return dataclasses.replace(run, model=dataclasses.replace(config, attention_kernel=name)), reason  # type: ignore[arg-type]
 
 
 def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
@@ -81,8 +81,9 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
     allowed = TOLERANCE[str(dtype)]
     if not max(errors) <= allowed:  # a NaN fails too
         raise RuntimeError(
-            f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens in {dtype}: relative errors "
-            f"(output, dq, dk, dv) = {[f'{e:.1e}' for e in errors]}, allowed {allowed:g}. Set model.attention_kernel=xla and report it."
+            f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens in {dtype}: relative "
+            f"errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in errors]}, allowed {allowed:g}. "
+            "Set model.attention_kernel=xla, and report it."
         )
     return f"error {errors[0]:.0e} forward, {max(errors[1:]):.0e} backward"
 

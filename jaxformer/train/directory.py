@@ -76,8 +76,8 @@ def claim(run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str]) -> None:
         before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(record)
         changed = [name for name in now if before.get(name) != now[name]]
         raise ConfigError(
-            f"run.dir={run.run.dir!r} was begun on other text ({', '.join(changed)} changed since), so it cannot be continued "
-            "exactly; nothing was changed. Restore the text, or choose another run.dir."
+            f"run.dir={run.run.dir!r} was begun on other text ({', '.join(changed)} changed since), so it cannot be "
+            "continued exactly; nothing was changed. Restore the text, or choose another run.dir."
         )
     check_config(run)
     tokenizer.save(folder / "tokenizer.json")

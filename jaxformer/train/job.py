@@ -56,12 +56,25 @@ class Job:
 
 
 def make_job(run: RunConfig, say: Say) -> Job:
-    """Prepares text and tokenizer, claims the run directory, picks and checks the kernel. Raises ConfigError at the door."""
+    """Prepares text, tokenizer and optimizer, picks and checks the kernel, and claims the run directory when all is well.
+
+    Raises ConfigError at the door.
+    """
     check(run)
     mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
     corpus = data.prepare(run, say)
     run = with_vocabulary(run, corpus.tokenizer.vocab_size)
+    size, place = run.train.batch_size, (jax.process_index(), jax.process_count())
+    batches = data.Batches(corpus.train, run.data, size, run.run.seed, *place)
+    heldout = data.evaluation_batches(corpus.validation, run.data, size, *place) if corpus.validation else None
+    specs = decoder.specs(run.model)
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    ready, kernel = with_kernel(run)
+    peak = peak_flops(str(decoder.compute_dtype(run.model)))
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    job = Job(ready, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {})
+    job.facts.update(_facts(job, kernel))
     stores = {"train": corpus.train, "validation": corpus.validation}
     claim(run, corpus.tokenizer, {name: store.directory.name for name, store in stores.items() if store})
     return job
@@ -69,7 +82,7 @@ def make_job(run: RunConfig, say: Say) -> Job:
 
 def keep_compiled(folder: str) -> None:
     """Turns on JAX's persistent compilation cache, unless the process has one already or `folder` is empty."""
-    if folder and not jax.config.jax_compilation_cache_dir:
+    if folder and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -87,7 +100,8 @@ def _facts(job: Job, kernel: str) -> dict[str, str]:
         if mesh.shape["tensor"] > 1 and "kv_heads" in spec.axes and run.model.kv_heads % mesh.shape["tensor"]
     ]
     return {
-        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform}), best product {job.peak / 1e12:.3g} TFLOP/s each",
+        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
+        f"best product {job.peak / 1e12:.3g} TFLOP/s each",
         "mesh": ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
         + (f"; whole on every tensor device, since it does not divide: {', '.join(copied)}" if copied else ""),
         "model": f"{human_count(count(job.specs))} parameters, {run.model.n_layers} layers, {run.model.d_model} wide, "
@@ -101,7 +115,8 @@ def _facts(job: Job, kernel: str) -> dict[str, str]:
         "data": f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
         + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
         "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
-        "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; the run is {run.train.steps / epoch:.2f} epochs",
+        "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; "
+        f"the run is {run.train.steps / epoch:.2f} epochs",
         "run directory": str(Path(run.run.dir)),
     }
 

@@ -115,8 +115,9 @@ class Watch:
 def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
     if not math.isfinite(values["loss"] + values["grad_norm"]):
         raise Diverged(
-            f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; the checkpoints in {job.run.run.dir} are from "
-            "before. Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or set train.z_loss, in another run.dir."
+            f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. The checkpoints in {job.run.run.dir} "
+            "are from before. Begin another run.dir with a lower optimizer.learning_rate, more optimizer.warmup_steps, or "
+            "train.z_loss."
         )
 
 
@@ -136,7 +137,9 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
         batches = job.batches.iterate(first)
         batch = place_batch(next(batches), job.mesh)
         advance = _compile(job, state, batch, say)
-        watch, metrics, result = Watch(job, first, log, progress), {}, {}
+        watch = Watch(job, first, log, progress)
+        metrics: Metrics = {}
+        result: Evaluation = {}
         for step in range(first + 1, settings.steps + 1):
             previous = metrics
             state, metrics = advance(state, batch)
@@ -173,9 +176,8 @@ def _compile(job: Job, state: TrainState, batch: Batch, say: Say) -> Any:
     begin = time.perf_counter()
     compiled = make_step(job.run, job.optimizer, job.schedule, job.mesh).lower(state, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    say(
-        f"The step was compiled in {human_time(time.perf_counter() - begin)}; it needs {human_bytes(temporary)} a device besides its state."
-    )
+    took = human_time(time.perf_counter() - begin)
+    say(f"The step was compiled in {took}; it needs {human_bytes(temporary)} a device besides its state.")
     return compiled
 
 
@@ -191,7 +193,7 @@ def _stop_signals() -> Iterator[threading.Event]:
         stopped.set()
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopped
     finally:

@@ -21,7 +21,7 @@ Metrics = dict[str, jax.Array]
 
 
 def loss_sums(
-    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None, **extras: float
+    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None, **extras: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens of a batch: (objective, nats). Their weight is the sum of `batch["weights"]`.
 
