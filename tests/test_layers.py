@@ -268,3 +268,12 @@ def test_a_leaf_starts_the_same_whatever_else_is_in_the_table():
     np.testing.assert_array_equal(one["blocks"]["attention"]["q"], two["blocks"]["attention"]["q"])
     other = jf.init(model("llama"), jax.random.key(1))
     assert (np.asarray(other["blocks"]["attention"]["q"]) != np.asarray(one["blocks"]["attention"]["q"])).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_tpu_kernel_equals_the_plain_one_where_a_cpu_interprets_it(packed):
+    from jax.experimental.pallas import tpu
+
+    config = jf.ModelConfig(vocab_size=8, d_model=128, n_heads=2, n_kv_heads=1, dtype="float32")
+    with tpu.force_tpu_interpret_mode():
+        assert "error" in check_kernel("tpu", config, 1, 128, packed)
