@@ -4,6 +4,7 @@ A checkpoint holds the train state as a flat table (dotted path to array) and a 
 dtypes. The run directory holds the resolved config and the tokenizer beside them.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class Checkpoints:
             except ConfigError:
                 raise
             except Exception as error:  # Orbax and tensorstore raise many kinds for a torn file
-                damaged.append(f"  {self.folder / str(step)}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                damaged.append(f"  {self.folder / str(step)}: {_in_short(error)}")
                 say(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n{damaged[-1]}")
                 continue
             for bad in [s for s in self.steps() if s > step]:
@@ -102,6 +103,10 @@ def _read(folder: Path, step: int, wanted: dict[str, Any], whole: bool = True) -
         )
         leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
     return {path: leaves[path] for path in wanted}
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: bool) -> None:
@@ -142,7 +147,8 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
         except ConfigError:
             raise
         except Exception as error:  # as in Checkpoints.restore
-            errors.append(f"step {candidate}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            errors.append(f"step {candidate}: {_in_short(error)}")
+            warnings.warn(f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}", stacklevel=2)
             continue
         params = jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
         tokenizer = run_dir / "tokenizer.json"

@@ -78,9 +78,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of the products; auto: bfloat16 on GPU and TPU, else float32.
     layer_loop: Literal["unroll", "scan"] = "unroll"  # Scan compiles once for all layers; unrolled runs faster.
     remat: Literal["none", "dots", "full"] = "none"  # What the backward pass recomputes: nothing, all but products, all.
-    attention_kernel: Literal["auto", "xla", "blocked", "cudnn", "tpu"] = (
-        "auto"  # auto: plain in forward, fastest in training.
-    )
+    attention_kernel: Literal["auto", "xla", "blocked", "cudnn", "tpu"] = "auto"  # auto: fastest in training, else plain.
 
     @property
     def kv_heads(self) -> int:
@@ -153,9 +151,7 @@ class TokenizerConfig(Section):
 
     section = "tokenizer"
 
-    kind: Literal["bpe", "bytes", "characters"] = (
-        "bpe"  # Byte-level BPE trained on data.train, raw bytes, or its characters.
-    )
+    kind: Literal["bpe", "bytes", "characters"] = "bpe"  # Byte-level BPE trained on data.train, raw bytes, or characters.
     path: str = ""  # A tokenizer.json to use instead of making one.
     vocab_size: Annotated[int, Bounds(257)] = 4096  # Entries of a trained BPE, the end-of-text token counted in.
     training_bytes: Count = 20_000_000  # Bytes of data.train, spread evenly over it, that the BPE is trained on.
@@ -167,9 +163,7 @@ class OptimizerConfig(Section):
 
     section = "optimizer"
 
-    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = (
-        "adamw"  # All from optax; muon leaves non-matrices to AdamW.
-    )
+    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"  # From optax; muon leaves non-matrices to AdamW.
     learning_rate: NonNegative = 1e-3  # At the top of the schedule.
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"  # After the warm-up.
     warmup_steps: Natural = 100  # Steps of linear warm-up from zero.

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
 import io
 import json
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -46,6 +48,7 @@ def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -
     """`config` with `--section.field value` arguments applied; exits as a command does: 0 for --help, 2 for a mistake."""
     import tyro
 
+    _require_fields(arguments)
     parsed = tyro.cli(
         RunConfig,
         prog=program,
@@ -82,13 +85,43 @@ def read_config(path: str | Path) -> RunConfig:
             (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(source)), "?"
         )
         raise ConfigError(
-            f"config {file}, line {getattr(error, 'lineno', line)}: {type(error).__name__}: {error}"
+            f"config {file}, line {getattr(error, 'lineno', line)}: {type(error).__name__}: {error}{_meant(error)}"
         ) from error
     found = getattr(module, name or "config", None)
     if not isinstance(found, RunConfig):
         named = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
         raise ConfigError(f"config {file} defines no RunConfig named {name or 'config'!r}; it defines {named or 'none'}.")
     return found
+
+
+def _meant(error: Exception) -> str:
+    """Which field an unknown one in a config file may stand for."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return f". {_instead_of(unknown[1])}" if unknown else ""
+
+
+def _require_fields(arguments: Sequence[str]) -> None:
+    """ConfigError for the first `--section.field` that there is not, with the field that was meant."""
+    known = {*flat(RunConfig()), "help"}
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name not in known:
+            raise ConfigError(f"there is no setting {name}. {_instead_of(name)}")
+
+
+def _instead_of(unknown: str) -> str:
+    """The settings that a wrong name resembles, or else those of its section."""
+    section, _, field = unknown.rpartition(".")
+    fields = {name: name.rpartition(".")[2] for name in flat(RunConfig())}
+    near = difflib.get_close_matches(field, fields.values())
+    close = [name for name, last in fields.items() if last in near[:1]] or [
+        name for name in fields if name.partition(".")[0] == section
+    ]
+    if not close:
+        sections = dict.fromkeys(name.partition(".")[0] for name in fields)
+        return f"Settings are named section.field, in the sections {', '.join(sections)}; CONFIG --help lists them."
+    meant = f"Perhaps you meant {' or '.join(close[:3])}" if near else f"Those of {section} are {', '.join(close)}"
+    return f"{meant}; CONFIG --help tells of each."
 
 
 @contextlib.contextmanager

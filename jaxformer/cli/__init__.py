@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except SystemExit as stop:  # the argument parser has said what it had to say
         return int(stop.code or 0)
+    except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

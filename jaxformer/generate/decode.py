@@ -19,6 +19,8 @@ from jaxformer.params import Params, unstack
 
 SLOTS = 64  # cache and prompt lengths are rounded up to this, so that few programs are compiled
 
+EMPTY = "a prompt is empty: give each row at least one token (the end-of-text token starts a new text)."
+
 
 @struct.dataclass
 class Stream:
@@ -77,11 +79,15 @@ def start(
 ) -> Stream:
     """The stream after the prompt was read; ConfigError where the prompt cannot be continued."""
     tokens = np.asarray(prompt)
+    if tokens.size == 0:
+        raise ConfigError(EMPTY)
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1.")
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ConfigError(f"prompt must be integer tokens [B, T], not {tokens.dtype}{list(tokens.shape)}.")
     segments = np.ones_like(tokens) if segment_ids is None else np.asarray(segment_ids)
-    if tokens.size == 0 or not (segments != 0).any(axis=1).all():
-        raise ConfigError("a prompt is empty: give each row at least one token (the end-of-text token starts a new text).")
+    if not (segments != 0).any(axis=1).all():
+        raise ConfigError(EMPTY)
     longest = int((segments != 0).sum(axis=1).max())
     if longest + max_new_tokens > config.max_length:
         room = max(config.max_length - longest, 0)
