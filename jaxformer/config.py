@@ -5,6 +5,7 @@ static argument of `jax.jit`.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -25,7 +26,7 @@ class Bounds:
         return f"at least {self.low:g}" + ("" if self.below is None else f" and below {self.below:g}")
 
     def hold(self, value: float) -> bool:
-        return value >= self.low and (self.below is None or value < self.below)
+        return math.isfinite(value) and value >= self.low and (self.below is None or value < self.below)
 
 
 Count = Annotated[int, Bounds(1)]

@@ -36,13 +36,13 @@ class Rows:
         weights[:used] = 1
         window = np.pad(window, (0, self.length - used))
         arrays = {"tokens": window[:-1], "targets": window[1:], "weights": weights}
-        return arrays | self._segments(start, used, weights) if self.packed else arrays
+        return arrays | self._segments(start, used) if self.packed else arrays
 
-    def _segments(self, start: int, used: int, weights: np.ndarray) -> Batch:
-        """Numbers the documents of a row from 1, and takes the weight from targets that belong to the next document."""
-        begins = self.store.boundaries(start, start + used + 1) - start  # at most `used`, where only the target is new
-        weights[begins - 1] = 0
-        begins = begins[begins < used]
+    def _segments(self, start: int, used: int) -> Batch:
+        """Numbers the documents of a row from 1. The end token before a document is the first of its segment, so a text is
+        learnt from its very start and every token but the store's first stays a target."""
+        begins = self.store.boundaries(start, start + used + 1) - start - 1
+        begins = begins[begins > 0]
         segments = np.zeros(self.length, np.int32)
         segments[begins] = 1
         segments = np.cumsum(segments, dtype=np.int32) + 1

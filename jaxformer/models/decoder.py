@@ -64,6 +64,11 @@ def forward(
     counting from the start of each segment. A pure function: jit (with `static_argnums=1`), grad, jvp, vmap and the rest
     apply to it.
     """
+    if tokens.ndim != 2 or (config.positions == "learned" and positions is None and tokens.shape[1] > config.max_length):
+        raise ConfigError(
+            f"tokens of shape {list(tokens.shape)} must be [batch, length], and with learned positions no longer than "
+            f"model.max_length={config.max_length}: cut them, or make the model with a larger table."
+        )
     row, place, segment = (None if a is None else jnp.asarray(a) for a in (tokens, positions, segment_ids))
     x, _ = hidden(params, config, row, places_of(row, place, segment))  # type: ignore[arg-type]
     return head(params, config, x)

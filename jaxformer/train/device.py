@@ -1,7 +1,6 @@
 """What the device can do: its best speed, and the attention kernel that serves a run on it."""
 
 import dataclasses
-import functools
 import time
 
 import jax
@@ -35,7 +34,7 @@ def peak_flops(dtype: str) -> float:
         if name in kind:
             return tflops * 1e12 * (0.5 if dtype == "float32" else 1.0)
     n = 1024
-    a = jnp.ones((n, n), dtype)
+    a = jax.device_put(np.ones((n, n), dtype))
     product = jax.jit(jnp.dot)
     product(a, a).block_until_ready()
     times = []
@@ -47,37 +46,49 @@ def peak_flops(dtype: str) -> float:
 
 
 def with_kernel(run: RunConfig) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel chosen and checked on the run's own shapes, and a sentence about it.
+    """`run` with its attention kernel chosen, and a sentence about it; `prove_kernel` checks it.
 
-    Raises ConfigError if a kernel asked for by name cannot serve the run, RuntimeError if it does not compute attention.
+    Raises ConfigError if a kernel asked for by name cannot serve the run.
     """
-    config, length = run.model, run.data.sequence_length
-    packed = run.data.packing == "documents"
+    config, packed = run.model, run.data.packing == "documents"
     dtype = str(compute_dtype(config))
-    case = kernels.Case(jax.default_backend(), dtype, length, config.head_width, packed, config.dropout)
+    case = kernels.Case(jax.default_backend(), dtype, run.data.sequence_length, config.head_width, packed, config.dropout)
     name, reason = kernels.choose(config.attention_kernel, case)
-    if name != "xla":
-        rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
-        reason += f"; checked against float32, {check_kernel(name, config, rows, length, packed)}"
     return dataclasses.replace(run, model=dataclasses.replace(config, attention_kernel=name)), reason  # type: ignore[arg-type]
+
+
+def prove_kernel(run: RunConfig) -> str:
+    """Checks the kernel that `with_kernel` chose on the run's own shapes; a sentence about it, empty for the reference.
+
+    Raises RuntimeError if the kernel does not compute attention.
+    """
+    name = run.model.attention_kernel
+    if name == "xla":
+        return ""
+    rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
+    errors = check_kernel(name, run.model, rows, run.data.sequence_length, run.data.packing == "documents")
+    return f"The attention kernel {name} was checked against float32: {errors}."
 
 
 def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
     """Runs the kernel forward and backward beside the reference; the largest errors in words, or RuntimeError."""
-    q, k, v, cotangent, places = _case(config, rows, length, packed)
     dtype = compute_dtype(config)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(kernel: kernels.Kernel, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def both(kernel: kernels.Kernel, places: Places, arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
         out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, places, places), *arrays[:3])
         return out, *back(arrays[3].astype(out.dtype))
 
-    found = both(kernels.KERNELS[name].run, *(jnp.asarray(a, dtype) for a in (q, k, v, cotangent)))
-    expected = both(kernels.reference, *(jnp.asarray(a, dtype).astype(jnp.float32) for a in (q, k, v, cotangent)))
-    errors = [
-        float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))
-        for a, b in zip(found, expected, strict=True)
-    ]
+    @jax.jit
+    def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> list[jax.Array]:
+        places = places_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
+        found = both(kernels.KERNELS[name].run, places, arrays)
+        expected = both(kernels.reference, places, [a.astype(jnp.float32) for a in arrays])
+        return [
+            jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in zip(found, expected, strict=True)
+        ]
+
+    arrays, segments = _case(config, rows, length, packed)
+    errors = [float(error) for error in relative_errors([a.astype(dtype) for a in arrays], segments)]
     allowed = TOLERANCE[str(dtype)]
     if not max(errors) <= allowed:  # a NaN fails too
         raise RuntimeError(
@@ -88,19 +99,16 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
     return f"error {errors[0]:.0e} forward, {max(errors[1:]):.0e} backward"
 
 
-def _case(
-    config: ModelConfig, rows: int, length: int, packed: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, Places]:
-    """Random q, k, v, cotangent and places of the run's length and head width, as many rows and heads as fit."""
+def _case(config: ModelConfig, rows: int, length: int, packed: bool) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """Random [q, k, v, cotangent], and segments where packed, of the run's length and head width, as many rows and heads as fit."""
     groups = config.n_heads // config.kv_heads
     fitting = max(REFERENCE_BYTES // (16 * length * length * groups), 1)
     k_heads = min(config.kv_heads, fitting)
     rows = min(rows, max(fitting // k_heads, 1))
     rng = np.random.default_rng(0)
-    q, k, v, cotangent = (
+    arrays = [
         rng.standard_normal((rows, length, heads, config.head_width), dtype=np.float32)
         for heads in (k_heads * groups, k_heads, k_heads, k_heads * groups)
-    )
-    tokens = jnp.zeros((rows, length), jnp.int32)
-    segments = jnp.broadcast_to(jnp.arange(length) * 3 // length + 1, (rows, length)) if packed else None
-    return q, k, v, cotangent, places_of(tokens, None, segments)
+    ]
+    thirds = np.arange(length, dtype=np.int32) * 3 // length + 1
+    return arrays, np.broadcast_to(thirds, (rows, length)) if packed else None

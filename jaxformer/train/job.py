@@ -56,7 +56,7 @@ class Job:
 
 
 def make_job(run: RunConfig, say: Say) -> Job:
-    """Prepares text, tokenizer and optimizer, picks and checks the kernel, and claims the run directory when all is well.
+    """Prepares text, tokenizer and optimizer, picks the kernel, and claims the run directory when all is well.
 
     Raises ConfigError at the door.
     """

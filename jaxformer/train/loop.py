@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jaxformer.evaluate import Evaluation, make_evaluate, place_batch
 from jaxformer.generate.decode import generate
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
+from jaxformer.train.device import prove_kernel
 from jaxformer.train.directory import lock
 from jaxformer.train.job import Job, Say, make_job
 from jaxformer.train.state import TrainState, init_state
@@ -55,18 +57,40 @@ def train(run: RunConfig) -> Result:
         job = make_job(run, say)
         say(banner(job.facts))
         with Checkpoints(run.run.dir, run.train.keep_checkpoints) as checkpoints:
-            state = checkpoints.restore(job.target, say)
-            if state is None:
-                state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
-            elif int(state.step) < run.train.steps:
-                say(f"Continuing {run.run.dir} from step {int(state.step)}.")
-            else:
-                say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
+            state, advance = _begin(job, checkpoints, say)
             with jax.set_mesh(job.mesh):
-                state, last = _steps(job, state, checkpoints, say)
+                state, last = _steps(job, state, advance, checkpoints)
     plot = plot_losses(run.run.dir)
     say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Any]:
+    """The state to start from and the compiled step (None where no step is left), its kernel checked.
+
+    On a CPU the step compiles while the rest is made; on another device first, since its compiler times kernels there.
+    """
+    run = job.run
+    with ThreadPoolExecutor(1) as behind:
+
+        def start() -> Future[Any]:
+            step = behind.submit(_compile, job, say)
+            if jax.default_backend() != "cpu":
+                step.result()
+            if proof := prove_kernel(run):
+                say(proof)
+            return step
+
+        step = start() if (checkpoints.steps() or [0])[-1] < run.train.steps else None
+        state = checkpoints.restore(job.target, say)
+        if state is None:
+            state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
+        elif int(state.step) < run.train.steps:
+            say(f"Continuing {run.run.dir} from step {int(state.step)}.")
+        else:
+            say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
+            return state, None
+        return state, (step or start()).result()
 
 
 def _print(text: str) -> None:
@@ -121,8 +145,8 @@ def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
         )
 
 
-def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Evaluation]:
-    """Runs the steps that are left; the final state and its evaluation."""
+def _steps(job: Job, state: TrainState, advance: Any, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
+    """Runs the steps that are left by the compiled `advance`; the final state and its evaluation."""
     settings, first = job.run.train, int(state.step)
     evaluate = make_evaluate(job.run.model, job.mesh, job.corpus.tokenizer.token_bytes())
     heldout = job.heldout
@@ -136,7 +160,6 @@ def _steps(job: Job, state: TrainState, checkpoints: Checkpoints, say: Say) -> t
             return state, done[-1] if done else {}
         batches = job.batches.iterate(first)
         batch = place_batch(next(batches), job.mesh)
-        advance = _compile(job, state, batch, say)
         watch = Watch(job, first, log, progress)
         metrics: Metrics = {}
         result: Evaluation = {}
@@ -171,10 +194,12 @@ def _some(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
     return itertools.islice(batches, limit or None)
 
 
-def _compile(job: Job, state: TrainState, batch: Batch, say: Say) -> Any:
+def _compile(job: Job, say: Say) -> Any:
     """The step compiled ahead of time, so that what it needs is known, and said, before it runs."""
     begin = time.perf_counter()
-    compiled = make_step(job.run, job.optimizer, job.schedule, job.mesh).lower(state, batch).compile()
+    with jax.set_mesh(job.mesh):
+        step = make_step(job.run, job.optimizer, job.schedule, job.mesh)
+        compiled = step.lower(job.target, place_batch(job.batches[0], job.mesh)).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
     say(f"The step was compiled in {took}; it needs {human_bytes(temporary)} a device besides its state.")

@@ -40,11 +40,13 @@ def _shapes(specs: Specs, optimizer: optax.GradientTransformation) -> TrainState
 def init_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
     """The state before the first step, each leaf made where it lives."""
 
-    def make(key: jax.Array) -> TrainState:
-        params = init_params(specs, key)
+    def make() -> TrainState:
+        params = init_params(specs, jax.random.key(seed))
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-    return jax.jit(make, out_shardings=state_shardings(specs, optimizer, mesh))(jax.random.key(seed))
+    # It runs once, so on a CPU, where LLVM takes four times as long to optimise it, it is compiled quickly.
+    quick = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    return jax.jit(make, out_shardings=state_shardings(specs, optimizer, mesh), compiler_options=quick)()
 
 
 def abstract_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
