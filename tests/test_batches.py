@@ -65,7 +65,6 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
         # A document's segment begins with the end token before it, and what it predicts ends with its own.
         lengths = [sizes[0], *(size + 1 for size in sizes[1:]), 1]
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        begin = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
         rows = Rows(made, data(length, "documents"))
         weighted = 0
         for index in range(len(rows)):
@@ -73,10 +72,9 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
             places = index * length + np.arange(length)
             used = places < made.tokens - 1
             assert (row["tokens"][used] == made.read(0, made.tokens)[places[used]]).all()
-            segments, positions = row["segment_ids"], row["positions"]
+            segments = row["segment_ids"]
             assert (segments[~used] == 0).all() and (row["weights"][~used] == 0).all()
             assert (segments[used] == owner[places[used]] - owner[places[0]] + 1).all()
-            assert (positions[used] == places[used] - np.maximum(begin[places[used]], places[0])).all()
             weighted += int(row["weights"].sum())
         assert weighted == made.tokens - 1
 
@@ -89,7 +87,7 @@ def test_arrays_are_the_documented_ones(packing: str) -> None:
             "tokens": "int32",
             "targets": "int32",
             "weights": "float32",
-        } | ({"segment_ids": "int32", "positions": "int32"} if packing == "documents" else {})
+        } | ({"segment_ids": "int32"} if packing == "documents" else {})
         assert all(array.shape == (2, 8) and array.flags.c_contiguous for array in batch.values())
         assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all()
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.store import TokenStore
 
-# tokens, targets [B, T] int32 and weights [B, T] float32; for packed documents also segment_ids, positions [B, T] int32.
+# tokens, targets [B, T] int32 and weights [B, T] float32; for packed documents also segment_ids [B, T] int32.
 Batch = dict[str, np.ndarray]
 
 
@@ -46,10 +46,8 @@ class Rows:
         segments = np.zeros(self.length, np.int32)
         segments[begins] = 1
         segments = np.cumsum(segments, dtype=np.int32) + 1
-        firsts = np.concatenate([np.zeros(1, np.int64), begins])
-        positions = (np.arange(self.length) - firsts[segments - 1]).astype(np.int32)
-        segments[used:] = positions[used:] = 0
-        return {"segment_ids": segments, "positions": positions}
+        segments[used:] = 0
+        return {"segment_ids": segments}
 
 
 class Batches:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 BLOCK = 128  # queries; 64 to 256 run within 10 % of it
 MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks
@@ -48,14 +49,14 @@ class Marks(NamedTuple):
 
 
 def blocked_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_positions: Index = None,
-    k_positions: Index = None,
-    q_segments: Index = None,
-    k_segments: Index = None,
-) -> jax.Array:
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    q_positions: Int[Array, "B T"] | None = None,
+    k_positions: Int[Array, "B S"] | None = None,
+    q_segments: Int[Array, "B T"] | None = None,
+    k_segments: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v under a causal mask: [B, T, N, H], [B, S, K, H] twice -> [B, T, N, H].
 
     Positions and segments are int [B, T] and [B, S]: a query sees keys of its own segment at positions up to its own;

@@ -51,8 +51,8 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places
 
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
-    if queries.plain and keys.plain:
-        return blocked_attention(q, k, v)
+    if queries.ordered and keys.ordered:
+        return blocked_attention(q, k, v, q_segments=queries.segments, k_segments=keys.segments)
     return blocked_attention(q, k, v, queries.positions, keys.positions, queries.segments, keys.segments)
 
 

@@ -15,12 +15,12 @@ class Places:
     """Where each token of a [B, T] batch is.
 
     `positions` int32 counts from 0 in each segment; `segments` int32 is 0 for padding, None where a row is one segment.
-    `plain` says at trace time that row positions are 0, 1, 2, ... and nothing is packed or padded, which fused kernels need.
+    `ordered` says at trace time that positions grow along the row within a segment, so that kernels may go by the order.
     """
 
     positions: jax.Array
     segments: jax.Array | None = None
-    plain: bool = struct.field(pytree_node=False, default=False)
+    ordered: bool = struct.field(pytree_node=False, default=False)
 
 
 def places_of(tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None) -> Places:
@@ -28,8 +28,8 @@ def places_of(tokens: jax.Array, positions: jax.Array | None, segments: jax.Arra
     index = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
     if positions is None and segments is not None:
         begins = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], axis=-1)
-        return Places(index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1), segments)
-    return Places(index if positions is None else positions, segments, plain=positions is None)
+        return Places(index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1), segments, ordered=True)
+    return Places(index if positions is None else positions, segments, ordered=positions is None)
 
 
 def causal_mask(queries: Places, keys: Places) -> jax.Array:

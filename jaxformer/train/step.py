@@ -14,7 +14,7 @@ from jaxformer.losses import cross_entropy
 from jaxformer.models import decoder
 from jaxformer.params import Params
 from jaxformer.sharding import batch_sharding
-from jaxformer.train.state import TrainState, state_shardings
+from jaxformer.train.state import TrainState, compiler_options, state_shardings
 
 Batch = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -25,10 +25,10 @@ def loss_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens of a batch: (objective, nats). Their weight is the sum of `batch["weights"]`.
 
-    `batch` holds tokens, targets [B, T] int and weights [B, T] float, and where documents are packed segment_ids and
-    positions; `extras` are label_smoothing and z_loss, which the objective has and nats has not. A key turns dropout on.
+    `batch` holds tokens, targets [B, T] int and weights [B, T] float, and where documents are packed segment_ids [B, T];
+    `extras` are label_smoothing and z_loss, which the objective has and nats has not. A key turns dropout on.
     """
-    places = places_of(batch["tokens"], batch.get("positions"), batch.get("segment_ids"))
+    places = places_of(batch["tokens"], None, batch.get("segment_ids"))
     x, _ = decoder.hidden(params, config, batch["tokens"], places, key=key)
     return cross_entropy(x, head_weight(params, config), batch["targets"], batch["weights"], **extras)
 
@@ -75,4 +75,10 @@ def make_step(run: RunConfig, optimizer: optax.GradientTransformation, schedule:
         return TrainState(state.step + 1, params, moments), metrics  # type: ignore[arg-type]
 
     places = state_shardings(decoder.specs(run.model), optimizer, mesh)
-    return jax.jit(step, donate_argnums=0, in_shardings=(places, batch_sharding(mesh)), out_shardings=(places, None))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(places, batch_sharding(mesh)),
+        out_shardings=(places, None),
+        compiler_options=compiler_options(),
+    )

@@ -1,0 +1,79 @@
+"""Greedy decoding of GPT-2 124M on this CPU, batch 1, beside transformers' generate, in turn, from the same weights.
+
+    python benchmarks/decode_cpu.py --torch-python /path/to/python-with-torch-and-transformers
+
+The limit is that of memory: every new token reads every parameter once, so it is the read bandwidth, measured in the
+same run, over the bytes of the parameters.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+
+import numpy as np
+from pairing import Answer, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save
+from works import DECODED
+
+SURE = 8  # first tokens that must agree; later ones may part where two logits are equal but for rounding
+
+
+def measure(options: argparse.Namespace) -> Answer:
+    tokens = np.random.default_rng(0).integers(DECODED.vocab_size, size=options.prompt)
+    prompt = ("--prompt", ",".join(map(str, tokens)))
+    shape = {"layers": DECODED.n_layers, "d_model": DECODED.d_model, "heads": DECODED.n_heads}
+    shape |= {"vocab": DECODED.vocab_size, "length": DECODED.max_length, "threads": os.cpu_count() or 1}
+    flags = [text for name, size in shape.items() for text in (f"--{name}", str(size))]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = os.path.join(folder, "weights.npz")
+        ours = python_worker("jax", "jax_decode_peer.py", *prompt, "--save-weights", weights)
+        peer = options.torch_python
+        theirs = python_worker("transformers", "torch_decode_peer.py", *prompt, *flags, "--weights", weights, python=peer)
+    workers = [ours, theirs]
+    with ours, theirs:
+        whole = alternate(workers, f"generate {options.new}", options.samples, warmups=1)
+        first = alternate(workers, "generate 1", options.samples, warmups=1)
+        reads = [worker.ask("read")["bytes_per_second"] for _ in range(5) for worker in workers]
+    if whole[0][0]["tokens"][:SURE] != whole[1][0]["tokens"][:SURE]:
+        raise SystemExit(f"the two do not compute the same: {whole[0][0]['tokens'][:SURE]}, {whole[1][0]['tokens'][:SURE]}")
+    seconds = [column(answers, "seconds") for answers in whole]
+    starts = [statistics.median(column(answers, "seconds")) for answers in first]
+    limit = max(reads) / ours.about["parameter_bytes"]
+    rates = [(options.new - 1) / (statistics.median(s) - start) for s, start in zip(seconds, starts, strict=True)]
+    return {
+        "prompt": options.prompt,
+        "new": options.new,
+        "seconds": seconds,
+        "first_token_seconds": starts,
+        "tokens_per_second_after_the_first": rates,
+        "ratio": paired_ratio(seconds[0], seconds[1]),
+        "read_bytes_per_second": max(reads),
+        "limit_tokens_per_second": limit,
+        "share_of_limit": [rate / limit for rate in rates],
+        "versions": ours.about["versions"] | theirs.about["versions"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", required=True, help="a Python that has PyTorch and transformers")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
+    parser.add_argument("--new", type=int, default=128, help="new tokens")
+    parser.add_argument("--samples", type=int, default=8, help="paired samples")
+    options = parser.parse_args()
+    result = measure(options)
+    rows = []
+    for i, name in enumerate(("jaxformer", "transformers")):
+        whole, start = statistics.median(result["seconds"][i]), result["first_token_seconds"][i]
+        rate, share = result["tokens_per_second_after_the_first"][i], result["share_of_limit"][i]
+        ratio = ratio_text(result["ratio"]) if i == 0 else "1"
+        rows.append([name, f"{whole:.2f} s", ratio, f"{start:.2f} s", f"{rate:.1f}", f"{share:.0%}"])
+    print_table(["", "end to end", "ratio", "first token", "tokens/s after it", "of the limit"], rows)
+    print(
+        f"Limit {result['limit_tokens_per_second']:.1f} tokens/s, at {result['read_bytes_per_second'] / 1e9:.1f} GB/s read."
+    )
+    save("decode_cpu", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Our side of the decoding comparison: a worker around `jf.generate`, greedy."""
+
+import argparse
+import json
+import sys
+import time
+
+from jaxformer.cli import keep_memory
+
+keep_memory()
+
+import jax  # noqa: E402  (what comes before must come before JAX)
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from works import DECODED  # noqa: E402
+
+import jaxformer as jf  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", required=True, help="token numbers, comma-separated")
+    parser.add_argument("--save-weights", required=True, help="write the values to this .npz")
+    options = parser.parse_args()
+    params = jax.jit(jf.init, static_argnums=0)(DECODED, jax.random.key(0))
+    leaves = jax.tree.leaves_with_path(params)
+    np.savez(
+        options.save_weights,
+        **{jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves},
+    )
+    prompt = np.array([[int(token) for token in options.prompt.split(",")]], np.int32)
+    big = jnp.ones(2**26)
+    total = jax.jit(jnp.sum)
+    size = sum(leaf.nbytes for _, leaf in leaves)
+    print(json.dumps({"versions": {"jax": jax.__version__}, "parameter_bytes": size}), flush=True)
+    for line in sys.stdin:
+        command, _, number = line.strip().partition(" ")
+        if command == "quit":
+            break
+        begin = time.perf_counter()
+        if command == "generate":
+            made = np.asarray(jf.generate(params, DECODED, prompt, int(number), temperature=0.0))
+            answer = {"seconds": time.perf_counter() - begin, "tokens": made[0].tolist()}
+        else:
+            total(big).block_until_ready()
+            answer = {"bytes_per_second": big.nbytes / (time.perf_counter() - begin)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Workers in processes of their own, asked in turn, and ratios of what they took at nearly the same moment."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+Answer = dict[str, Any]
+
+
+class Worker:
+    """A process that answers each line it reads with one line of JSON; its first line says what it is."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.about = self._read()
+
+    def _read(self) -> Answer:
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            raise SystemExit(f"worker {self.name} ended with status {self.process.wait()}; its message stands above.")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def ask(self, command: str) -> Answer:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Ends the process and waits, so that its memory is free."""
+        self.process.communicate("quit\n")
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def python_worker(name: str, script: str, *flags: str, python: str = sys.executable) -> Worker:
+    return Worker(name, [python, str(HERE / script), *flags])
+
+
+def alternate(workers: Sequence[Worker], command: str, samples: int, warmups: int) -> list[list[Answer]]:
+    """Each worker's answers, asked one after the other, `warmups` rounds first and dropped."""
+    rounds = [[worker.ask(command) for worker in workers] for _ in range(warmups + samples)]
+    return [list(answers) for answers in zip(*rounds[warmups:], strict=True)]
+
+
+def column(answers: Sequence[Answer], name: str) -> list[float]:
+    return [answer[name] for answer in answers]
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """How many times as fast we are: theirs / ours, median and range over the pairs."""
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
+def ratio_text(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A Markdown table."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, ["-" * width for width in widths], *rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
+
+
+def save(name: str, result: Answer) -> Path:
+    """Writes `results/NAME.json` with the date and the machine."""
+    path = HERE / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    load = os.getloadavg()[0]
+    machine = {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(load, 1), "python": platform.python_version()}
+    path.write_text(json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+    return path
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

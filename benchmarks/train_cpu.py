@@ -1,0 +1,92 @@
+"""Trains the same mathematics in JAX and in PyTorch on this CPU, step by step in turn, and prints how they compare.
+
+    python benchmarks/train_cpu.py --torch-python /path/to/python-with-torch [--works small gpt2_124m] [--samples 8]
+
+Both start from the same weights on the same tokens, so their losses must agree; that is checked.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+
+from pairing import Answer, Worker, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save
+from works import WORKS, torch_flags, with_sizes
+
+from jaxformer.models.cost import flops_per_token
+
+LOSS_TOLERANCE = 2e-3  # nats, over the first steps from the same weights
+HEADER = ["work", "tokens/s", "PyTorch", "ratio", "MFU", "PyTorch", "peak memory", "PyTorch", "ratio"]
+
+
+def measure(work: str, microbatches: int, options: argparse.Namespace) -> Answer:
+    run = with_sizes(WORKS[work], 0, microbatches)
+    pieces = ("--microbatches", str(microbatches))
+    with tempfile.TemporaryDirectory() as folder:
+        weights = os.path.join(folder, "weights.npz")
+        ours = python_worker("jax", "jax_peer.py", "--work", work, *pieces, "--save-weights", weights)
+        flags = [*torch_flags(run), "--threads", str(os.cpu_count()), "--weights", weights]
+        theirs = python_worker("torch", "torch_peer.py", *flags, python=options.torch_python)
+    with ours, theirs:
+        check_losses(*alternate([ours, theirs], "step", samples=3, warmups=0))
+        steps = alternate([ours, theirs], "step", options.samples, warmups=0)
+        products = [worker.ask("product")["flops"] for worker in (ours, theirs) for _ in range(2)]
+        return summary(work, microbatches, steps, max(products), [ours, theirs])
+
+
+def check_losses(ours: list[Answer], theirs: list[Answer]) -> None:
+    gaps = [abs(a - b) for a, b in zip(column(ours, "loss"), column(theirs, "loss"), strict=True)]
+    if not max(gaps) < LOSS_TOLERANCE:
+        raise SystemExit(f"the two do not compute the same: losses {column(ours, 'loss')} and {column(theirs, 'loss')}")
+
+
+def summary(work: str, microbatches: int, steps: list[list[Answer]], product: float, workers: list[Worker]) -> Answer:
+    run = WORKS[work]
+    tokens = run.train.batch_size * run.data.sequence_length
+    seconds = [column(answers, "seconds") for answers in steps]
+    rates = [tokens / statistics.median(times) for times in seconds]
+    flops = flops_per_token(run.model, run.data.sequence_length)
+    return {
+        "work": work,
+        "microbatches": microbatches,
+        "tokens_per_second": rates,
+        "best_tokens_per_second": [tokens / min(times) for times in seconds],
+        "ratio": paired_ratio(seconds[0], seconds[1]),
+        "product_flops": product,
+        "mfu": [rate * flops / product for rate in rates],
+        "peak_bytes": [max(column(answers, "peak_bytes")) for answers in steps],
+        "seconds": seconds,
+        "versions": workers[0].about["versions"] | workers[1].about["versions"],
+        "kernel": workers[0].about["kernel"],
+    }
+
+
+def row(result: Answer) -> list[str]:
+    ours, theirs = result["peak_bytes"]
+    name = result["work"] + (f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else "")
+    rates, mfu = [f"{rate:,.0f}" for rate in result["tokens_per_second"]], [f"{share:.0%}" for share in result["mfu"]]
+    memory = [f"{size / 1e9:.2f} GB" for size in (ours, theirs)]
+    return [name, *rates, ratio_text(result["ratio"]), *mfu, *memory, f"{ours / theirs:.2f}x"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", required=True, help="a Python that has PyTorch")
+    parser.add_argument("--works", nargs="+", default=["small", "small:4", "gpt2_124m"], help="WORK or WORK:MICROBATCHES")
+    parser.add_argument("--samples", type=int, default=8, help="paired samples")
+    options = parser.parse_args()
+    results = []
+    for name in options.works:
+        work, _, pieces = name.partition(":")
+        results.append(measure(work, int(pieces or 1), options))
+        print_table(HEADER, [row(results[-1])])
+    print()
+    print_table(HEADER, [row(result) for result in results])
+    best = max(result["product_flops"] for result in results)
+    print(f"Ratios: median (range) of {options.samples} pairs. MFU: over the best product seen, {best / 1e9:.0f} GFLOP/s.")
+    print(f"Load average {os.getloadavg()[0]:.1f}; above 2 something else was running.")
+    save("train_cpu", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Blocked attention is plain attention: values, gradients, masks, dtypes and memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.layers import blocked, dot_product_attention
+from jaxformer.layers.blocked import blocked_attention
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 4)
+    monkeypatch.setattr(blocked, "MOST_BLOCKS", 4)
+
+
+def inputs(length=14, heads=4, kv_heads=2, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, length, heads, 8), (2, length, kv_heads, 8), (2, length, kv_heads, 8), (2, length, heads, 8)]
+    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def reference(q, k, v, mask):
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(a.astype(jnp.float32), groups, axis=2) for a in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) / np.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1) * mask[:, None]
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def with_gradients(function, q, k, v, slope):
+    out, pull = jax.vjp(function, q, k, v)
+    return [np.asarray(a, np.float32) for a in (out, *pull(slope.astype(out.dtype)))]
+
+
+def assert_same(function, mask, q, k, v, slope, tolerance=1e-5):
+    found = with_gradients(jax.jit(function), q, k, v, slope)
+    wanted = with_gradients(lambda *a: reference(*a, mask), q, k, v, slope)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def causal(length):
+    return jnp.tril(jnp.ones((2, length, length), bool))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 14, 37])
+def test_any_length_gives_plain_causal_attention(length):
+    assert_same(blocked_attention, causal(length), *inputs(length))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_query_heads_share_key_heads(kv_heads):
+    assert_same(blocked_attention, causal(14), *inputs(kv_heads=kv_heads))
+
+
+def test_packed_rows_see_their_own_segment_and_padding_gives_zero():
+    q, k, v, slope = inputs()
+    segments = jnp.array([[1] * 5 + [2] * 6 + [0] * 3, [3] * 14])
+    mask = causal(14) & (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] != 0)
+    packed = lambda q, k, v: blocked_attention(q, k, v, None, None, segments, segments)  # noqa: E731
+    assert_same(packed, mask, q, k, v, slope)
+    assert not np.any(packed(q, k, v)[0, 11:])
+
+
+def test_positions_decide_and_not_the_order_of_the_keys():
+    q, k, v, slope = inputs()
+    order = jax.random.permutation(jax.random.key(5), 14)
+    positions = jnp.broadcast_to(order, (2, 14))
+    mask = positions[:, None, :] <= positions[:, :, None]
+    assert_same(lambda q, k, v: blocked_attention(q, k, v, positions, positions), mask, q, k, v, slope)
+
+
+def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
+    q, k, v, slope = inputs()
+    late, early = jnp.full((2, 14), 9), jnp.full((2, 14), 3)
+    arrays = with_gradients(lambda q, k, v: blocked_attention(q, k, v, early, late), q, k, v, slope)
+    assert not any(np.any(a) for a in arrays)
+
+
+def test_bfloat16_is_near_the_float32_reference():
+    q, k, v, slope = inputs(dtype=jnp.bfloat16)
+    assert blocked_attention(q, k, v).dtype == jnp.bfloat16
+    assert_same(blocked_attention, causal(14), q, k, v, slope, tolerance=0.05)
+
+
+def test_large_scores_stay_finite():
+    q, k, v, slope = inputs()
+    assert all(np.isfinite(a).all() for a in with_gradients(blocked_attention, 1e3 * q, 1e3 * k, v, slope))
+
+
+def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 128)
+    monkeypatch.setattr(blocked, "MOST_BLOCKS", 16)
+    shapes = [jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)] * 3
+
+    def temporaries(function):
+        step = jax.jit(jax.grad(lambda q, k, v: jnp.square(function(q, k, v)).sum(), argnums=(0, 1, 2)))
+        return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    plain = temporaries(lambda q, k, v: dot_product_attention(q, k, v, jnp.tril(jnp.ones((1024, 1024), bool))))
+    assert temporaries(blocked_attention) < plain / 2
