@@ -1,82 +1,119 @@
-"""What the loop costs: tokens/s of `jf.train` (data, metrics, checkpoints on) beside the bare step, in turn.
+"""What the loop costs beside its own compiled step: data, metrics, bar, checkpoint. `python benchmarks/loop_overhead.py`
 
-    python benchmarks/loop_overhead.py [--steps 20] [--samples 5]
-
-Each sample continues one run for so many steps, then runs the bare step as often. A checkpoint is saved in the middle of
-every sample, and its time counts.
+The quickstart's model is trained by `jf.train` (no evaluation, one checkpoint on the way) and by calling the same compiled
+step on the same batches, placed beforehand; the two alternate, in turns first, and each pair gives a ratio of tokens/s.
+Seconds are of the wall, from the end of the first step to the end of the last, so a checkpoint's time counts.
 """
-
-import argparse
-import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 from jaxformer.cli import keep_memory
 
-keep_memory()
+keep_memory()  # as train.py does, before JAX is imported
 
-from jax_peer import Trainer  # noqa: E402  (what comes before must come before JAX)
-from pairing import paired_ratio, ratio_text, save  # noqa: E402
-from works import WORKS  # noqa: E402
+import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
+import os  # noqa: E402
+import statistics  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+from pairing import HERE, paired_ratio, print_table, ratio_text, save  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
-from jaxformer.config import RunConfig  # noqa: E402
+from jaxformer.evaluate import place_batch  # noqa: E402
 from jaxformer.report import MetricsLog  # noqa: E402
 from jaxformer.train import loop  # noqa: E402
+from jaxformer.train.job import Job, make_job  # noqa: E402
+from jaxformer.train.state import init_state  # noqa: E402
 
-Times = list[tuple[int, float]]
-
-
-def clocked(times: Times) -> type[MetricsLog]:
-    """A MetricsLog that also notes when each step was logged."""
-
-    class Clocked(MetricsLog):
-        def log(self, step: int, values: Mapping[str, Any]) -> None:
-            super().log(step, values)
-            times.append((step, time.perf_counter()))
-
-    return Clocked
+TARGET = 0.97
+STAMPS: dict[int, float] = {}
 
 
-def loop_seconds(run: RunConfig) -> float:
-    """Seconds a step, from the first step logged of this continuation to the last."""
-    times: Times = []
-    loop.MetricsLog = clocked(times)  # type: ignore[misc]
-    jf.train(run)
-    (first, begin), (last, end) = times[0], next(entry for entry in times if entry[0] == run.train.steps)
-    return (end - begin) / (last - first)
+class Stamped(MetricsLog):
+    """A log that notes in STAMPS when each step was logged."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        STAMPS.setdefault(step, time.perf_counter())
+        super().log(step, values)
 
 
-def bare_seconds(trainer: Trainer, steps: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(steps):
-        trainer.step()
-    return (time.perf_counter() - begin) / steps
+class Bare:
+    """The compiled step of a job and its batches, with nothing around."""
+
+    def __init__(self, job: Job, steps: int) -> None:
+        self.job = job
+        self.batches = [place_batch(job.batches[i], job.mesh) for i in range(steps)]
+        self.advance = loop._compile(job, lambda text: None)
+
+    def seconds(self) -> float:
+        """From the end of the first step to that of the last, from a fresh state."""
+        job, begin = self.job, 0.0
+        with jax.set_mesh(job.mesh):
+            state = init_state(job.specs, job.optimizer, job.mesh, job.run.run.seed)
+            for i, batch in enumerate(self.batches):
+                state, metrics = self.advance(state, batch)
+                if i == 0:
+                    metrics["loss"].block_until_ready()
+                    begin = time.perf_counter()
+            jax.block_until_ready(state)
+        return time.perf_counter() - begin
+
+
+def loop_seconds(run: jf.RunConfig, folder: Path) -> float:
+    """The same of a whole `jf.train`, in a new run directory, its bar drawn to nowhere."""
+    STAMPS.clear()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        jf.train(dataclasses.replace(run, run=dataclasses.replace(run.run, dir=str(folder))))
+    return STAMPS[run.train.steps] - STAMPS[1]
+
+
+def benchmark_run(options: argparse.Namespace, scratch: str) -> jf.RunConfig:
+    fields = {
+        "run.dir": f"{scratch}/job",
+        "run.progress": "bar",
+        "run.sample_tokens": 0,
+        "data.cache_dir": f"{scratch}/data",
+        "data.validation_fraction": 0,
+        "train.steps": options.steps,
+        "train.eval_every": 0,
+        "train.checkpoint_every": options.steps // 2,
+    }
+    return jf.load_config(options.config, [*(f"{name}={value}" for name, value in fields.items()), *options.rest])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="steps of a sample")
-    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40, help="steps of each sample")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--config", default=str(HERE.parent / "configs/quickstart.py"))
+    parser.add_argument("rest", nargs="*", help="fields of the config, as section.field=value")
     options = parser.parse_args()
-    work = WORKS["small"]
-    trainer = Trainer(work, "")
-    bare_seconds(trainer, 2)
-    inside, bare = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        settings = replace(work.train, log_every=1, eval_every=0, eval_batches=1, checkpoint_every=options.steps // 2)
-        run = replace(work, run=replace(work.run, dir=folder, progress="none", sample_tokens=0))
-        for sample in range(1, options.samples + 1):
-            last = sample * options.steps
-            inside.append(loop_seconds(replace(run, train=replace(settings, steps=last))))
-            bare.append(bare_seconds(trainer, options.steps))
-    ratio = paired_ratio(inside, bare)
-    tokens = work.train.batch_size * work.data.sequence_length
-    best = [tokens / min(seconds) for seconds in (inside, bare)]
-    print(f"tokens/s in the loop over the bare step: {ratio_text(ratio)}; best {best[0]:,.0f} and {best[1]:,.0f} tokens/s")
-    save("loop_overhead", {"ratio": ratio, "loop_seconds": inside, "bare_seconds": bare})
+
+    loop.MetricsLog = Stamped  # type: ignore[misc]
+    load = os.getloadavg()[0]
+    taken: dict[str, list[float]] = {"loop": [], "bare": []}
+    with tempfile.TemporaryDirectory(prefix="jaxformer-loop-") as scratch:
+        run = benchmark_run(options, scratch)
+        job = make_job(run, lambda text: None)
+        bare = Bare(job, run.train.steps)
+        for pair in range(options.pairs + 1):  # the first is a warm-up
+            for name in ("loop", "bare") if pair % 2 else ("bare", "loop"):
+                seconds = bare.seconds() if name == "bare" else loop_seconds(run, Path(scratch) / f"run{pair}")
+                if pair:
+                    taken[name].append(seconds)
+    tokens = job.tokens_per_step * (run.train.steps - 1)
+    rates = {name: [tokens / value for value in seconds] for name, seconds in taken.items()}
+    rows = [[n, f"{statistics.median(r):,.0f}", f"{min(r):,.0f} - {max(r):,.0f}"] for n, r in rates.items()]
+    print_table(["", "tokens/s", "range"], rows)
+    ratio = paired_ratio(taken["loop"], taken["bare"])
+    print(f"loop over bare: {ratio_text(ratio)}, must {TARGET}; {options.pairs} pairs of {options.steps} steps; ", end="")
+    print(f"load average {load:.1f} before; jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
+    save("loop_overhead", {"ratio": ratio, "tokens_per_second": rates, "load_before": load, "steps": options.steps})
 
 
 if __name__ == "__main__":

@@ -1,78 +1,115 @@
-"""How long a start takes: the import, and `python train.py CONFIG` to its first logged step.
+"""How soon a user sees something: import time, and the time to the first logged step. `python benchmarks/startup.py`
 
-    python benchmarks/startup.py [--config configs/quickstart.py] [--samples 3]
-
-Three starts: all cold (nothing tokenized, nothing compiled), text ready but programs cold, and all warm.
+Every sample is a fresh process. `import jax` alternates with `import jax, jaxformer`. The quickstart is started with nothing
+prepared (once), with the text prepared and no compiled program (cold), and again with its programs in the cache (warm); the
+time runs from the start of the process to the first line of metrics.jsonl, after which it is ended. On a machine that does
+other work too, the processor time beside it tells more than the wall time.
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from pairing import HERE, print_table, save
 
 ROOT = HERE.parent
+POLL_SECONDS = 0.005
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+FIRST, COLD, WARM = "nothing prepared", "no compiled program", "compiled programs cached"
+TARGETS = {FIRST: ("", ""), COLD: ("10", "6"), WARM: ("6", "3")}  # must and goal, in seconds on two cores
+HEADER = ["what", "median", "range", "processor", "samples", "must", "goal"]
+
+Sample = tuple[float, float]  # wall and processor seconds
 
 
-def import_seconds(module: str) -> float:
+def import_seconds(statement: str) -> float:
+    """Wall time of a fresh Python that runs `statement`."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", statement], check=True, cwd=ROOT)
     return time.perf_counter() - begin
 
 
-def first_step_seconds(config: str, folder: Path) -> float:
-    """From starting train.py to the first line of metrics.jsonl."""
-    run_dir = folder / "run"
+def first_step_seconds(scratch: Path, config: str, extra: Sequence[str]) -> Sample:
+    """From the start of a run, in a new run directory, to its first logged step."""
+    run_dir, output = scratch / "run", scratch / "output.txt"
     shutil.rmtree(run_dir, ignore_errors=True)
-    flags = [
-        "--run.dir",
-        str(run_dir),
-        "--run.compilation_cache",
-        str(folder / "xla"),
-        "--data.cache_dir",
-        str(folder / "data"),
-    ]
-    begin = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "train.py", config, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        metrics = run_dir / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size):
-            if process.poll() is not None:
-                raise SystemExit(f"train.py ended with status {process.returncode} before its first step")
-            time.sleep(0.01)
-        return time.perf_counter() - begin
-    finally:
-        process.kill()
-        process.wait()
+    fields = {"run.dir": run_dir, "data.cache_dir": scratch / "data", "run.compilation_cache": scratch / "programs"}
+    flags = [text for name, value in fields.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "train.py", config, *flags, *extra]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    metrics = run_dir / "metrics.jsonl"
+    with output.open("w") as sink:
+        begin = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        try:
+            while not (metrics.exists() and metrics.stat().st_size):
+                if process.poll() is not None:
+                    raise SystemExit(f"{' '.join(command)} ended before its first step:\n{output.read_text()[-4000:]}")
+                time.sleep(POLL_SECONDS)
+            seconds = time.perf_counter() - begin
+        finally:
+            before = os.times()
+            process.kill()
+            process.wait()
+        after = os.times()
+    return seconds, after.children_user - before.children_user + after.children_system - before.children_system
+
+
+def measure_imports(samples: int) -> tuple[list[float], list[float]]:
+    """Samples of (`import jax`, what `import jaxformer` takes beyond it), after one pair unmeasured."""
+    pairs = [(import_seconds("import jax"), import_seconds("import jax, jaxformer")) for _ in range(samples + 1)][1:]
+    return [jax for jax, _ in pairs], [both - jax for jax, both in pairs]
+
+
+def measure_starts(rounds: int, config: str, extra: Sequence[str]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {name: [] for name in TARGETS}
+    with tempfile.TemporaryDirectory(prefix="jaxformer-startup-") as folder:
+        scratch = Path(folder)
+        found[FIRST].append(first_step_seconds(scratch, config, extra))
+        for _ in range(rounds):
+            shutil.rmtree(scratch / "programs")
+            found[COLD].append(first_step_seconds(scratch, config, extra))
+            found[WARM].append(first_step_seconds(scratch, config, extra))
+    return found
+
+
+def row(name: str, seconds: Sequence[float], processor: Sequence[float], targets: tuple[str, str]) -> list[str]:
+    used = f"{statistics.median(processor):.1f} s" if processor else ""
+    spread = f"{min(seconds):.2f} - {max(seconds):.2f}"
+    return [name, f"{statistics.median(seconds):.2f} s", spread, used, str(len(seconds)), *targets]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=7, help="pairs of imports")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of a cold and a warm start")
     parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("rest", nargs="*", help="fields of the config, after --, as train.py takes them")
     options = parser.parse_args()
-    imports: dict[str, list[float]] = {"jax": [], "jaxformer": []}
-    for _ in range(2 * options.samples + 1):
-        for module, seconds in imports.items():
-            seconds.append(import_seconds(module))
-    starts: dict[str, list[float]] = {"cold": [], "text ready, programs cold": [], "warm": []}
-    for _ in range(options.samples):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            starts["cold"].append(first_step_seconds(options.config, folder))
-            shutil.rmtree(folder / "xla", ignore_errors=True)
-            starts["text ready, programs cold"].append(first_step_seconds(options.config, folder))
-            starts["warm"].append(first_step_seconds(options.config, folder))
-    medians = {f"import {module}": statistics.median(seconds[1:]) for module, seconds in imports.items()}
-    medians |= {f"first logged step, {state}": statistics.median(seconds) for state, seconds in starts.items()}
-    print_table(["what", "seconds"], [[what, f"{seconds:.2f}"] for what, seconds in medians.items()])
-    print(f"jaxformer over jax: {medians['import jaxformer'] - medians['import jax']:+.2f} s")
-    save("startup", {"config": options.config, "medians": medians, "imports": imports, "starts": starts})
+
+    load = os.getloadavg()[0]
+    plain, extra = measure_imports(options.samples)
+    starts = measure_starts(options.rounds, options.config, options.rest)
+    table = [row("import jax", plain, (), ("", "")), row("import jaxformer, over import jax", extra, (), ("0.5", "0.1"))]
+    for name, targets in TARGETS.items():
+        wall, processor = zip(*starts[name], strict=True)
+        table.append(row(f"first logged step, {name}", wall, processor, targets))
+    print_table(HEADER, table)
+    versions = {name: version(name) for name in PACKAGES}
+    print(
+        f"{options.config}, {os.cpu_count()} cores; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; ", end=""
+    )
+    print(f"Python {sys.version.split()[0]}, " + ", ".join(f"{name} {number}" for name, number in versions.items()))
+    found = {"import jax": plain, "jaxformer over jax": extra, "first step": starts}
+    save("startup", {"config": options.config, "load_before": load, "versions": versions, "seconds": found})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from works import WORKS, torch_flags, with_sizes
 from jaxformer.models.cost import flops_per_token
 
 LOSS_TOLERANCE = 2e-3  # nats, over the first steps from the same weights
-HEADER = ["work", "tokens/s", "PyTorch", "ratio", "MFU", "PyTorch", "peak memory", "PyTorch", "ratio"]
+HEADER = ["work", "tokens/s", "PyTorch", "ratio", "fastest", "MFU", "PyTorch", "peak memory", "PyTorch", "ratio"]
 
 
 def measure(work: str, microbatches: int, options: argparse.Namespace) -> Answer:
@@ -28,10 +28,12 @@ def measure(work: str, microbatches: int, options: argparse.Namespace) -> Answer
         flags = [*torch_flags(run), "--threads", str(os.cpu_count()), "--weights", weights]
         theirs = python_worker("torch", "torch_peer.py", *flags, python=options.torch_python)
     with ours, theirs:
+        products = alternate([ours, theirs], "product", samples=2, warmups=0)
         check_losses(*alternate([ours, theirs], "step", samples=3, warmups=0))
         steps = alternate([ours, theirs], "step", options.samples, warmups=0)
-        products = [worker.ask("product")["flops"] for worker in (ours, theirs) for _ in range(2)]
-        return summary(work, microbatches, steps, max(products), [ours, theirs])
+        products += alternate([ours, theirs], "product", samples=2, warmups=0)
+        best = max(flops for answers in products for flops in column(answers, "flops"))
+        return summary(work, microbatches, steps, best, [ours, theirs])
 
 
 def check_losses(ours: list[Answer], theirs: list[Answer]) -> None:
@@ -50,10 +52,10 @@ def summary(work: str, microbatches: int, steps: list[list[Answer]], product: fl
         "work": work,
         "microbatches": microbatches,
         "tokens_per_second": rates,
-        "best_tokens_per_second": [tokens / min(times) for times in seconds],
         "ratio": paired_ratio(seconds[0], seconds[1]),
+        "ratio_of_the_fastest": min(seconds[1]) / min(seconds[0]),
         "product_flops": product,
-        "mfu": [rate * flops / product for rate in rates],
+        "flops_per_second": [rate * flops for rate in rates],
         "peak_bytes": [max(column(answers, "peak_bytes")) for answers in steps],
         "seconds": seconds,
         "versions": workers[0].about["versions"] | workers[1].about["versions"],
@@ -61,12 +63,14 @@ def summary(work: str, microbatches: int, steps: list[list[Answer]], product: fl
     }
 
 
-def row(result: Answer) -> list[str]:
+def row(result: Answer, product: float) -> list[str]:
     ours, theirs = result["peak_bytes"]
     name = result["work"] + (f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else "")
-    rates, mfu = [f"{rate:,.0f}" for rate in result["tokens_per_second"]], [f"{share:.0%}" for share in result["mfu"]]
+    rates = [f"{rate:,.0f}" for rate in result["tokens_per_second"]]
+    mfu = [f"{flops / product:.0%}" for flops in result["flops_per_second"]]
+    ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
     memory = [f"{size / 1e9:.2f} GB" for size in (ours, theirs)]
-    return [name, *rates, ratio_text(result["ratio"]), *mfu, *memory, f"{ours / theirs:.2f}x"]
+    return [name, *rates, *ratios, *mfu, *memory, f"{ours / theirs:.2f}x"]
 
 
 def main() -> None:
@@ -79,11 +83,12 @@ def main() -> None:
     for name in options.works:
         work, _, pieces = name.partition(":")
         results.append(measure(work, int(pieces or 1), options))
-        print_table(HEADER, [row(results[-1])])
-    print()
-    print_table(HEADER, [row(result) for result in results])
+        print_table(HEADER, [row(results[-1], results[-1]["product_flops"])])
     best = max(result["product_flops"] for result in results)
-    print(f"Ratios: median (range) of {options.samples} pairs. MFU: over the best product seen, {best / 1e9:.0f} GFLOP/s.")
+    print()
+    print_table(HEADER, [row(result, best) for result in results])
+    print(f"Ratio: median (range) of {options.samples} pairs; fastest: that of the two fastest steps.")
+    print(f"MFU: over the best product seen in this run, {best / 1e9:.0f} GFLOP/s.")
     print(f"Load average {os.getloadavg()[0]:.1f}; above 2 something else was running.")
     save("train_cpu", {"results": results})
 

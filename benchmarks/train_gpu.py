@@ -1,85 +1,177 @@
-"""Trains GPT-2 124M and a 1.1B Llama on a GPU, in JAX and then with torch.compile, and prints how they compare.
+"""GPT-2 124M and a 1.1B Llama on a GPU, beside torch.compile. `python benchmarks/train_gpu.py [--torch-python PYTHON]`
 
-    python benchmarks/train_gpu.py [--torch-python /path/to/python-with-torch] [--batch 64] [--steps 30]
-
-The same mathematics in both: bfloat16 products from float32 master weights, AdamW with decay on matrices, clipping. The
-two run one after the other, in processes of their own, twice; 5 steps warm up, and each step is timed to its end.
+Needs only a GPU, jax[cuda] and, for the peer, PyTorch. First the device is checked: the attention kernel against float32,
+forward and backward, on each work's shapes, and a run that is stopped and continued against one that is not. Then each work
+is trained on random tokens by the library's own step and by the peer: the same mathematics (bfloat16 products and residual
+stream, float32 master weights, fused AdamW, clipping) in separate processes one after the other, 5 steps of warm-up, each
+timed step waited for, twice. `--tiny --device cpu` runs the same code in small anywhere and says nothing about a GPU.
 """
 
 import argparse
+import datetime
+import importlib.util
+import os
+import re
 import statistics
 import sys
 
 from pairing import Answer, Worker, column, print_table, python_worker, save
-from works import WORKS, torch_flags, with_sizes
+from works import WORKS, shrunk, torch_flags, with_sizes
 
 from jaxformer.config import RunConfig
 from jaxformer.models.cost import flops_per_token
 
 WARMUPS = 5
-HEADER = ["work", "with", "tokens/s", "spread", "MFU", "causal MFU", "of the ceiling", "peak memory"]
+FEWEST = 20  # timed steps
+BATCHES = {"gpt2_124m_gpu": (64, 32, 16), "llama_1b_gpu": (16, 8, 4, 2)}  # sequences a step, the first that fits both
+HEADER = ["work", "with", "batch", "tokens/s", "10th to 90th", "MFU", "causal", "of ceiling", "causal", "memory", "kernel"]
+NOT_A_GPU = "This was a tiny run that proves the benchmark works. It says nothing about the speed of a GPU, or of anything."
 
 
-def measure(worker: Worker, steps: int) -> Answer:
+def measure(worker: Worker, steps: int, commands: tuple[str, ...] = ()) -> Answer | None:
+    """The timed steps of a worker; None where its memory ends."""
+    answers: list[Answer] = []
     with worker:
-        product = worker.ask("product")["flops"]
-        for _ in range(WARMUPS):
-            worker.ask("step")
-        answers = [worker.ask("step") for _ in range(steps)]
-        seconds = column(answers, "seconds")
-        peak = max(column(answers, "peak_bytes"))
-        losses = [answers[0]["loss"], answers[-1]["loss"]]
-        return {"about": worker.about, "seconds": seconds, "peak_bytes": peak, "product_flops": product, "losses": losses}
+        for command in (*commands, *["step"] * (WARMUPS + steps), "product"):
+            answers.append(worker.ask(command))
+            if "out_of_memory" in answers[-1]:
+                return None
+    timed = answers[-steps - 1 : -1]
+    return worker.about | {
+        "seconds": column(timed, "seconds"),
+        "losses": column(answers[len(commands) : -1], "loss"),
+        "peak_bytes": max(column(timed, "peak_bytes")),
+        "product_flops": answers[-1]["flops"],
+        "xla": answers[0].get("xla", ""),
+    }
 
 
-def rounds(work: str, run: RunConfig, options: argparse.Namespace) -> list[Answer]:
-    sizes = ("--batch", str(run.train.batch_size), "--microbatches", str(run.train.microbatches))
-    flags = [*torch_flags(run), "--device", "cuda", "--bfloat16", "--compile"]
-    found = []
-    for _ in range(options.rounds):
-        found.append(
-            {"with": "jaxformer", **measure(python_worker("jax", "jax_peer.py", "--work", work, *sizes), options.steps)}
-        )
-        if options.torch_python:
-            peer = python_worker("torch", "torch_peer.py", *flags, python=options.torch_python)
-            found.append({"with": "torch.compile", **measure(peer, options.steps)})
-    return found
+def ours(work: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
+    flags = ["--work", work, "--batch", str(run.train.batch_size), *(["--tiny"] if options.tiny else [])]
+    if options.xla:
+        flags += ["--xla", *options.xla]
+    return measure(python_worker("jax", "jax_gpu_peer.py", *flags), options.steps, ("compile",))
+
+
+def theirs(work: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
+    device = "cpu" if options.device == "cpu" else "cuda"
+    flags = [*torch_flags(run), "--device", device, "--torch-mode", options.torch_mode]
+    return measure(python_worker("torch", "torch_gpu_peer.py", *flags, python=options.torch_python), options.steps)
+
+
+NAMES = {ours: "jaxformer", theirs: "torch"}
+
+
+def compare(work: str, options: argparse.Namespace) -> tuple[RunConfig, list[Answer]]:
+    """Both sides, round by round, at the largest batch of the list that fits both."""
+    whole = shrunk(WORKS[work]) if options.tiny else WORKS[work]
+    batches = options.batches or ([whole.train.batch_size] if options.tiny else BATCHES[work])
+    for batch in batches:
+        run = with_sizes(whole, batch, 1)
+        found: list[Answer] = []
+        for side in [ours, theirs][: 1 + bool(options.torch_python)] * options.rounds:
+            result = side(work, run, options)
+            if result is None:
+                print(f"{work}: {batch} sequences of {run.data.sequence_length} do not fit with {NAMES[side]}.", flush=True)
+                break
+            found.append({"with": NAMES[side]} | result)
+        else:
+            return run, found
+    raise SystemExit(f"{work}: not one of the batches {list(batches)} fits; give smaller ones by --batches.")
 
 
 def row(work: str, run: RunConfig, result: Answer, peak: float, ceiling: float) -> list[str]:
-    """Full attention counts the hidden half of the scores as work done; causal does not."""
-    length, model = run.data.sequence_length, run.model
+    """MFU counts the scores in full, causal only the half that is seen."""
+    length = run.data.sequence_length
     tokens = run.train.batch_size * length
     rate = tokens / statistics.median(result["seconds"])
-    low, high = (tokens / f(result["seconds"]) for f in (max, min))
-    full = flops_per_token(model, length)
-    causal = full - 6 * model.n_layers * length * model.n_heads * model.head_width
-    shares = [f"{rate * flops / limit:.1%}" for flops, limit in ((full, peak), (causal, peak), (full, ceiling))]
-    memory = f"{result['peak_bytes'] / 2**30:.1f} GiB"
-    return [work, result["with"], f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", *shares, memory]
+    cuts = statistics.quantiles(result["seconds"], n=10)
+    full, products = flops_per_token(run.model, length), flops_per_token(run.model, 0)
+    shares = [f"{rate * flops / limit:.1%}" for limit in (peak, ceiling) for flops in (full, (full + products) / 2)]
+    size = [
+        work,
+        result["with"],
+        str(run.train.batch_size),
+        f"{rate:,.0f}",
+        f"{tokens / cuts[-1]:,.0f} - {tokens / cuts[0]:,.0f}",
+    ]
+    return [*size, *shares, f"{result['peak_bytes'] / 2**30:.1f} GiB", result["kernel"].partition(" (")[0]]
+
+
+def checked(options: argparse.Namespace) -> Answer:
+    """What the device got right before anything is timed, printed."""
+    flags = ["--works", *options.works, *(["--tiny"] if options.tiny else [])]
+    worker = python_worker("check", "jax_gpu_peer.py", *flags)
+    if worker.about["platform"] != ("cpu" if options.device == "cpu" else "gpu"):
+        worker.process.kill()
+        raise SystemExit(
+            f"jax sees no GPU here but {worker.about['device']}; `--tiny --device cpu` proves the code without one."
+        )
+    found = worker.about | worker._read()
+    for work, kernel in found["kernels"].items():
+        print(f"{work}: attention {kernel}")
+    apart = (
+        "bitwise the same"
+        if found["resume"]["bitwise"]
+        else (
+            f"NOT bitwise the same: losses {found['resume']['losses']}, parameters up to "
+            f"{found['resume']['largest_parameter_gap']:.1e} apart"
+        )
+    )
+    print(f"A run stopped and continued, beside one that was not: {apart}.", flush=True)
+    worker.process.wait()
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="+", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[], help="sequences a step, tried in order until one fits")
+    parser.add_argument("--steps", type=int, default=30, help=f"timed steps of a round, at least {FEWEST}")
+    parser.add_argument("--rounds", type=int, default=0, help="default 2, or 1 with --tiny")
+    parser.add_argument("--peak", type=float, default=989.0, help="the GPU's dense bfloat16 TFLOP/s")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of our step")
+    parser.add_argument(
+        "--torch-python", default=sys.executable, help="a Python that has PyTorch; empty leaves the peer out"
+    )
+    parser.add_argument("--torch-mode", default="default", help="mode of torch.compile; none runs eagerly")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--tiny", action="store_true", help="shrunk works, to prove the code")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.tiny else 2)
+    if options.steps < FEWEST:
+        parser.error(f"--steps must be at least {FEWEST}, or the median says little")
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu is for --tiny only; train_cpu.py measures a CPU")
+    if options.torch_python == sys.executable and importlib.util.find_spec("torch") is None:
+        print("No PyTorch in this Python, so the peer is left out; --torch-python names another.", flush=True)
+        options.torch_python = ""
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", default="", help="a Python that has PyTorch; empty measures JAX alone")
-    parser.add_argument("--works", nargs="+", default=["gpt2_124m_gpu", "llama_1b_gpu"], choices=sorted(WORKS))
-    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the work's own")
-    parser.add_argument("--microbatches", type=int, default=1, help="of JAX's step")
-    parser.add_argument("--steps", type=int, default=30, help="timed steps, at least 20")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peak", type=float, default=989.0, help="the GPU's dense bfloat16 TFLOP/s")
-    options = parser.parse_args()
-    if options.steps < 20:
-        sys.exit("--steps must be at least 20, or the median says little")
+    options = parse()
+    if options.device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    check = checked(options)
     results, table = {}, []
     for work in options.works:
-        run = with_sizes(WORKS[work], options.batch, options.microbatches)
-        results[work] = rounds(work, run, options)
+        run, results[work] = compare(work, options)
         ceiling = max(result["product_flops"] for result in results[work])
         table += [row(work, run, result, options.peak * 1e12, ceiling) for result in results[work]]
+        losses = "; ".join(f"{r['with']} {r['losses'][0]:.3f} to {r['losses'][-1]:.3f}" for r in results[work])
+        print(f"{work}: ceiling {ceiling / 1e12:.3g} TFLOP/s, the best large bfloat16 product of random data; loss {losses}")
     print_table(HEADER, table)
-    print("Ceiling: the best large bfloat16 product of random data seen in this run.")
-    save("train_gpu", {"peak_tflops": options.peak, "batch": options.batch, "results": results})
+    print(f"MFU over {options.peak:g} TFLOP/s and over the ceiling; causal counts half of the scores.")
+    versions = {
+        name: value for rounds in results.values() for result in rounds for name, value in result["versions"].items()
+    }
+    print(", ".join(f"{name} {value}" for name, value in versions.items()))
+    if options.tiny:
+        print(NOT_A_GPU)
+        return
+    device = re.sub(r"[^a-z0-9]+", "-", check["device"].lower()).strip("-")
+    save(f"train_gpu-{device}-{datetime.date.today()}", {"peak_tflops": options.peak, "check": check, "results": results})
 
 
 if __name__ == "__main__":

@@ -34,6 +34,13 @@ def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
     return replace(run, train=replace(run.train, batch_size=batch or run.train.batch_size, microbatches=microbatches))
 
 
+def shrunk(run: RunConfig) -> RunConfig:
+    """`run` in a size that any machine trains at once, to prove that a benchmark works."""
+    heads = 2 if run.model.kv_heads < run.model.n_heads else 4
+    model = replace(run.model, n_layers=2, d_model=64, n_heads=4, n_kv_heads=heads, d_ff=128, vocab_size=512, max_length=64)
+    return replace(run, model=model, data=DataConfig(sequence_length=64), train=replace(run.train, batch_size=4))
+
+
 def torch_flags(run: RunConfig) -> list[str]:
     """The run's shape for torch_peer.py."""
     model = run.model

@@ -1,0 +1,117 @@
+"""Our side of train_gpu.py: a worker that trains a work by the library's own step, or checks the device first."""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax_peer import Trainer
+from works import WORKS, shrunk, with_sizes
+
+import jaxformer as jf
+from jaxformer.config import RunConfig
+from jaxformer.train.device import prove_kernel, with_kernel
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+STEPS, BREAK = 10, 6  # of the run that is stopped and continued
+SMALL = ("model.d_model=64", "model.n_heads=4", "model.n_layers=2", "data.sequence_length=64", "tokenizer.vocab_size=512")
+
+
+def compile_step(trainer: Trainer, options: dict[str, str]) -> str:
+    """Compiles the step with these XLA options, or without where XLA knows them not; what happened, in words."""
+    with jax.set_mesh(trainer.mesh):
+        lowered = trainer.advance.lower(trainer.state, trainer.batch)
+        try:
+            trainer.advance = lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            if not options or out_of_memory(error):
+                raise
+            trainer.advance = lowered.compile()
+            return f"refused {options}: {str(error)[:200]}"
+    return f"{options}" if options else "XLA's defaults"
+
+
+def out_of_memory(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
+def kernels_hold(run: RunConfig) -> str:
+    """Which attention kernel serves the run, and how near it is to float32, forward and backward."""
+    chosen, reason = with_kernel(run)
+    return f"{reason}. {prove_kernel(chosen)}".strip()
+
+
+def resumes(tiny: bool) -> dict[str, Any]:
+    """Trains on the standard library's source twice, once stopped half-way and continued; how far the two are apart."""
+    with tempfile.TemporaryDirectory(prefix="jaxformer-gpu-") as folder:
+        fields = {
+            "run.progress": "none",
+            "run.sample_tokens": 0,
+            "data.cache_dir": f"{folder}/data",
+            "data.validation_fraction": 0,
+            "optimizer.decay_steps": STEPS,
+            "train.log_every": 1,
+        }
+        common = [f"{name}={value}" for name, value in fields.items()] + list(SMALL if tiny else ())
+
+        def train(name: str, steps: int) -> Any:
+            config = [*common, f"run.dir={folder}/{name}", f"train.steps={steps}"]
+            return jf.train(jf.load_config(CONFIGS / "quickstart.py", config))
+
+        whole = train("whole", STEPS)
+        train("stopped", BREAK)
+        continued = train("stopped", STEPS)
+        losses = [[line["loss"] for line in result.metrics if "loss" in line] for result in (whole, continued)]
+        pairs = zip(jax.tree.leaves(whole.params), jax.tree.leaves(continued.params), strict=True)
+        gap = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+    return {"losses": losses, "bitwise": losses[0] == losses[1] and gap == 0, "largest_parameter_gap": gap}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", choices=sorted(WORKS), help="train this; without it, check the device")
+    parser.add_argument("--works", nargs="*", default=[], choices=sorted(WORKS), help="whose kernels to check")
+    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the work's own")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of the step")
+    options = parser.parse_args()
+    size = shrunk if options.tiny else lambda run: run
+    device = jax.devices()[0]
+    about: dict[str, Any] = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "runtime": device.client.platform_version},
+    }
+    if not options.work:
+        print(json.dumps(about), flush=True)
+        held = {work: kernels_hold(size(WORKS[work])) for work in options.works}
+        print(json.dumps({"kernels": held, "resume": resumes(options.tiny)}), flush=True)
+        return
+    run = with_sizes(size(WORKS[options.work]), options.batch, 1)
+    # bfloat16 on any device, as on a GPU; there "auto" is the same
+    trainer = Trainer(replace(run, model=replace(run.model, dtype="bfloat16")), "")
+    print(json.dumps(about | {"kernel": trainer.kernel}), flush=True)
+    for line in sys.stdin:
+        command = line.strip()
+        if command == "quit":
+            break
+        try:
+            if command == "compile":
+                answer: dict[str, Any] = {"xla": compile_step(trainer, dict(o.split("=", 1) for o in options.xla))}
+            else:
+                answer = {"step": trainer.step, "product": trainer.product}[command]()
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            answer = {"out_of_memory": True}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
