@@ -12,7 +12,18 @@ import statistics
 import tempfile
 
 import numpy as np
-from pairing import Answer, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save
+from pairing import (
+    Answer,
+    Neighbours,
+    alternate,
+    column,
+    paired_ratio,
+    print_table,
+    python_worker,
+    ratio_text,
+    save,
+    verdict,
+)
 from works import DECODED
 
 SURE = 8  # first tokens that must agree; later ones may part where two logits are equal but for rounding
@@ -31,7 +42,9 @@ def measure(options: argparse.Namespace) -> Answer:
         theirs = python_worker("transformers", "torch_decode_peer.py", *prompt, *flags, "--weights", weights, python=peer)
     workers = [ours, theirs]
     with ours, theirs:
+        neighbours = Neighbours(workers)
         whole = alternate(workers, f"generate {options.new}", options.samples, warmups=1)
+        share = neighbours.share()
         first = alternate(workers, "generate 1", options.samples, warmups=1)
         reads = [worker.ask("read")["bytes_per_second"] for _ in range(5) for worker in workers]
     if whole[0][0]["tokens"][:SURE] != whole[1][0]["tokens"][:SURE]:
@@ -50,6 +63,7 @@ def measure(options: argparse.Namespace) -> Answer:
         "read_bytes_per_second": max(reads),
         "limit_tokens_per_second": limit,
         "share_of_limit": [rate / limit for rate in rates],
+        "neighbours": share,
         "versions": ours.about["versions"] | theirs.about["versions"],
     }
 
@@ -72,6 +86,7 @@ def main() -> None:
     print(
         f"Limit {result['limit_tokens_per_second']:.1f} tokens/s, at {result['read_bytes_per_second'] / 1e9:.1f} GB/s read."
     )
+    print(verdict(result["neighbours"]))
     save("decode_cpu", result)
 
 

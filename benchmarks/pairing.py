@@ -46,6 +46,33 @@ class Worker:
         self.close()
 
 
+class Neighbours:
+    """How much of this machine's CPU time went to other processes than the workers, since this was made (Linux)."""
+
+    QUIET = 0.03  # above this share of the time a comparison flatters the side that waits less for its threads
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+        self.begin = self._ticks()
+
+    def _ticks(self) -> tuple[int, int, int]:
+        """(all, busy, the workers') clock ticks so far."""
+        fields = [int(field) for field in Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:9]]
+        stats = [Path(f"/proc/{w.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2] for w in self.workers]
+        own = sum(sum(map(int, stat.split()[11:13])) for stat in stats)
+        return sum(fields), sum(fields) - fields[3] - fields[4], own
+
+    def share(self) -> float:
+        total, busy, own = (now - then for now, then in zip(self._ticks(), self.begin, strict=True))
+        return max(busy - own, 0) / max(total, 1)
+
+
+def verdict(share: float) -> str:
+    """A sentence about the neighbours' share of the CPU during a measurement."""
+    quiet = share <= Neighbours.QUIET
+    return f"Other processes took {share:.0%} of the CPU" + ("." if quiet else ": do not trust these ratios, measure again.")
+
+
 def python_worker(name: str, script: str, *flags: str, python: str = sys.executable) -> Worker:
     return Worker(name, [python, str(HERE / script), *flags])
 

@@ -10,7 +10,19 @@ import os
 import statistics
 import tempfile
 
-from pairing import Answer, Worker, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save
+from pairing import (
+    Answer,
+    Neighbours,
+    Worker,
+    alternate,
+    column,
+    paired_ratio,
+    print_table,
+    python_worker,
+    ratio_text,
+    save,
+    verdict,
+)
 from works import WORKS, torch_flags, with_sizes
 
 from jaxformer.models.cost import flops_per_token
@@ -30,10 +42,12 @@ def measure(work: str, microbatches: int, options: argparse.Namespace) -> Answer
     with ours, theirs:
         products = alternate([ours, theirs], "product", samples=2, warmups=0)
         check_losses(*alternate([ours, theirs], "step", samples=3, warmups=0))
+        neighbours = Neighbours([ours, theirs])
         steps = alternate([ours, theirs], "step", options.samples, warmups=0)
+        share = neighbours.share()
         products += alternate([ours, theirs], "product", samples=2, warmups=0)
         best = max(flops for answers in products for flops in column(answers, "flops"))
-        return summary(work, microbatches, steps, best, [ours, theirs])
+        return summary(work, microbatches, steps, best, [ours, theirs]) | {"neighbours": share}
 
 
 def check_losses(ours: list[Answer], theirs: list[Answer]) -> None:
@@ -89,7 +103,7 @@ def main() -> None:
     print_table(HEADER, [row(result, best) for result in results])
     print(f"Ratio: median (range) of {options.samples} pairs; fastest: that of the two fastest steps.")
     print(f"MFU: over the best product seen in this run, {best / 1e9:.0f} GFLOP/s.")
-    print(f"Load average {os.getloadavg()[0]:.1f}; above 2 something else was running.")
+    print(verdict(max(result["neighbours"] for result in results)))
     save("train_cpu", {"results": results})
 
 
