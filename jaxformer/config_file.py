@@ -17,7 +17,7 @@ from jaxformer.config import ConfigError, RunConfig, flat
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 VOLATILE = (  # fields that say nothing about the numbers of a run, so a continued run may change them
-    *("data.train", "data.validation"),  # text may move; its content is held against data.json
+    *("data.train", "data.validation", "tokenizer.path"),  # these may move; what they hold is held against data.json
     *("run.dir", "run.compilation_cache", "run.progress", "run.sample_prompt", "run.sample_tokens"),
     *("data.cache_dir", "data.prefetch", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.attention_kernel"),
     *("model.layer_loop", "model.remat", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches"),
