@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from jaxformer.checkpoint import Loaded, load
     from jaxformer.config import ConfigError, ModelConfig, RunConfig
     from jaxformer.config_file import load_config
+    from jaxformer.generate.beam import beam_search
     from jaxformer.generate.decode import generate
-    from jaxformer.models.decoder import forward, init
+    from jaxformer.models.inspect import attention_maps, inspect
+    from jaxformer.models.transformer import forward, init
     from jaxformer.train.loop import Result, train
 
 _HOMES = {
@@ -23,9 +25,12 @@ _HOMES = {
     "ModelConfig": "jaxformer.config",
     "Result": "jaxformer.train.loop",
     "RunConfig": "jaxformer.config",
-    "forward": "jaxformer.models.decoder",
+    "attention_maps": "jaxformer.models.inspect",
+    "beam_search": "jaxformer.generate.beam",
+    "forward": "jaxformer.models.transformer",
     "generate": "jaxformer.generate.decode",
-    "init": "jaxformer.models.decoder",
+    "init": "jaxformer.models.transformer",
+    "inspect": "jaxformer.models.inspect",
     "load": "jaxformer.checkpoint",
     "load_config": "jaxformer.config_file",
     "train": "jaxformer.train.loop",
@@ -38,9 +43,12 @@ __all__ = [
     "ModelConfig",
     "Result",
     "RunConfig",
+    "attention_maps",
+    "beam_search",
     "forward",
     "generate",
     "init",
+    "inspect",
     "layers",
     "load",
     "load_config",

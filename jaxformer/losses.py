@@ -28,6 +28,7 @@ class Extras(NamedTuple):
 
     label_smoothing: float
     z_loss: float
+    soft_cap: float
 
 
 def cross_entropy(
@@ -38,20 +39,22 @@ def cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    soft_cap: float = 0.0,
     tile: int | None = None,
 ) -> Sums:
     """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32 [B, T] -> two float32 scalars.
 
     nats = sum w (lse - logit_y), lse = log sum exp of the logits x head^T, carries no gradient. The objective has
     `label_smoothing` e in its targets, (1 - e) onehot + e / V (arXiv:1512.00567), and adds z_loss lse^2
-    (arXiv:2204.02311). `tile` is the number of positions computed at a time: all, where the logits are few, unless it is
-    given. Less than all means that the gradient is one of reverse mode only.
+    (arXiv:2204.02311). Logits l become `soft_cap` tanh(l / soft_cap) where that is not 0. `tile` is the number of positions
+    computed at a time: all, where the logits are few, unless it is given. Less than all means that the gradient is one of
+    reverse mode only.
     """
-    extras = Extras(float(label_smoothing), float(z_loss))
+    extras = Extras(float(label_smoothing), float(z_loss), float(soft_cap))
     if tile is None:
         tile = _tile_length(targets.shape[0], targets.shape[1], head.shape[0])
     if tile >= targets.shape[1]:
-        objective, nats, *_ = _sums(x, head, targets, weights, extras)
+        objective, nats, _ = _sums(x, head, targets, weights, extras)
     else:
         objective, nats = _tiled(x, head, targets, weights, extras, tile)
     return objective, jax.lax.stop_gradient(nats)
@@ -66,11 +69,22 @@ def _tile_length(rows: int, length: int, vocab: int) -> int:
     return -(-length // -(-length // most))
 
 
+class _Shares(NamedTuple):
+    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the slope of the capped logits, None uncapped."""
+
+    powers: jax.Array
+    lse: jax.Array
+    log_total: jax.Array
+    slope: jax.Array | None
+
+
 def _sums(
     x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, extras: Extras
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(objective, nats, exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1]) of all tokens at once."""
+) -> tuple[jax.Array, jax.Array, _Shares]:
+    """(objective, nats, what the gradient needs) of all tokens at once."""
     logits = contract("BTD,VD->BTV", x, head, to=("batch", None, "vocab"), dtype=jnp.float32)
+    if extras.soft_cap:
+        logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     powers = jnp.exp(logits - top)
     log_total = jnp.log(jnp.sum(powers, axis=-1, keepdims=True))
@@ -83,7 +97,8 @@ def _sums(
     if extras.z_loss:
         loss = loss + extras.z_loss * jnp.square(lse)
     each = weights[..., None]
-    return jnp.sum(each * loss), jnp.sum(each * nats), powers, lse, log_total
+    slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
+    return jnp.sum(each * loss), jnp.sum(each * nats), _Shares(powers, lse, log_total, slope)
 
 
 def _is_target(targets: jax.Array, head: jax.Array) -> jax.Array:
@@ -100,7 +115,7 @@ def _tiles(a: jax.Array, tile: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _tiled(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, extras: Extras, tile: int) -> Sums:
     def add(total: Sums, item: Any) -> tuple[Sums, None]:
-        objective, nats, *_ = _sums(item[0], matrix, item[1], item[2], extras)
+        objective, nats, _ = _sums(item[0], matrix, item[1], item[2], extras)
         return (total[0] + objective, total[1] + nats), None
 
     matrix = head.astype(x.dtype)
@@ -112,15 +127,16 @@ def _tiled_forward(
     x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, extras: Extras, tile: int
 ) -> tuple[Sums, Any]:
     """The sums, and d objective / dx and / dhead, from one set of logits a tile."""
-    smoothing, z_loss = extras
+    smoothing, z_loss, _ = extras
     matrix = head.astype(x.dtype)
 
     def add(total: Any, item: Any) -> tuple[Any, jax.Array]:
         rows, target, weight = item
-        objective, nats, powers, lse, log_total = _sums(rows, matrix, target, weight, extras)
+        objective, nats, shares = _sums(rows, matrix, target, weight, extras)
         each = weight[..., None]
         toward = jnp.where(_is_target(target, head), each * (1 - smoothing), 0) + each * (smoothing / head.shape[0])
-        d_logits = (powers * (each * (1 + 2 * z_loss * lse) * jnp.exp(-log_total)) - toward).astype(rows.dtype)
+        d_logits = shares.powers * (each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)) - toward
+        d_logits = (d_logits if shares.slope is None else d_logits * shares.slope).astype(rows.dtype)
         d_rows = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
         flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (rows, d_logits))
         d_head = jax.lax.dot_general(d_flat, flat, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)

@@ -62,6 +62,20 @@ def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
     return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
 
 
+def fan_in_normal(key: jax.Array, spec: Spec) -> jax.Array:
+    return jax.random.normal(key, spec.shape) / math.sqrt(spec.fan_in)
+
+
+def xavier_uniform(key: jax.Array, spec: Spec) -> jax.Array:
+    """Uniform within sqrt(6 / (fan_in + fan_out)) of zero (Glorot and Bengio 2010)."""
+    bound = math.sqrt(6 / (spec.fan_in + spec.fan_out))
+    return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
+
+
+def scaled(init: Initializer, factor: float) -> Initializer:
+    return lambda key, spec: factor * init(key, spec)
+
+
 def unit_truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
     return jax.random.truncated_normal(key, -3, 3, spec.shape)
 

@@ -1,58 +1,87 @@
-"""Causal grouped-query attention; multi-head (K = N) and multi-query attention (K = 1) are its two ends."""
+"""Grouped-query attention of a sequence to itself or another; multi-head (K = N) and multi-query (K = 1) are its ends."""
+
+import math
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.cache import Page
-from jaxformer.layers.kernels import KERNELS, dot_product_attention
+from jaxformer.layers.kernels import attend, dot_product_attention, plain
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import Places, causal_mask
+from jaxformer.layers.masks import View
+from jaxformer.layers.norm import rms_norm
 from jaxformer.layers.positions import rotate
-from jaxformer.params import Params, Spec, Specs, zeros
+from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.params import Params, Spec, Specs, ones, scaled, zeros
 
-__all__ = ["attention", "attention_specs", "dot_product_attention"]
+__all__ = ["attention", "attention_specs", "dot_product_attention", "keys_and_values"]
 
 
 def attention_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    d, n, k, h = config.d_model, config.n_heads, config.kv_heads, config.head_width
-    keys = Spec((d, k, h), ("embed", "kv_heads", "head_dim"), make.weight, inputs=("embed",))
+    d, n, k, h, w = config.d_model, config.n_heads, config.kv_heads, config.head_width, config.value_width
+    # Queries start so that scores have the spread of 1/sqrt(H) whatever their scale is (T5's is 1).
+    query_init = scaled(make.weight, 1 / (config.attention_scale * math.sqrt(h))) if config.attention_scale else make.weight
     specs: Specs = {
-        "q": Spec((d, n, h), ("embed", "heads", "head_dim"), make.weight, inputs=("embed",)),
-        "k": keys,
-        "v": keys,
-        "out": Spec((n, h, d), ("heads", "head_dim", "embed"), make.residual, inputs=("heads", "head_dim")),
+        "q": Spec((d, n, h), ("embed", "heads", "head_dim"), query_init, inputs=("embed",)),
+        "k": Spec((d, k, h), ("embed", "kv_heads", "head_dim"), make.weight, inputs=("embed",)),
+        "v": Spec((d, k, w), ("embed", "kv_heads", "head_dim"), make.weight, inputs=("embed",)),
+        "out": Spec((n, w, d), ("heads", "head_dim", "embed"), make.residual, inputs=("heads", "head_dim")),
     }
     if config.bias == "all":
         specs["q_bias"] = Spec((n, h), ("heads", "head_dim"), zeros)
-        specs |= {f"{name}_bias": Spec((k, h), ("kv_heads", "head_dim"), zeros) for name in ("k", "v")}
+        specs |= {f"{name}_bias": Spec((k, width), ("kv_heads", "head_dim"), zeros) for name, width in (("k", h), ("v", w))}
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
+    if config.query_key_norm != "none":
+        specs |= {f"{name}_norm": _query_key_norm_spec(config, heads) for name, heads in (("q", n), ("k", k))}
+    if config.attention_sinks:
+        specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
+
+
+def _query_key_norm_spec(config: ModelConfig, heads: int) -> Spec:
+    shape = {"head": (config.head_width,), "width": (heads * config.head_width,)}[config.query_key_norm]
+    return Spec(shape, ("norm",), ones)
+
+
+def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
+    """Queries or keys [B, T, N, H] after their norm, over each head or over all heads as one (arXiv:2010.04245)."""
+    if config.query_key_norm == "none":
+        return x
+    rows = x if config.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
+    return rms_norm(rows, params[f"{name}_norm"], config.norm_eps).reshape(x.shape)
+
+
+def keys_and_values(
+    params: Params, config: ModelConfig, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]]:
+    """What attention looks at: [B, S, D] -> [B, S, K, H], [B, S, K, W], turned by their positions where those are given."""
+    k = _normed(params, config, "k", linear("BTD,DKH->BTKH", params, "k", x))
+    v = linear("BTD,DKH->BTKH", params, "v", x)
+    return (k if positions is None else rotate(config, k, positions)), v
 
 
 def attention(
     params: Params,
     config: ModelConfig,
     x: Float[Array, "B T D"],
-    places: Places,
-    page: Page | None = None,
+    seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
+    view: View,
     key: jax.Array | None = None,
-) -> tuple[Float[Array, "B T D"], Page | None]:
-    """Self attention: [B, T, D] -> [B, T, D], and the layer's page of the cache with this call's keys and values in it.
+    probe: Probe = SILENT,
+    name: str = "attention",
+) -> Float[Array, "B T D"]:
+    """Attention to the keys and values in `seen`, as far as `view` lets it: [B, T, D] -> [B, T, D].
 
-    With a page, queries look at all its slots; without, at the T tokens themselves. A key turns dropout on.
+    A key turns dropout on; `probe` meets the weights as `name`_weights [B, N, T, S].
     """
-    q = rotate(config, linear("BTD,DNH->BTNH", params, "q", x), places.positions)
-    k = rotate(config, linear("BTD,DKH->BTKH", params, "k", x), places.positions)
-    v = linear("BTD,DKH->BTKH", params, "v", x)
-    if page is not None:
-        page = page.write(k, v)
-        out = dot_product_attention(q, page.k, page.v, causal_mask(places, page.places))
-    elif key is not None and config.dropout > 0:
-        mask = causal_mask(places, places)
-        out = dot_product_attention(q, k, v, mask, drop=lambda weights: dropout(weights, config.dropout, key))
+    q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
+    if view.relative:
+        q = rotate(config, q, view.queries.positions)
+    view = view._replace(scale=config.attention_scale, soft_cap=config.attention_soft_cap, sinks=params.get("sinks"))
+    weights_name = f"{name}_weights"
+    if probe.wants(weights_name) or (key is not None and config.dropout > 0):
+        out = plain(q, *seen, view, lambda weights: dropout(probe(weights_name, weights), config.dropout, key))
     else:
-        kernel = "xla" if config.attention_kernel == "auto" else config.attention_kernel
-        out = KERNELS[kernel].run(q, k, v, places, places)
-    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), page
+        out = attend(config.attention_kernel, q, *seen, view)
+    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None))

@@ -1,60 +1,101 @@
-"""The one block: attention, then feed-forward, each with its norm around a residual.
+"""The one block: attention, attention to a source where the params have it, and feed-forward, each around a residual.
 
-pre    x + f(norm(x))
-post   norm(x + f(x))
+pre        x + f(norm(x))            sandwich   x + norm(f(norm(x)))
+post       norm(x + f(x))            output     x + norm(f(x))
+
+In sequence each sublayer reads the sum that the one before it left; in parallel all read x, and x gets the sum of all.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.attention import attention, attention_specs
+from jaxformer.layers.attention import attention, attention_specs, keys_and_values
 from jaxformer.layers.cache import Page
 from jaxformer.layers.ffn import ffn, ffn_specs
 from jaxformer.layers.linear import dropout
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import View
 from jaxformer.layers.norm import norm, norm_specs
+from jaxformer.layers.probe import SILENT, Probe
 from jaxformer.params import Params, Specs
 
-Sublayer = Callable[[jax.Array], jax.Array]
-PLACEMENTS: dict[str, Callable[[Sublayer, Sublayer, jax.Array], jax.Array]] = {
-    "pre": lambda normed, f, x: x + f(normed(x)),
-    "post": lambda normed, f, x: normed(x + f(x)),
+
+class Placement(NamedTuple):
+    """Where norms stand: before the sublayer, on what it gives, on the sum."""
+
+    before: bool = False
+    output: bool = False
+    after: bool = False
+
+
+PLACEMENTS = {
+    "pre": Placement(before=True),
+    "post": Placement(after=True),
+    "sandwich": Placement(before=True, output=True),
+    "output": Placement(output=True),
 }
 
 
-def block_specs(config: ModelConfig) -> Specs:
-    return {
-        "attention_norm": norm_specs(config),
-        "attention": attention_specs(config),
-        "ffn_norm": norm_specs(config),
-        "ffn": ffn_specs(config),
-    }
+class Source(NamedTuple):
+    """What cross-attention looks at: the encoder's output [B, S, D] (None where a page has its keys), and how."""
+
+    x: jax.Array | None
+    view: View
+
+
+def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
+    place = PLACEMENTS[config.norm_placement]
+    specs: Specs = {}
+    sublayers = {"attention": attention_specs} | ({"cross": attention_specs} if cross else {}) | {"ffn": ffn_specs}
+    for name, make in sublayers.items():
+        specs |= {f"{name}_norm": norm_specs(config)} if place.before or place.after else {}
+        specs[name] = make(config)
+        specs |= {f"{name}_output_norm": norm_specs(config)} if place.output else {}
+    return specs
 
 
 def block(
     params: Params,
     config: ModelConfig,
     x: Float[Array, "B T D"],
-    places: Places,
+    view: View,
     page: Page | None = None,
+    source: Source | None = None,
     key: jax.Array | None = None,
+    probe: Probe = SILENT,
 ) -> tuple[Float[Array, "B T D"], Page | None]:
     """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns dropout on."""
-    weights_key, attention_key, ffn_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+    keys = iter((None,) * 5 if key is None else jax.random.split(key, 5 if source else 3))
+    attention_key, cross_key = next(keys), next(keys) if source else None
     written = page
 
     def attend(h: jax.Array) -> jax.Array:
         nonlocal written
-        out, written = attention(params["attention"], config, h, places, page, weights_key)
-        return dropout(out, config.dropout, attention_key)
+        seen = keys_and_values(params["attention"], config, h, view.queries.positions)
+        if page is not None:
+            written = page.write(*seen)
+            seen = written.k, written.v
+        return attention(params["attention"], config, h, seen, view, attention_key, probe, "attention")
 
-    def feed(h: jax.Array) -> jax.Array:
-        return dropout(ffn(params["ffn"], config, h), config.dropout, ffn_key)
+    def attend_to_source(h: jax.Array) -> jax.Array:
+        known = page.source if page is not None else None
+        seen = known or keys_and_values(params["cross"], config, source.x, None)  # type: ignore[union-attr, arg-type]
+        return attention(params["cross"], config, h, seen, source.view, cross_key, probe, "cross")  # type: ignore[union-attr]
 
-    place = PLACEMENTS[config.norm_placement]
-    x = place(lambda h: norm(params["attention_norm"], config, h), attend, x)
-    x = place(lambda h: norm(params["ffn_norm"], config, h), feed, x)
-    return x, written
+    sublayers: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "attention": attend,
+        **({"cross": attend_to_source} if "cross" in params else {}),
+        "ffn": lambda h: ffn(params["ffn"], config, h),
+    }
+    place, total = PLACEMENTS[config.norm_placement], x
+    for name, sublayer in sublayers.items():
+        read = x if config.residual == "parallel" else total
+        out = sublayer(norm(params[f"{name}_norm"], config, read) if place.before else read)
+        out = probe(f"{'mlp' if name == 'ffn' else name}_out", out)
+        out = norm(params[f"{name}_output_norm"], config, out) if place.output else out
+        total = total + dropout(out, config.dropout, next(keys))
+        total = norm(params[f"{name}_norm"], config, total) if place.after else total
+    return probe("residual", total), written

@@ -1,4 +1,4 @@
-"""Causal attention a block of queries at a time, for the train step on a CPU.
+"""Attention a block of queries at a time, for the train step on a CPU.
 
             keys 0 ... T          Each block of queries looks only at the keys that any of its rows may see, so half of the
     block 0 [x . . .]             square is never computed, and the scores of one block at a time are in memory. The forward
@@ -9,6 +9,7 @@
 Reverse mode only: `jax.jvp` and Hessian-vector products use the plain kernel.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,22 +25,27 @@ Index = jax.Array | None
 
 
 class Marks(NamedTuple):
-    """Where queries [B, T] and keys [B, S] are; None: positions count the tokens, and all is one segment."""
+    """Where queries [B, T] and keys [B, S] are; None: positions count the tokens, all is one segment, no window."""
 
     q_positions: Index
     k_positions: Index
     q_segments: Index
     k_segments: Index
+    window: int | jax.Array | None
 
-    def keys_end(self, stop: int, keys: int) -> int:
+    def keys_end(self, causal: bool, stop: int, keys: int) -> int:
         """How many keys the queries before `stop` may see at most."""
-        return keys if self.q_positions is not None or self.k_positions is not None else min(stop, keys)
+        by_index = causal and self.q_positions is None and self.k_positions is None
+        return min(stop, keys) if by_index else keys
 
-    def mask(self, start: int, stop: int, keys: int) -> jax.Array:
+    def mask(self, causal: bool, start: int, stop: int, keys: int) -> jax.Array:
         """bool [B or 1, 1, 1, queries, keys]: who may look at whom."""
         q = jnp.arange(start, stop)[None] if self.q_positions is None else self.q_positions[:, start:stop]
         k = jnp.arange(keys)[None] if self.k_positions is None else self.k_positions[:, :keys]
-        allowed = k[:, None, :] <= q[:, :, None]
+        back = q[:, :, None] - k[:, None, :]
+        allowed = back >= 0 if causal else jnp.ones(back.shape, bool)
+        if self.window is not None:
+            allowed &= (back if causal else jnp.abs(back)) < self.window
         if self.q_segments is not None or self.k_segments is not None:
             ones = jnp.ones((1, 1), jnp.int32)
             q_seg = ones if self.q_segments is None else self.q_segments[:, start:stop]
@@ -51,19 +57,23 @@ class Marks(NamedTuple):
 def blocked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    q_positions: Int[Array, "B T"] | None = None,
-    k_positions: Int[Array, "B S"] | None = None,
-    q_segments: Int[Array, "B T"] | None = None,
-    k_segments: Int[Array, "B S"] | None = None,
-) -> Float[Array, "B T N H"]:
-    """softmax(q k^T / sqrt(H)) v under a causal mask: [B, T, N, H], [B, S, K, H] twice -> [B, T, N, H].
+    v: Float[Array, "B S K W"],
+    positions: tuple[Index, Index] = (None, None),
+    segments: tuple[Index, Index] = (None, None),
+    *,
+    causal: bool = True,
+    window: int | Int[Array, ""] = 0,
+    scale: float = 0.0,
+) -> Float[Array, "B T N W"]:
+    """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W].
 
-    Positions and segments are int [B, T] and [B, S]: a query sees keys of its own segment at positions up to its own;
-    segment 0 is padding. Without positions a token's index is its position, and blocks above the diagonal are left out.
-    The softmax is float32; a row that may see nothing gives 0.
+    Positions and segments are int [B, T] of queries and [B, S] of keys: a query sees keys of its own segment, at positions
+    up to its own where `causal`, of which the last `window` where that is not 0 (both ways where not causal); segment 0 is
+    padding. Without positions a token's index is its position, and blocks above the diagonal are left out. `scale` stands
+    for 1/sqrt(H) where it is not 0. The softmax is float32; a row that may see nothing gives 0.
     """
-    return _attention(q, k, v, Marks(q_positions, k_positions, q_segments, k_segments))
+    near = None if isinstance(window, int) and window == 0 else window
+    return _attention(q, k, v, Marks(*positions, *segments, near), causal, scale or 1 / math.sqrt(q.shape[-1]))
 
 
 def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -78,29 +88,29 @@ def _heads_last(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
 
 
-def _blocks(length: int, keys: int, marks: Marks) -> Iterator[tuple[slice, slice, jax.Array]]:
+def _blocks(length: int, keys: int, marks: Marks, causal: bool) -> Iterator[tuple[slice, slice, jax.Array]]:
     """Slices of queries, slices of the keys they may see, and the mask between them."""
     size = max(BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
-        end = marks.keys_end(stop, keys)
-        yield slice(start, stop), slice(0, end), marks.mask(start, stop, end)
+        end = marks.keys_end(causal, stop, keys)
+        yield slice(start, stop), slice(0, end), marks.mask(causal, start, stop, end)
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks) -> jax.Array:
-    return _forward(q, k, v, marks)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float) -> jax.Array:
+    return _forward(q, k, v, marks, causal, scale)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks) -> tuple[jax.Array, Any]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float) -> tuple[jax.Array, Any]:
     queries, keys, values = _heads_first(q, k, v)
     outs, log_sums = [], []
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks):
-        scores = _product("BKGTH,BKSH->BKGTS", queries[..., rows, :], keys[..., seen, :]) / math.sqrt(q.shape[-1])
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks, causal):
+        scores = _product("BKGTH,BKSH->BKGTS", queries[..., rows, :], keys[..., seen, :]) * scale
         top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min)
         weights = jnp.where(mask, jnp.exp(scores - top), 0)
         total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
@@ -110,18 +120,17 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks) -> tuple[ja
     return out, (q, k, v, marks, out, jnp.concatenate(log_sums, axis=-2))
 
 
-def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(causal: bool, scale: float, saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, marks, out, log_sums = saved
     q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier(
         (q, k, v, out, log_sums, d_out)
     )  # no weights before d_out is here
-    scale = 1 / math.sqrt(q.shape[-1])
     queries, keys, values = _heads_first(q, k, v)
     d_outs, outs = (_heads_first(a, k, v)[0] for a in (d_out, out))
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
     d_queries = []
-    d_keys = d_values = jnp.zeros(keys.shape, jnp.float32)
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks):
+    d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks, causal):
         qs, ks, vs, ds = queries[..., rows, :], keys[..., seen, :], values[..., seen, :], d_outs[..., rows, :]
         scores = _product("BKGTH,BKSH->BKGTS", qs, ks) * scale
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)

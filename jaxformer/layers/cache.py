@@ -11,12 +11,14 @@ from jaxformer.layers.masks import Places
 
 
 class Page(NamedTuple):
-    """One layer's part of a cache: keys and values [B, S, K, H], where every slot's token is, and the next slot to write."""
+    """One layer's part of a cache: keys [B, S, K, H] and values [B, S, K, W], where every slot's token is, the next slot to
+    write, and in an encoder-decoder the keys and values of the source."""
 
     k: jax.Array
     v: jax.Array
     places: Places
     at: jax.Array
+    source: tuple[jax.Array, jax.Array] | None = None
 
     def write(self, k: jax.Array, v: jax.Array) -> "Page":
         return self._replace(k=_write(self.k, k, self.at), v=_write(self.v, v, self.at))
@@ -24,20 +26,23 @@ class Page(NamedTuple):
 
 @struct.dataclass
 class KVCache:
-    """Keys and values seen so far, one array [B, S, K, H] a layer, and where each slot's token is.
+    """Keys and values seen so far, one array [B, S, K, H] and one [B, S, K, W] a layer, and where each slot's token is.
 
     `places` has [B, S] positions and segments; segment 0 is a slot not yet written, or padding. `length` counts the slots
-    written.
+    written. `source` has each layer's keys and values of an encoder-decoder's source, and `source_places` its places.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     places: Places
     length: jax.Array
+    source: tuple[tuple[jax.Array, jax.Array], ...] | None = None
+    source_places: Places | None = None
 
     def page(self, layer: int, places: Places) -> Page:
         """Layer `layer`'s page, as it is for a call on the tokens at the cache's `places`, which came with `advance`."""
-        return Page(self.k[layer], self.v[layer], self.places, self.length - places.positions.shape[1])
+        at = self.length - places.positions.shape[1]
+        return Page(self.k[layer], self.v[layer], self.places, at, self.source[layer] if self.source else None)
 
     def advance(self, places: Places) -> "KVCache":
         """The cache with slots taken for the tokens at `places` [B, T]; their keys and values follow layer by layer."""
@@ -46,17 +51,20 @@ class KVCache:
             _write(self.places.positions, places.positions, self.length),
             _write(self.places.segments, segments, self.length),  # type: ignore[arg-type]
         )
-        return KVCache(self.k, self.v, known, self.length + places.positions.shape[1])
+        return self.replace(places=known, length=self.length + places.positions.shape[1])  # type: ignore[attr-defined, no-any-return]
 
     def with_pages(self, pages: list[Page]) -> "KVCache":
-        return KVCache(tuple(page.k for page in pages), tuple(page.v for page in pages), self.places, self.length)
+        k, v = (tuple(getattr(page, name) for page in pages) for name in "kv")
+        return self.replace(k=k, v=v)  # type: ignore[attr-defined, no-any-return]
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
     """A cache for `slots` tokens a row, in `dtype`."""
-    shape = (batch, slots, config.kv_heads, config.head_width)
     blank = jnp.zeros((batch, slots), jnp.int32)
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in "kv")
+    k, v = (
+        tuple(jnp.zeros((batch, slots, config.kv_heads, width), dtype) for _ in range(config.n_layers))
+        for width in (config.head_width, config.value_width)
+    )
     return KVCache(k, v, Places(blank, blank), jnp.int32(0))
 
 

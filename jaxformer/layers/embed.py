@@ -1,4 +1,6 @@
-"""Tokens in, logits out: the embedding tables and the output layer."""
+"""Tokens in: the embedding table, and what a stack adds to it."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,58 +8,57 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.linear import INITIALIZERS, dropout
+from jaxformer.layers.linear import INITIALIZERS, dropout, lookup
 from jaxformer.layers.masks import Places
-from jaxformer.params import Params, Spec, Specs, contract
-from jaxformer.sharding import activation, constrain, explicit_axes, gathered
+from jaxformer.layers.norm import norm, norm_specs
+from jaxformer.layers.positions import sinusoids
+from jaxformer.params import Params, Spec, Specs
 
 Tokens = Int[Array | np.ndarray, "B T"]
+WHOLE = ("batch", None, None)  # a row is wanted whole where its token is
+
+
+def token_specs(config: ModelConfig) -> Specs:
+    """The table of tokens [V, D], one for the whole model."""
+    make = INITIALIZERS[config.init](config)
+    shape = (config.vocab_size, config.d_model)
+    return {"tokens": Spec(shape, ("vocab", "embed"), make.embedding, inputs=("vocab",))}
 
 
 def embed_specs(config: ModelConfig) -> Specs:
+    """What a stack adds to the tokens: learned positions, types of tokens, a norm."""
     make = INITIALIZERS[config.init](config)
+    sizes = {"positions": config.max_length if config.positions == "learned" else 0, "types": config.token_types}
     specs: Specs = {
-        "tokens": Spec((config.vocab_size, config.d_model), ("vocab", "embed"), make.embedding, inputs=("vocab",))
+        name: Spec((size, config.d_model), (name, "embed"), make.embedding, inputs=(name,))
+        for name, size in sizes.items()
+        if size
     }
-    if config.positions == "learned":
-        specs["positions"] = Spec(
-            (config.max_length, config.d_model), ("positions", "embed"), make.embedding, inputs=("positions",)
-        )
-    return specs
-
-
-def head_specs(config: ModelConfig) -> Specs:
-    """The output layer [V, D]; nothing where it is the embedding table."""
-    if config.tied_head:
-        return {}
-    make = INITIALIZERS[config.init](config)
-    return {"weight": Spec((config.vocab_size, config.d_model), ("vocab", "embed"), make.weight, inputs=("embed",))}
+    return specs | ({"norm": norm_specs(config)} if config.embedding_norm else {})
 
 
 def embed(
-    params: Params, config: ModelConfig, tokens: Tokens, places: Places, dtype: jnp.dtype, key: jax.Array | None
+    params: Params,
+    config: ModelConfig,
+    tokens: Tokens,
+    places: Places,
+    types: Tokens | None = None,
+    key: jax.Array | None = None,
 ) -> Float[Array, "B T D"]:
-    """[B, T] int -> [B, T, D] in `dtype`. A key turns dropout on."""
-    x = _lookup(params["tokens"], tokens)
-    if config.positions == "learned":
-        x = x + _lookup(params["positions"], places.positions)
-    return dropout(x.astype(dtype), config.dropout, key)
+    """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. A key turns dropout on."""
+    x = lookup(params["tokens"], tokens, WHOLE)
+    if config.embedding_scale == "sqrt":
+        x = x * math.sqrt(config.d_model)
+    if config.positions in ADDED:
+        x = x + ADDED[config.positions](params, config, places)
+    if config.token_types:
+        x = x + lookup(params["types"], jnp.zeros_like(places.positions) if types is None else types, WHOLE)
+    if config.embedding_norm:
+        x = norm(params["norm"], config, x)
+    return dropout(x, config.dropout, key)
 
 
-def _lookup(table: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
-    """Rows of a table [V, D], whose width is gathered first: a row is wanted whole where its token is."""
-    axes = ("batch", None, None)
-    if explicit_axes():
-        return gathered(table).at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), axes))
-    return constrain(constrain(table, (None, None))[index], axes)
-
-
-def head_weight(params: Params, config: ModelConfig) -> jax.Array:
-    """The output layer's matrix [V, D], its own or the embedding table."""
-    weight: jax.Array = params["embed"]["tokens"] if config.tied_head else params["head"]["weight"]
-    return weight
-
-
-def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """[B, T, D] -> logits [B, T, V] float32."""
-    return contract("BTD,VD->BTV", x, head_weight(params, config), to=("batch", None, "vocab"), dtype=jnp.float32)
+ADDED = {
+    "learned": lambda params, config, places: lookup(params["positions"], places.positions, WHOLE),
+    "sinusoidal": lambda params, config, places: sinusoids(places.positions, config.d_model, config.sinusoid_order),
+}

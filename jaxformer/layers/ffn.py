@@ -24,11 +24,15 @@ def relu2(x: jax.Array) -> jax.Array:
 ACTIVATIONS = {  # of the hidden layer, or of the gate where there is one
     "swiglu": jax.nn.silu,
     "geglu": gelu,
+    "geglu_tanh": jax.nn.gelu,
+    "reglu": jax.nn.relu,
+    "glu": jax.nn.sigmoid,
     "gelu": gelu,
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "relu2": relu2,
+    "tanh": jnp.tanh,
 }
 
 

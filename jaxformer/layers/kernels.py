@@ -1,23 +1,24 @@
 """The attention kernels: one table of ways to compute the same thing, and how one is chosen.
 
-Every kernel maps q [B, T, N, H], k and v [B, S, K, H] and the places of queries and keys to [B, T, N, H]; `xla` is the
-reference, plain mathematics that every transform and device understands. `choose` picks for a training run and says why.
+Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and a `View` to [B, T, N, W]; `xla` is the reference, plain
+mathematics that every transform and device understands. `choose` picks for a training run and says why.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.layers.blocked import blocked_attention
-from jaxformer.layers.masks import Places, causal_mask
+from jaxformer.layers.masks import View, visible
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, Places, Places], jax.Array]
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array]
+Weigh = Callable[[jax.Array], jax.Array]
 
 
 def dot_product_attention(
@@ -25,50 +26,92 @@ def dot_product_attention(
     k: Float[Array, "... S K H"],
     v: Float[Array, "... S K W"],
     mask: Bool[Array, "... T S"] | None = None,
-    drop: Callable[[jax.Array], jax.Array] | None = None,
+    *,
+    scale: float = 0.0,
+    soft_cap: float = 0.0,
+    bias: Float[Array, "... N T S"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "... T N W"]:
-    """softmax(q k^T / sqrt(H)) v: [..., T, N, H], [..., S, K, H] twice, bool [..., T, S] -> [..., T, N, H].
+    """softmax(q k^T / sqrt(H)) v: [..., T, N, H], [..., S, K, H], [..., S, K, W], bool [..., T, S] -> [..., T, N, W].
 
     N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a row that may see nothing
-    gives 0. `drop` maps the weights [..., K, N/K, T, S] to what is used of them. (arXiv:1706.03762, arXiv:2305.13245)
+    gives 0. `scale` stands for 1/sqrt(H) where it is not 0; `soft_cap` c makes scores s c tanh(s / c) (arXiv:2408.00118);
+    `bias` [..., N, T, S] is added to them; `sinks` [N] are scores that take weight and give nothing (arXiv:2309.17453).
+    (arXiv:1706.03762, arXiv:2305.13245)
     """
+    change = _Change(scale, soft_cap, bias, sinks)
+    return _values(_weights(q, k, mask, change), v)
+
+
+class _Change(NamedTuple):
+    scale: float
+    soft_cap: float
+    bias: jax.Array | None
+    sinks: jax.Array | None
+
+
+def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, change: _Change) -> jax.Array:
+    """The attention weights, float32 [..., K, N/K, T, S]."""
     *_, n, h = q.shape
-    grouped = q.reshape(*q.shape[:-2], k.shape[-2], n // k.shape[-2], h)
-    scores = jnp.einsum("...TKGH,...SKH->...KGTS", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(h)
+    heads = (k.shape[-2], n // k.shape[-2])
+    grouped = q.reshape(*q.shape[:-2], *heads, h)
+    scores = jnp.einsum("...TKGH,...SKH->...KGTS", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * change.scale if change.scale else scores / math.sqrt(h)
+    if change.soft_cap:
+        scores = change.soft_cap * jnp.tanh(scores / change.soft_cap)
+    if change.bias is not None:
+        scores = scores + change.bias.reshape(*change.bias.shape[:-3], *heads, *change.bias.shape[-2:])
     if mask is not None:
         mask = mask[..., None, None, :, :]
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if mask is not None:
-        weights = jnp.where(mask, weights, 0)
-    if drop is not None:
-        weights = drop(weights)
-    return jnp.einsum("...KGTS,...SKH->...TKGH", weights.astype(v.dtype), v).reshape(q.shape[:-1] + v.shape[-1:])
+    if change.sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sinks = jnp.broadcast_to(change.sinks.reshape(*heads, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1), axis=-1)[..., :-1]
+    return weights if mask is None else jnp.where(mask, weights, 0)
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
-    return dot_product_attention(q, k, v, causal_mask(queries, keys))
+def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """What the weights take of v: [..., K, N/K, T, S], [..., S, K, W] -> [..., T, N, W]."""
+    out = jnp.einsum("...KGTS,...SKH->...TKGH", weights.astype(v.dtype), v)
+    return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, view: View, weigh: Weigh | None = None) -> jax.Array:
+    """The reference. `weigh` maps the weights [B, N, T, S] to what is used of them."""
+    weights = _weights(q, k, visible(view), _Change(view.scale, view.soft_cap, view.bias, view.sinks))
+    if weigh is not None:
+        b, groups, share, t, s = weights.shape
+        weights = weigh(weights.reshape(b, groups * share, t, s)).reshape(weights.shape)
+    return _values(weights, v)
+
+
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+    how: Any = {"causal": view.causal, "window": view.window, "scale": view.scale}
+    queries, keys = view.queries, view.keys
     if queries.ordered and keys.ordered:
-        return blocked_attention(q, k, v, q_segments=queries.segments, k_segments=keys.segments)
-    return blocked_attention(q, k, v, queries.positions, keys.positions, queries.segments, keys.segments)
+        return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
+    places = (queries.positions, keys.positions)
+    return blocked_attention(q, k, v, places, (queries.segments, keys.segments), **how)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+    scale = view.scale or None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=view.causal, scale=scale, implementation="cudnn")
 
 
-def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
+def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 
-    groups = q.shape[2] // k.shape[2]
+    groups, scale = q.shape[2] // k.shape[2], view.scale or 1 / math.sqrt(q.shape[-1])
     heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))]
+    ids = [view.queries.segments, view.keys.segments]
     segments = None
-    if queries.segments is not None and keys.segments is not None:
-        segments = SegmentIds(queries.segments, keys.segments)
-    out = flash_attention(*heads_first, segment_ids=segments, causal=True, sm_scale=1 / math.sqrt(q.shape[-1]))
+    if any(of is not None for of in ids):
+        sides = zip(ids, (q, k), strict=True)
+        segments = SegmentIds(*(jnp.ones(x.shape[:2], jnp.int32) if of is None else of for of, x in sides))
+    out = flash_attention(*heads_first, segment_ids=segments, causal=view.causal, sm_scale=scale)
     return jnp.swapaxes(out, 1, 2)
 
 
@@ -78,22 +121,38 @@ class Case(NamedTuple):
     platform: str
     dtype: str
     length: int
-    head_width: int
     packed: bool
-    dropout: float
+    model: ModelConfig
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel, what it is for in one phrase, and why it cannot serve a case (empty where it can)."""
+    """A kernel, what it is for in one phrase, why it cannot serve a case (empty where it can), and whether it can a call."""
 
     run: Kernel
     what: str
     refuses: Callable[[Case], str]
+    serves: Callable[[View], bool]
 
 
-def _refuses_dropout(case: Case) -> str:
-    return f"it has no dropout on attention weights, and model.dropout is {case.dropout}" if case.dropout else ""
+def _lacks(case: Case) -> str:
+    """What no kernel but the plain one knows."""
+    model = case.model
+    settings = {
+        "dropout of attention weights": f"model.dropout is {model.dropout}" if model.dropout else "",
+        "bias of the scores": f"model.positions is {model.positions!r}" if model.positions in ("alibi", "t5") else "",
+        "soft-cap": "model.attention_soft_cap is set" if model.attention_soft_cap else "",
+        "sinks": "model.attention_sinks is set" if model.attention_sinks else "",
+    }
+    return next((f"it has no {what}, and {setting}" for what, setting in settings.items() if setting), "")
+
+
+def _fused_lacks(case: Case) -> str:
+    if case.model.window:
+        return "it has no window, and model.window is set"
+    if case.model.value_width != case.model.head_width:
+        return "its values are as wide as its keys, and model.value_dim is set"
+    return _lacks(case)
 
 
 def _cudnn_refuses(case: Case) -> str:
@@ -101,11 +160,11 @@ def _cudnn_refuses(case: Case) -> str:
         return f"it needs an NVIDIA GPU, and this device is a {case.platform}"
     if case.dtype not in ("bfloat16", "float16"):
         return f"it computes in 16 bits only, and model.dtype is {case.dtype}"
-    if case.head_width % 8 or case.head_width > 256:
-        return f"its head width is a multiple of 8 up to 256, not {case.head_width}"
+    if case.model.head_width % 8 or case.model.head_width > 256:
+        return f"its head width is a multiple of 8 up to 256, not {case.model.head_width}"
     if case.packed:
-        return "it knows no segment ids, and data.packing is 'documents'"
-    return _refuses_dropout(case)
+        return "it knows no segment ids, and these rows are packed or padded"
+    return _fused_lacks(case)
 
 
 def _tpu_refuses(case: Case) -> str:
@@ -113,16 +172,43 @@ def _tpu_refuses(case: Case) -> str:
         return f"it needs a TPU, and this device is a {case.platform}"
     if case.length % 128:
         return f"its sequences are multiples of 128, not {case.length}"
-    return _refuses_dropout(case)
+    return _fused_lacks(case)
+
+
+def _has_plain_scores(view: View) -> bool:
+    return view.bias is None and not view.soft_cap and view.sinks is None
+
+
+def _goes_by_order(view: View) -> bool:
+    """No window, and where it is causal no cache and no positions of its own: for kernels that know the index alone."""
+    ordered = not view.causal or (view.queries.ordered and view.keys.ordered)
+    return ordered and isinstance(view.window, int) and view.window == 0 and _has_plain_scores(view)
+
+
+def _goes_by_order_unpacked(view: View) -> bool:
+    return _goes_by_order(view) and view.queries.segments is None and view.keys.segments is None
+
+
+def _goes_by_tiles(view: View) -> bool:
+    return _goes_by_order(view) and all(side.positions.shape[-1] % 128 == 0 for side in (view.queries, view.keys))
 
 
 KERNELS = {
-    "cudnn": Row(_cudnn, "fused cuDNN attention", _cudnn_refuses),
-    "tpu": Row(_tpu, "Pallas flash attention", _tpu_refuses),
-    "blocked": Row(_blocked, "blocked attention with a saved log-sum-exp", _refuses_dropout),
-    "xla": Row(_xla, "plain XLA attention", lambda case: ""),
+    "cudnn": Row(_cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked),
+    "tpu": Row(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
+    "blocked": Row(_blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores),
+    "xla": Row(plain, "plain XLA attention", lambda case: "", lambda view: True),
 }
 PREFERRED = {"gpu": ("cudnn", "xla"), "tpu": ("tpu", "xla"), "cpu": ("blocked", "xla")}
+
+
+def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+    """Attention by the kernel of a name ("auto": plain), or the plain one for a call that it cannot serve.
+
+    A kernel chosen for the batches of a run meets other calls too: a cache, padded prompts.
+    """
+    row = KERNELS["xla" if kernel == "auto" else kernel]
+    return (row.run if row.serves(view) else plain)(q, k, v, view)
 
 
 def choose(asked: str, case: Case) -> tuple[str, str]:
@@ -144,7 +230,7 @@ def choose(asked: str, case: Case) -> tuple[str, str]:
     raise ConfigError(f"no attention kernel serves {case}")
 
 
-def reference(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
+def reference(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
     """The plain mathematics in float32, that every kernel is held against."""
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    return _xla(q, k, v, queries, keys)
+    return plain(q, k, v, view)

@@ -1,14 +1,23 @@
-"""What all linear layers share: how weights start, and a product with its bias."""
+"""What all linear layers share: how weights start, a product with its bias, rows of a table."""
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxformer.config import ModelConfig
-from jaxformer.params import Initializer, Params, contract, normal, truncated_normal, unit_truncated_normal
-from jaxformer.sharding import Axes
+from jaxformer.params import (
+    Initializer,
+    Params,
+    contract,
+    fan_in_normal,
+    normal,
+    truncated_normal,
+    unit_truncated_normal,
+    xavier_uniform,
+)
+from jaxformer.sharding import Axes, activation, constrain, explicit_axes, gathered
 
 
 class Initializers(NamedTuple):
@@ -29,7 +38,22 @@ def _truncated_normal(config: ModelConfig) -> Initializers:
     return Initializers(truncated_normal, truncated_normal, truncated_normal if config.tied_head else unit_truncated_normal)
 
 
-INITIALIZERS: dict[str, Callable[[ModelConfig], Initializers]] = {"gpt2": _gpt2, "truncated_normal": _truncated_normal}
+def _xavier(config: ModelConfig) -> Initializers:
+    """Uniform of variance 2 / (d_in + d_out) (Glorot and Bengio 2010); embeddings N(0, 1 / d_model) (arXiv:1706.03762)."""
+    return Initializers(xavier_uniform, xavier_uniform, normal(config.d_model**-0.5))
+
+
+def _fan_in(config: ModelConfig) -> Initializers:
+    """N(0, 1 / d_in), embeddings N(0, 1) (LeCun et al. 1998; T5's, arXiv:1910.10683)."""
+    return Initializers(fan_in_normal, fan_in_normal, normal(1.0))
+
+
+INITIALIZERS: dict[str, Callable[[ModelConfig], Initializers]] = {
+    "gpt2": _gpt2,
+    "truncated_normal": _truncated_normal,
+    "xavier": _xavier,
+    "fan_in": _fan_in,
+}
 
 
 def linear(equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None) -> jax.Array:
@@ -37,6 +61,13 @@ def linear(equation: str, params: Params, name: str, x: jax.Array, to: Axes | No
     y = contract(equation, x, params[name], to=to)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(y.dtype)
+
+
+def lookup(table: jax.Array, index: Any, to: Axes) -> jax.Array:
+    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The rows are gathered first."""
+    if explicit_axes():
+        return gathered(table).at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), to))
+    return constrain(constrain(table, (None, to[-1]))[index], to)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

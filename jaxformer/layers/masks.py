@@ -2,8 +2,12 @@
 
 query at position 2 of segment 1, keys:   position  0 1 2 3 0 1
                                           segment   1 1 1 1 2 2
-                                          allowed   x x x . . .
+                              causal      allowed   x x x . . .
+                              both ways   allowed   x x x x . .
+                    causal, window of 2   allowed   . x x . . .
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +27,47 @@ class Places:
     ordered: bool = struct.field(pytree_node=False, default=False)
 
 
+class View(NamedTuple):
+    """All that attention goes by besides queries, keys and values.
+
+    `window` is the number of tokens back that a query sees, itself counted in (both ways where it is not causal); 0 is all.
+    Scores are products times `scale` (1/sqrt(H) where it is 0), capped to `soft_cap` tanh(s / soft_cap) where that is given,
+    plus `bias` [B or 1, N, T, S]. `sinks` [N] are scores of a key with no value. Where queries and keys are not of one
+    sequence, `relative` is False: the distance between them means nothing.
+    """
+
+    queries: Places
+    keys: Places
+    causal: bool = True
+    window: int | jax.Array = 0
+    scale: float = 0.0
+    soft_cap: float = 0.0
+    bias: jax.Array | None = None
+    sinks: jax.Array | None = None
+    relative: bool = True
+
+
 def places_of(tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None) -> Places:
-    """The places of `tokens` [B, T]; positions not given count from the start of each segment."""
+    """The places of `tokens` [B, T]; positions not given count from the start of each segment, 0 on padding."""
     index = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
     if positions is None and segments is not None:
         begins = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], axis=-1)
-        return Places(index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1), segments, ordered=True)
+        counted = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
+        return Places(jnp.where(segments != 0, counted, 0), segments, ordered=True)
     return Places(index if positions is None else positions, segments, ordered=positions is None)
 
 
-def causal_mask(queries: Places, keys: Places) -> jax.Array:
-    """bool [B, T, S]: key not after the query, of the query's own segment, and not padding."""
-    mask = keys.positions[..., None, :] <= queries.positions[..., :, None]
+def visible(view: View) -> jax.Array | None:
+    """bool [B, T, S]: the keys of a query's own segment, none of them padding, on its side and in its window; None: all."""
+    queries, keys = view.queries, view.keys
+    back = queries.positions[..., :, None] - keys.positions[..., None, :]
+    mask = back >= 0 if view.causal else None
+    if not (isinstance(view.window, int) and view.window == 0):
+        near = (back if view.causal else jnp.abs(back)) < view.window
+        mask = near if mask is None else mask & near
     if queries.segments is not None or keys.segments is not None:
         q_seg = jnp.ones_like(queries.positions) if queries.segments is None else queries.segments
         k_seg = jnp.ones_like(keys.positions) if keys.segments is None else keys.segments
-        mask &= (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
+        own = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
+        mask = own if mask is None else mask & own
     return mask

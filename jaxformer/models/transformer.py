@@ -1,0 +1,79 @@
+"""A model of any family as pure functions: its table of parameters, its initial values, its logits."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.layers.cache import KVCache
+from jaxformer.layers.head import head
+from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.models import decoder, encoder, encoder_decoder
+from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
+from jaxformer.params import Params, Specs, init_params
+
+FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
+Rows = Int[Array | np.ndarray, "B T"] | None
+SourceRows = Int[Array | np.ndarray, "B S"] | None
+
+
+def specs(config: ModelConfig) -> Specs:
+    """The table of parameters. Raises ConfigError where the vocabulary or the number of classes is not known."""
+    if not config.vocab_size:
+        raise ConfigError(
+            "model.vocab_size=0 takes the tokenizer's size, and there is no tokenizer here: give the number of tokens."
+        )
+    table: Specs = FAMILIES[config.family].specs(config)
+    return {name: rows for name, rows in table.items() if rows}
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Initial parameters: a nested dict of float32 arrays, those of the blocks stacked by a leading layer axis."""
+    return init_params(specs(config), key)
+
+
+def hidden(
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    cache: KVCache | None = None,
+    key: jax.Array | None = None,
+    probe: Probe = SILENT,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given."""
+    x, cache = FAMILIES[config.family].hidden(params, config, inputs, cache, key, probe)
+    return x, cache
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    segment_ids: Rows = None,
+    positions: Rows = None,
+    source: SourceRows = None,
+    source_segment_ids: SourceRows = None,
+    token_types: Rows = None,
+) -> Float[Array, "B *_ V"]:
+    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of each row.
+
+    `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions` [B, T] int default to
+    counting from the start of each segment. An encoder-decoder takes the target as `tokens` and the `source` [B, S] with
+    its own `source_segment_ids`, whose numbers are those of the targets that see them. A pure function: jit (with
+    `static_argnums=1`), grad, jvp, vmap and the rest apply to it.
+    """
+    batch = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "token_types": token_types}
+    batch |= {"source": source, "source_segment_ids": source_segment_ids}
+    return logits_of(params, config, batch, SILENT)
+
+
+def logits_of(params: Params, config: ModelConfig, batch: dict[str, Any], probe: Probe) -> jax.Array:
+    """`forward` on its inputs by name, under a probe."""
+    check_inputs(config, batch)
+    inputs = inputs_of(batch)
+    x, _ = hidden(params, config, inputs, probe=probe)
+    logits = head(params, config, x, inputs.places)
+    return logits[:, 0] if config.output == "classes" else logits
