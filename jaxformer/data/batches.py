@@ -1,4 +1,4 @@
-"""A batch is a function of the seed and the step: rows cut from a store, in a shuffled order that nobody holds in memory."""
+"""A batch is a function of the seed and the step: rows in a shuffled order that nobody holds in memory."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,59 +7,19 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.store import TokenStore
-
-# tokens, targets [B, T] int32 and weights [B, T] float32; for packed documents also segment_ids [B, T] int32.
-Batch = dict[str, np.ndarray]
-
-
-class Rows:
-    """The rows of a store, in order: each of its tokens but the first is a target once.
-
-    Row i reads tokens i T to i T + T; a last row that the store cannot fill is padded (token 0, weight 0, segment 0).
-    """
-
-    def __init__(self, store: TokenStore, data: DataConfig) -> None:
-        self.store = store
-        self.length = data.sequence_length
-        self.packed = data.packing == "documents"
-
-    def __len__(self) -> int:
-        return max(0, -(-(self.store.tokens - 1) // self.length))
-
-    def __getitem__(self, row: int) -> Batch:
-        """One row, every array [T]."""
-        start = int(row) * self.length
-        window = self.store.read(start, start + self.length + 1)
-        used = len(window) - 1
-        weights = np.zeros(self.length, np.float32)
-        weights[:used] = 1
-        window = np.pad(window, (0, self.length - used))
-        arrays = {"tokens": window[:-1], "targets": window[1:], "weights": weights}
-        return arrays | self._segments(start, used) if self.packed else arrays
-
-    def _segments(self, start: int, used: int) -> Batch:
-        """Numbers the documents of a row from 1. The end token before a document is the first of its segment, so a text is
-        learnt from its very start and every token but the store's first stays a target."""
-        begins = self.store.boundaries(start, start + used + 1) - start - 1
-        begins = begins[begins > 0]
-        segments = np.zeros(self.length, np.int32)
-        segments[begins] = 1
-        segments = np.cumsum(segments, dtype=np.int32) + 1
-        segments[used:] = 0
-        return {"segment_ids": segments}
+from jaxformer.data.rows import Batch, Rows
 
 
 class Batches:
     """`batches[step]` is this process's share of the global batch of that step: its rows process_index::process_count.
 
-    Rows are shuffled anew each epoch, without end. Raises ConfigError where the store cannot fill one row, or the
-    batch cannot be shared evenly.
+    Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. Raises ConfigError where
+    the text cannot fill one row, or the batch cannot be shared evenly.
     """
 
     def __init__(
         self,
-        store: TokenStore,
+        rows: Rows,
         data: DataConfig,
         batch_size: int,
         seed: int,
@@ -68,19 +28,21 @@ class Batches:
     ) -> None:
         import grain
 
-        if store.tokens <= data.sequence_length:
+        if rows.tokens < rows.window:
             raise ConfigError(
-                f"data.train={data.train} has {store.tokens:,} tokens, and a row takes data.sequence_length + 1 = "
-                f"{data.sequence_length + 1:,}: give more text, or set data.sequence_length to at most {store.tokens - 1:,}."
+                f"data.train={data.train} has {rows.tokens:,} tokens, and a row of data.sequence_length="
+                f"{data.sequence_length:,} takes {rows.window:,}: give more text, or set data.sequence_length to at most "
+                f"{data.sequence_length - rows.window + rows.tokens:,}."
             )
         share = _share(batch_size, process_count)
-        rows = Rows(store, data)
         self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
         self._prefetch = data.prefetch
         # Neighbouring seeds are mixed apart, because grain numbers epochs by seed + 1, seed + 2 and so on.
-        shuffled = grain.MapDataset.source(rows).shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        self._dataset: Any = shuffled.repeat()[process_index::process_count].batch(share, batch_fn=_stacked)
+        order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
+        numbers = grain.MapDataset.range(len(rows)).shuffle(seed=order).repeat()
+        made = numbers.random_map(rows.row, seed=chance)
+        self._dataset: Any = made[process_index::process_count].batch(share, batch_fn=_stacked)
 
     def __getitem__(self, step: int) -> Batch:
         batch: Batch = self._dataset[step]
@@ -98,7 +60,7 @@ class Batches:
 
 
 class EvaluationBatches:
-    """Batches over a store in order, each token but the first a target once; the last is filled up with rows of weight 0."""
+    """Batches of all rows in order; the last is filled up with rows of zeros, so of weight 0."""
 
     def __init__(self, rows: Rows, batch_size: int, process_index: int = 0, process_count: int = 1) -> None:
         self._rows = rows
@@ -124,13 +86,13 @@ class EvaluationBatches:
 
 
 def evaluation_batches(
-    store: TokenStore, data: DataConfig, batch_size: int, process_index: int = 0, process_count: int = 1
+    rows: Rows, data: DataConfig, batch_size: int, process_index: int = 0, process_count: int = 1
 ) -> EvaluationBatches:
-    """All of a store as batches of one shape, in order. Raises ConfigError where it holds no pair of tokens."""
-    if store.tokens < 2:
+    """All rows as batches of one shape, in order. Raises ConfigError where there is none."""
+    if not len(rows):
         name = f"data.validation={data.validation}" if data.validation else "the held-out part of data.train"
-        raise ConfigError(f"{name} has {store.tokens} tokens: at least 2 are needed to predict one. Give more text.")
-    return EvaluationBatches(Rows(store, data), batch_size, process_index, process_count)
+        raise ConfigError(f"{name} has {rows.tokens} tokens: at least 2 are needed to predict one. Give more text.")
+    return EvaluationBatches(rows, batch_size, process_index, process_count)
 
 
 def _stacked(rows: list[Batch]) -> Batch:

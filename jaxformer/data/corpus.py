@@ -1,13 +1,20 @@
-"""From settings to text ready for training, by one door: the tokenizer and the token stores, made or found."""
+"""From settings to rows ready for training, by one door: the tokenizer and the stores, made or found."""
 
+import functools
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from jaxformer.config import ConfigError, RunConfig, TokenizerConfig
+from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.forms import Form
+from jaxformer.data.objectives import OBJECTIVES, check_tokenizer, fields_of, objective_of, specials_of
+from jaxformer.data.packing import ExampleRows
 from jaxformer.data.reading import PIECE_CHARACTERS
+from jaxformer.data.rows import Rows
 from jaxformer.data.sources import find_source, fingerprint
 from jaxformer.data.splits import Split, survey
 from jaxformer.data.store import TokenStore, open_or_build
@@ -21,38 +28,62 @@ FORMAT = 1
 SAMPLE_CHARACTERS = 1 << 12
 
 Say = Callable[[str], None]
+Store = TypeVar("Store", TokenStore, ExampleStore)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text of a run as tokens; `validation` is None where nothing is held out."""
+    """The data of a run as rows; `validation` is None where nothing is held out.
+
+    `objective` is never "auto"; `labels` are the names of classes or tags, in the order of their numbers.
+    """
 
     tokenizer: Tokenizer
-    train: TokenStore
-    validation: TokenStore | None
+    objective: str
+    labels: tuple[str, ...]
+    train: Rows
+    validation: Rows | None
     validation_split: Split | None
 
     def validation_text(self) -> Iterator[str]:
-        """The text that the validation tokens were made from, in pieces."""
-        return (piece.text for piece in self.validation_split.pieces()) if self.validation_split else iter(())
+        """The text that the validation tokens were made from, in pieces; none where they are not each told from the last."""
+        if self.objective != "causal" or self.validation_split is None:
+            return iter(())
+        return (piece.text for piece in self.validation_split.pieces())
 
 
-def prepare(run: RunConfig, say: Say = lambda line: None) -> Corpus:
-    """Makes or finds the tokenizer and the token stores of a run. Raises ConfigError for text that cannot be used."""
+def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...] = ()) -> Corpus:
+    """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
+
+    `labels` are those of a model that knows some already, in place of the training data's. Raises ConfigError for data
+    that cannot be used.
+    """
     cache = Path(run.data.cache_dir).expanduser()
-    train, validation = _splits(run, cache, say)
-    tokenizer = _tokenizer(run.tokenizer, train, validation, cache / "tokenizers", say)
+    objective = objective_of(run)
+    splits = _splits(run, cache, say)
+    tokenizer = _tokenizer(run.tokenizer, splits, specials_of(run), cache / "tokenizers", say)
+    check_tokenizer(objective, tokenizer, run.tokenizer.path)
     if 0 < run.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size={run.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,} entries: "
             f"set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
-    return Corpus(
-        tokenizer,
-        _store(train, tokenizer, cache / "stores", say),
-        _store(validation, tokenizer, cache / "stores", say) if validation else None,
-        validation,
-    )
+    form, cut = OBJECTIVES[objective].form, OBJECTIVES[objective].rows
+    rows: list[Rows] = []
+    for split in splits:
+        if form:
+            examples = _example_store(split, objective, form(run, tokenizer), cache / "stores", say)
+            labels = labels or in_order(examples.labels)
+            rows.append(_example_rows(split, examples, form(run, tokenizer), labels, run.run.seed, say))
+        else:
+            rows.append(cut(_text_store(split, tokenizer, cache / "stores", say), run, tokenizer))
+    validation = rows[1] if splits[1:] else None
+    return Corpus(tokenizer, objective, labels, rows[0], validation, splits[-1] if validation else None)
+
+
+def in_order(labels: Iterable[str]) -> tuple[str, ...]:
+    """Labels in the order of their numbers: whole numbers by value, then the rest by name."""
+    return tuple(sorted(labels, key=lambda label: (0, int(label), label) if label.isdecimal() else (1, 0, label)))
 
 
 def gzip_bits_per_byte(texts: Iterable[str]) -> float:
@@ -66,47 +97,51 @@ def gzip_bits_per_byte(texts: Iterable[str]) -> float:
     return 8 * (packed + len(packer.flush())) / size if size else float("nan")
 
 
-def _splits(run: RunConfig, cache: Path, say: Say) -> tuple[Split, Split | None]:
+def _splits(run: RunConfig, cache: Path, say: Say) -> list[Split]:
+    """What is for training, and what is held out where anything is."""
     settings, fraction = run.data, run.data.validation_fraction
-    source = find_source(settings.train, "data.train", settings.text_field)
-    held = find_source(settings.validation, "data.validation", settings.text_field) if settings.validation else None
+    fields = fields_of(run)
+    source = find_source(settings.train, "data.train", fields)
+    held = find_source(settings.validation, "data.validation", fields) if settings.validation else None
     surveyed = survey(source, cache / "surveys", say)
     if held:
-        return Split(source, surveyed), Split(held, survey(held, cache / "surveys", say))
+        return [Split(source, surveyed), Split(held, survey(held, cache / "surveys", say))]
     if not fraction:
-        return Split(source, surveyed), None
-    return Split(source, surveyed, "train", fraction), Split(source, surveyed, "validation", fraction)
+        return [Split(source, surveyed)]
+    return [Split(source, surveyed, "train", fraction), Split(source, surveyed, "validation", fraction)]
 
 
-def _tokenizer(settings: TokenizerConfig, train: Split, validation: Split | None, cache: Path, say: Say) -> Tokenizer:
+def _tokenizer(
+    settings: TokenizerConfig, splits: list[Split], specials: tuple[str, ...], cache: Path, say: Say
+) -> Tokenizer:
     if settings.path:
         return Tokenizer.load(settings.path)
     if settings.kind == "bytes":
-        return byte_tokenizer()
-    splits = [split for split in (train, validation) if split]
+        return byte_tokenizer(specials)
     if settings.kind == "bpe":
-        facts: tuple[object, ...] = (train.identity(), settings.vocab_size, settings.training_bytes)
+        facts: tuple[object, ...] = (splits[0].identity(), settings.vocab_size, settings.training_bytes)
     else:
         facts = tuple(split.survey.content for split in splits)
-    path = cache / f"{fingerprint(FORMAT, settings.kind, *facts)}.json"
+    path = cache / f"{fingerprint(FORMAT, settings.kind, *facts, *specials)}.json"
     if not path.exists():
         with claimed(cache, say):
             if not path.exists():
-                _make(settings, splits, say).save(path)
+                _make(settings, splits, specials, say).save(path)
                 return Tokenizer.load(path)
     say(f"tokenizer: reusing {path}")
     return Tokenizer.load(path)
 
 
-def _make(settings: TokenizerConfig, splits: list[Split], say: Say) -> Tokenizer:
+def _make(settings: TokenizerConfig, splits: list[Split], specials: tuple[str, ...], say: Say) -> Tokenizer:
     began = time.perf_counter()
     if settings.kind == "bpe":
         size = _megabytes(min(splits[0].bytes, settings.training_bytes))
         say(f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of {splits[0].source}")
-        made = train_bpe_tokenizer(spread(splits[0], settings.training_bytes), settings.vocab_size)
+        made = train_bpe_tokenizer(spread(splits[0], settings.training_bytes), settings.vocab_size, specials)
     else:
         say("tokenizer: taking the characters of " + " and ".join(dict.fromkeys(str(split.source) for split in splits)))
-        made = character_tokenizer(piece.text for split in splits for piece in split.source.pieces())
+        texts = (piece.text for split in splits for piece in split.source.pieces())
+        made = character_tokenizer(texts, specials)
     say(f"tokenizer: {made.vocab_size:,} entries, made in {time.perf_counter() - began:.1f} s")
     return made
 
@@ -125,19 +160,40 @@ def spread(split: Split, most: int) -> Iterator[str]:
                 yield text
 
 
-def _store(split: Split, tokenizer: Tokenizer, cache: Path, say: Say) -> TokenStore:
+def _text_store(split: Split, tokenizer: Tokenizer, cache: Path, say: Say) -> TokenStore:
     directory = cache / fingerprint(FORMAT, split.identity(), tokenizer.fingerprint())
-    name, began = (
-        "validation" if split.side == "validation" else split.source.setting.removeprefix("data."),
-        time.perf_counter(),
-    )
-    found = TokenStore.open(directory)
+    build = functools.partial(open_or_build, directory, split.pieces, tokenizer, say, split.bytes)
+    return _told(split, TokenStore.open(directory), build, "documents", say)
+
+
+def _example_store(split: Split, objective: str, form: Form, cache: Path, say: Say) -> ExampleStore:
+    directory = cache / fingerprint(FORMAT, split.identity(), form.tokenizer.fingerprint(), objective)
+    build = functools.partial(open_or_encode, directory, split.pieces, form.encode, say)
+    return _told(split, ExampleStore.open(directory), build, "examples", say)
+
+
+def _example_rows(
+    split: Split, store: ExampleStore, form: Form, labels: tuple[str, ...], seed: int, say: Say
+) -> ExampleRows:
+    if labels:
+        store.number_as(labels, str(split.source))
+    rows = ExampleRows(store, form, seed)
+    if form.packs:
+        say(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
+    if rows.cut:
+        say(f"{split.name}: {rows.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
+    return rows
+
+
+def _told(split: Split, found: Store | None, build: Callable[[], Store], things: str, say: Say) -> Store:
+    """The store that was found, or one that is built now, said in a line."""
+    began = time.perf_counter()
     if not found:
-        say(f"{name}: tokenizing {_megabytes(split.bytes)} of {split.source} ({split.rule()})")
-    store = found or open_or_build(directory, split.pieces, tokenizer, say, split.bytes)
-    facts = f"{store.tokens:,} tokens, {store.documents:,} documents, {_megabytes(store.bytes)} of text"
-    how = f"reusing {directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
-    say(f"{name}: {facts}, {how}")
+        say(f"{split.name}: tokenizing {_megabytes(split.bytes)} of {split.source} ({split.rule()})")
+    store = found or build()
+    how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
+    facts = f"{store.tokens:,} tokens, {store.documents:,} {things}, {_megabytes(store.bytes)} of text"
+    say(f"{split.name}: {facts}, {how}")
     return store
 
 

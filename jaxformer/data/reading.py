@@ -1,7 +1,6 @@
-"""Reads text and .jsonl files, plain, .gz or .zst, as documents in bounded pieces; a fault names the file and the place."""
+"""Reads files, plain, .gz or .zst, as lines or as documents in bounded pieces; a fault names the file and the place."""
 
 import codecs
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -71,19 +70,13 @@ def text_documents(path: Path) -> Iterator[TextPiece]:
     yield from _parted_off(last, begun)
 
 
-def json_documents(path: Path, field: str) -> Iterator[TextPiece]:
-    """The documents of a .jsonl file: the text in `field` of each line's object. Raises ConfigError with the line number."""
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Each line of a file with its number from 1, without its line break. Raises ConfigError with the line number."""
     for number, start, line in _lines(path):
-        where = f"{path}, line {number}"
         try:
-            text = line.decode("utf-8").removeprefix("\ufeff").strip()
+            yield number, line.decode("utf-8").removeprefix("\ufeff").removesuffix("\r")
         except UnicodeDecodeError as error:
-            raise _not_utf8(where, start + error.start, error) from None
-        if not text:
-            continue
-        document = _json_field(text, field, where)
-        if document.strip():
-            yield from in_pieces(document)
+            raise _not_utf8(f"{path}, line {number}", start + error.start, error) from None
 
 
 def in_pieces(document: str) -> Iterator[TextPiece]:
@@ -135,27 +128,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         for line in lines:
             yield number, offset, bytes(line)
             number, offset = number + 1, offset + len(line) + 1
-    yield number, offset, bytes(held)
-
-
-def _json_field(text: str, field: str, where: str) -> str:
-    try:
-        record = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON ({error}): a .jsonl file holds one JSON object on each line.") from None
-    if not isinstance(record, dict) or field not in record:
-        found = f"its fields are {', '.join(map(repr, record))}" if isinstance(record, dict) else "it is no object"
-        raise ConfigError(f"{where} has no field {field!r} ({found}): set data.text_field to the one that holds the text.")
-    document = record[field]
-    if not isinstance(document, str):
-        raise ConfigError(f"{where}: the field {field!r} is {type(document).__name__}, not a string; see data.text_field.")
-    try:
-        document.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{where}: the field {field!r} holds half a surrogate pair ({error}): no text has one alone."
-        ) from None
-    return document
+    if held:
+        yield number, offset, bytes(held)
 
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:

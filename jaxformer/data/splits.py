@@ -1,6 +1,7 @@
 """What a source holds, and which of it is for training and which held out."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -36,9 +37,9 @@ def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line
         pass
     say(f"{source}: reading {len(source.files):,} new or changed file{'s' * (len(source.files) > 1)}")
     digest, documents, size = hashlib.blake2b(digest_size=16), 0, 0
-    for text, name, ends in source.pieces():
+    for text, name, ends, fields in source.pieces():
         raw = text.encode()
-        digest.update(raw)
+        digest.update(json.dumps(fields).encode() if fields else raw)
         size += len(raw)
         if ends:
             digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
@@ -60,13 +61,17 @@ class Split:
     """One side of a source: all of it, or what is kept for training, or the `fraction` held out for validation.
 
     Documents are chosen by a hash of their name (a path, or their index), so that more text moves none of them. Few
-    documents are not chosen among: the last `fraction` of their bytes is held out.
+    documents are not chosen among: the last `fraction` of their bytes, or of records, is held out.
     """
 
     source: Source
     survey: Survey
     side: Literal["all", "train", "validation"] = "all"
     fraction: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return "validation" if self.side == "validation" else self.source.setting.removeprefix("data.")
 
     @property
     def by_document(self) -> bool:
@@ -82,7 +87,7 @@ class Split:
         """In words, what this side is."""
         if self.side == "all":
             return "all text"
-        chosen = "documents chosen by hash" if self.by_document else "the end of the text"
+        chosen = f"{self.source.order} chosen by hash" if self.by_document else "the end of the text"
         return f"{'without ' if self.side == 'train' else ''}{chosen}, {self.fraction:g} of it"
 
     def identity(self) -> str:
@@ -95,13 +100,14 @@ class Split:
             return self.source.pieces()
         if self.by_document:
             held_out = self.side == "validation"
-            return (piece for piece in self.source.pieces() if self._chosen(piece.document) is held_out)
+            return (
+                piece for piece in self.source.pieces() if (self.source.place(piece.document) < self.fraction) is held_out
+            )
+        if self.source.of_records:
+            kept = round(self.survey.documents * (1 - self.fraction))
+            return itertools.islice(self.source.pieces(), *((kept,) if self.side == "train" else (kept, None)))
         border = int(self.survey.bytes * (1 - self.fraction))
         return _before(self.source.pieces(), border) if self.side == "train" else _after(self.source.pieces(), border)
-
-    def _chosen(self, document: str) -> bool:
-        number = int.from_bytes(hashlib.blake2b(document.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
-        return number < self.fraction * 2**64
 
 
 def _before(pieces: Iterator[Piece], border: int) -> Iterator[Piece]:

@@ -144,7 +144,7 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[Iterable[Piece]]:
 def _write_shard(directory: Path, index: int, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Shard:
     tokens, size, ends = 0, 0, []
     with replacing(_path(directory, index, "tokens")) as file:
-        for batch in _batches(pieces):
+        for batch in in_batches(pieces):
             for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
                 if piece.ends:
                     ids.append(tokenizer.end_token)
@@ -160,7 +160,7 @@ def _write_shard(directory: Path, index: int, pieces: Iterable[Piece], tokenizer
     return shard
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def in_batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Lists of pieces, each large enough to keep all cores encoding."""
     batch, size = [], 0
     for piece in pieces:

@@ -1,6 +1,14 @@
 """Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters, or given."""
 
 from jaxformer.tokenizer.make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
-from jaxformer.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
+from jaxformer.tokenizer.tokenizer import END_OF_TEXT, MARKS, SENTINELS, Tokenizer
 
-__all__ = ["END_OF_TEXT", "Tokenizer", "byte_tokenizer", "character_tokenizer", "train_bpe_tokenizer"]
+__all__ = [
+    "END_OF_TEXT",
+    "MARKS",
+    "SENTINELS",
+    "Tokenizer",
+    "byte_tokenizer",
+    "character_tokenizer",
+    "train_bpe_tokenizer",
+]

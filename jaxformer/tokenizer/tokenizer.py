@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import uuid
@@ -20,6 +21,15 @@ END_OF_TEXT = "<|endoftext|>"
 
 # What published tokenizers call the token that ends a document, the likeliest first.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
+
+# Special tokens by what they are for, and what published tokenizers call them, the likeliest first.
+ROLES = {
+    "cls": ("[CLS]", "<s>", "<|cls|>"),
+    "sep": ("[SEP]", "</s>", "<|sep|>"),
+    "mask": ("[MASK]", "<mask>", "<|mask|>"),
+}
+MARKS = tuple(names[0] for names in ROLES.values())
+SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
 
 
 class Tokenizer:
@@ -92,6 +102,50 @@ class Tokenizer:
         """The text of token ids: special tokens left out, bytes that are no UTF-8 shown as replacement characters."""
         return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=True))
 
+    def shown(self, token: int) -> str:
+        """A token by itself: a special one by its name, bytes that are no UTF-8 as \\xNN, an id without a token as <id>."""
+        name = self._backend.id_to_token(token)
+        if name is None:
+            return f"<{token}>"
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text
+        values = {character: byte for byte, character in enumerate(byte_characters())}
+        raw = bytes.fromhex(name[3:5]) if name.startswith("<0x") else bytes(values[c] for c in name if c in values)
+        return raw.decode("utf-8", "backslashreplace") or text
+
+    def special(self, role: str) -> int | None:
+        """The id of the token for a role of `ROLES` (cls, sep, mask); None where there is none."""
+        return next((self._vocab[name] for name in ROLES[role] if name in self._vocab), None)
+
+    def sentinels(self) -> list[int]:
+        """The ids of <extra_id_0>, <extra_id_1> and so on, as many as there are in a row (T5, arXiv:1910.10683)."""
+        names = itertools.takewhile(self._vocab.__contains__, map("<extra_id_{}>".format, itertools.count()))
+        return [self._vocab[name] for name in names]
+
+    def ordinary(self) -> np.ndarray:
+        """The ids of tokens that stand for text, ascending: int32."""
+        special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        return np.array(sorted({*self._vocab.values()} - special), np.int32)
+
+    def word_edges(self) -> np.ndarray:
+        """Whether each token begins, and whether it ends, inside a word: bool [vocab_size, 2].
+
+        A word is a run of letters and digits with the white space before it; two tokens belong to one where the first
+        ends and the second begins inside. Special tokens do neither.
+        """
+        spec = json.loads(self._backend.to_str())
+        inside = (
+            _inside_byte if "ByteLevel" in _types(spec["decoder"]) | _types(spec["pre_tokenizer"]) else _inside_character
+        )
+        pieces = spec["model"]["type"] == "WordPiece"
+        edges = np.zeros((self.vocab_size, 2), bool)
+        ordinary = {*self.ordinary().tolist()}
+        for token, index in self._vocab.items():
+            if token and index in ordinary:
+                edges[index] = (token.startswith("##"), True) if pieces else (inside(token[0]), inside(token[-1]))
+        return edges
+
     def token_bytes(self) -> np.ndarray:
         """How many UTF-8 bytes of text each token stands for: int32 [vocab_size], 0 for special tokens and unused ids."""
         spec = json.loads(self._backend.to_str())
@@ -124,6 +178,23 @@ class Tokenizer:
             f"the character tokenizer has never seen {shown}: leave {'it' if len(unseen) == 1 else 'them'} out, "
             "or train with tokenizer.kind=bytes or bpe, which encode any text."
         )
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's printable stand-in of each byte: Latin-1's own where it is visible, else the next code point from 256 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
+
+
+def _inside_byte(character: str) -> bool:
+    """Whether a byte, by GPT-2's stand-in for it, is of a letter or digit; every byte beyond ASCII counts as one."""
+    code = ord(character)
+    return character.isalnum() or character == "_" if code < 128 else not 256 <= code < 290
+
+
+def _inside_character(character: str) -> bool:
+    return character.isalnum() or character == "_"
 
 
 def _types(part: Any) -> set[str]:

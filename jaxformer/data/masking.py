@@ -1,0 +1,95 @@
+"""Rows of masked language modelling and next-sentence prediction (BERT, arXiv:1810.04805)."""
+
+import numpy as np
+
+from jaxformer.config import RunConfig
+from jaxformer.data.rows import Batch, TextRows, padded
+from jaxformer.data.store import TokenStore
+from jaxformer.tokenizer import Tokenizer
+
+# Of the tokens that are chosen, the part that is masked, and the part that is masked or replaced by any other.
+MASKED, CHANGED = 0.8, 0.9
+
+
+class MaskedRows(TextRows):
+    """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which a part is to be told.
+
+    `noise_density` of the ordinary tokens is chosen, singly or by whole words; 80 % of these become [MASK], 10 % any
+    ordinary token, 10 % stay. Half of the second texts are from another place. What tells whether a second text follows
+    weighs as much as the hidden tokens of its row.
+    """
+
+    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
+        self.length, self.density, self.types = run.data.sequence_length, run.data.noise_density, run.model.token_types
+        self.sentences, self.by_word = run.model.next_sentence, run.data.mask_units == "words"
+        self.packed = run.data.packing == "documents"
+        size = self.length - 2 - self.sentences
+        super().__init__(store, 3 * size if self.sentences else size, size)  # a text, and room for another beside it
+        self.cls, self.sep, self.mask = (np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask"))
+        self.ordinary = tokenizer.ordinary()
+        self.may_hide = np.zeros(tokenizer.vocab_size, bool)
+        self.may_hide[self.ordinary] = True
+        self.begins_inside, self.ends_inside = tokenizer.word_edges().T
+
+    def row(self, index: int, rng: np.random.Generator) -> Batch:
+        start = int(index) * self.stride
+        text = self.store.read(start, start + self.stride)
+        row = self._sentences(start, text, rng) if self.sentences else self._text(start, text)
+        ids = row["tokens"]
+        chosen = self._chosen(ids, rng)
+        fate = rng.random(len(chosen))
+        hidden = ids.copy()
+        hidden[chosen[fate < MASKED]] = self.mask
+        changed = chosen[(fate >= MASKED) & (fate < CHANGED)]
+        hidden[changed] = rng.choice(self.ordinary, len(changed))
+        weights = np.zeros(len(ids), np.float32)
+        weights[chosen] = 1
+        row |= {"tokens": hidden, "targets": ids, "weights": weights}
+        once = dict.fromkeys(("next_sentence", "next_sentence_weights"), 1)
+        return padded(row, dict.fromkeys(row, self.length) | once)
+
+    def _text(self, start: int, text: np.ndarray) -> Batch:
+        segments = self.segments(start, len(text)) if self.packed else np.ones(len(text), np.int32)
+        row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": np.pad(segments, 1, mode="edge")}
+        return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
+
+    def _sentences(self, start: int, text: np.ndarray, rng: np.random.Generator) -> Batch:
+        cut = int(rng.integers(1, len(text)))
+        first, second = text[:cut], text[cut:]
+        place = self._elsewhere(start, len(second), rng)
+        follows = place is None or rng.random() < 0.5
+        if place is not None and not follows:
+            second = self.store.read(place, place + len(second))
+        ids = np.concatenate([self.cls, first, self.sep, second, self.sep])
+        row = {
+            "tokens": ids,
+            "segment_ids": np.ones(len(ids), np.int32),
+            "next_sentence": np.array([follows], np.int32),
+            "next_sentence_weights": np.array([round(self.density * self.length)], np.float32),
+        }
+        kinds = np.minimum(np.arange(len(ids)) >= cut + 2, self.types - 1).astype(np.int32)
+        return row | ({"token_types": kinds} if self.types else {})
+
+    def _elsewhere(self, start: int, size: int, rng: np.random.Generator) -> int | None:
+        """A place at which `size` tokens begin that are not of the row from `start` on; None in a store too small."""
+        before = max(0, start - size + 1)
+        after = max(0, self.store.tokens - size - start - self.stride + 1)
+        if not before + after:
+            return None
+        place = int(rng.integers(before + after))
+        return place if place < before else start + self.stride + place - before
+
+    def _chosen(self, ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The places of the tokens to tell: `density` of the ordinary ones on average, at least one."""
+        places = np.flatnonzero(self.may_hide[ids])
+        wanted = min(len(places), max(1, int(self.density * len(places) + rng.random())))
+        if not self.by_word:
+            return rng.permutation(places)[:wanted]
+        inside = self.begins_inside[ids] & np.roll(self.ends_inside[ids], 1)
+        words, sizes = np.unique(np.cumsum(~inside)[places], return_counts=True)
+        taken = np.zeros(len(words), bool)
+        for word in rng.permutation(len(words)).tolist():
+            if sizes[word] <= wanted:
+                taken[word] = True
+                wanted -= sizes[word]
+        return places[np.repeat(taken, sizes)]

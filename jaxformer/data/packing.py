@@ -1,0 +1,73 @@
+"""Packs whole examples into rows, each kept apart by its segment's number."""
+
+import numpy as np
+
+from jaxformer.data.examples import ExampleStore
+from jaxformer.data.forms import Form
+from jaxformer.data.rows import Batch, Rows, padded
+
+# Rows that are looked at for room; when none has it, the fullest is closed for a new one.
+OPEN_ROWS = 512
+
+# What numbers the segments of which array.
+SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
+
+
+class ExampleRows(Rows):
+    """Rows of whole examples, packed in an order that the seed gives, or each a row where the form says so.
+
+    `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is the part of the rows
+    that holds tokens.
+    """
+
+    def __init__(self, store: ExampleStore, form: Form, seed: int) -> None:
+        self.store, self.form = store, form
+        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
+        self.fingerprint = store.directory.name
+        sizes, room = form.sizes(store.lengths()), np.array(form.room)
+        self.cut = int((sizes > room).any(1).sum())
+        if form.packs:
+            order = np.random.default_rng(seed).permutation(len(store))
+            rows = first_fit(np.minimum(sizes, room), room, order)
+        else:
+            rows = [[index] for index in range(len(store))]
+        self._members = np.fromiter((index for row in rows for index in row), np.int64)
+        self._bounds = np.cumsum([0, *map(len, rows)])
+        self.filled = float(np.minimum(sizes, room).sum() / max(1, len(rows) * room.sum()))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def members(self, index: int) -> np.ndarray:
+        """The numbers of the examples in a row, in order."""
+        return self._members[self._bounds[index] : self._bounds[index + 1]]
+
+    def row(self, index: int, rng: np.random.Generator) -> Batch:
+        examples = [self.form.arrays(*self.store[member]) for member in self.members(index)]
+        row = {name: np.concatenate([example[name] for example in examples]) for name in examples[0]}
+        numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
+        for name, array in SEGMENTS.items():
+            if array in row:
+                row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
+        return padded(row, self.form.lengths)
+
+
+def first_fit(sizes: np.ndarray, room: np.ndarray, order: np.ndarray) -> list[list[int]]:
+    """The numbers of the examples in each row: each goes to the first open row that has room for all its streams.
+
+    `sizes` [N, streams] are at most `room` [streams].
+    """
+    left = np.full((len(room), OPEN_ROWS), -1, np.int64)
+    place = np.zeros(OPEN_ROWS, np.int64)
+    rows: list[list[int]] = []
+    for index in order.tolist():
+        size = sizes[index][:, None]
+        fits = (left >= size).all(0)
+        slot = int(fits.argmax())
+        if not fits[slot]:
+            slot = int(left.min(0).argmin())
+            left[:, slot], place[slot] = room, len(rows)
+            rows.append([])
+        left[:, slot] -= size[:, 0]
+        rows[place[slot]].append(index)
+    return rows

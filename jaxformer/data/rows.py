@@ -1,0 +1,83 @@
+"""The rows that batches are made of: numbered, each a few arrays, the same whenever it is asked for."""
+
+import abc
+
+import numpy as np
+
+from jaxformer.config import DataConfig
+from jaxformer.data.store import TokenStore
+
+# One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
+Batch = dict[str, np.ndarray]
+
+
+class Rows(abc.ABC):
+    """Rows by number, and what the text holds that they are made of.
+
+    `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it can.
+    """
+
+    tokens: int
+    documents: int
+    bytes: int
+    fingerprint: str
+    window: int = 0
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """How many rows there are in an epoch."""
+
+    @abc.abstractmethod
+    def row(self, index: int, rng: np.random.Generator) -> Batch:
+        """Row `index`, with what is random in it drawn from `rng`."""
+
+    def __getitem__(self, index: int) -> Batch:
+        """Row `index` with randomness that is its own, for evaluation."""
+        return self.row(index, np.random.default_rng(index))
+
+
+class TextRows(Rows):
+    """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the last one maybe fewer."""
+
+    def __init__(self, store: TokenStore, window: int, stride: int) -> None:
+        self.store, self.window, self.stride = store, window, stride
+        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
+        self.fingerprint = store.directory.name
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.tokens - 1) // self.stride))
+
+    def segments(self, start: int, used: int) -> np.ndarray:
+        """The documents of `used` places from `start` on, numbered from 1.
+
+        The end token before a document is the first of its segment, so a text is learnt from its very start and every
+        token but the store's first stays a target.
+        """
+        begins = self.store.boundaries(start, start + used + 1) - start - 1
+        segments = np.zeros(used, np.int32)
+        segments[begins[begins > 0]] = 1
+        return np.cumsum(segments, dtype=np.int32) + 1
+
+
+class CausalRows(TextRows):
+    """Each token of a store but the first is a target once.
+
+    Row i reads tokens i T to i T + T; a last row that the store cannot fill is padded (token 0, weight 0, segment 0).
+    """
+
+    def __init__(self, store: TokenStore, data: DataConfig) -> None:
+        super().__init__(store, data.sequence_length + 1, data.sequence_length)
+        self.packed = data.packing == "documents"
+
+    def row(self, index: int, rng: np.random.Generator) -> Batch:
+        start = int(index) * self.stride
+        window = self.store.read(start, start + self.window)
+        used = len(window) - 1
+        row = {"tokens": window[:-1], "targets": window[1:], "weights": np.ones(used, np.float32)}
+        row |= {"segment_ids": self.segments(start, used)} if self.packed else {}
+        return padded(row, dict.fromkeys(row, self.stride))
+
+
+def padded(row: Batch, lengths: dict[str, int]) -> Batch:
+    """Each array filled up with zeros to its length: no token's weight, and segment 0."""
+    return {name: np.pad(array, (0, lengths[name] - len(array))) for name, array in row.items()}

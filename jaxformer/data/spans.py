@@ -1,0 +1,116 @@
+"""Rows for an encoder-decoder that learns from plain text: hidden spans, and prefixes (T5, arXiv:1910.10683)."""
+
+import itertools
+
+import numpy as np
+
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.data.rows import Batch, TextRows, padded
+from jaxformer.data.store import TokenStore
+from jaxformer.tokenizer import Tokenizer
+
+
+class SourceRows(TextRows):
+    """Rows of a source, and the target that is made of it; the end token starts what the decoder reads."""
+
+    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer, window: int) -> None:
+        super().__init__(store, window, window)
+        self.end = tokenizer.end_token
+        self.length, self.source_length = _lengths(run)
+
+    def arrays(self, source: np.ndarray, targets: np.ndarray) -> Batch:
+        """One row, padded."""
+        row = {
+            "source": source,
+            "source_segment_ids": np.ones(len(source), np.int32),
+            "tokens": np.concatenate([[self.end], targets[:-1]]).astype(np.int32),
+            "targets": targets,
+            "weights": np.ones(len(targets), np.float32),
+            "segment_ids": np.ones(len(targets), np.int32),
+        }
+        sources = dict.fromkeys(("source", "source_segment_ids"), self.source_length)
+        return padded(row, dict.fromkeys(row, self.length) | sources)
+
+
+class SpanRows(SourceRows):
+    """Span corruption: each hidden span is a sentinel in the source, and follows its sentinel in the target.
+
+        text    a b c d e f g h i j
+        source  a b <0> e f g <1> j <2> end        target  <0> c d <1> h i <2> ... end
+
+    Raises ConfigError where the target has no room, or there are too few sentinels.
+    """
+
+    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
+        self.density, self.mean = run.data.noise_density, run.data.span_length
+        length, source_length = _lengths(run)
+        window = raw_length(source_length, self.density, self.mean)
+        hidden, spans = hidden_counts(window, self.density, self.mean)
+        super().__init__(store, run, tokenizer, window)
+        self.sentinels = np.array(tokenizer.sentinels(), np.int32)
+        if hidden + spans + 1 > length:
+            raise ConfigError(
+                f"data.sequence_length={length} has no room for the targets of data.objective=spans: a source of "
+                f"{source_length} tokens hides {hidden} in {spans} spans, so set data.sequence_length to at least "
+                f"{hidden + spans + 1}, or data.source_length lower."
+            )
+        if spans > len(self.sentinels):
+            raise ConfigError(
+                f"data.objective=spans hides {spans} spans in a source of {source_length} tokens, and the tokenizer has "
+                f"{len(self.sentinels)} sentinels (<extra_id_0>, ...): raise data.span_length, or lower data.source_length."
+            )
+
+    def row(self, index: int, rng: np.random.Generator) -> Batch:
+        start = int(index) * self.stride
+        text = self.store.read(start, start + self.window)
+        hidden, spans = hidden_counts(len(text), self.density, self.mean)
+        lengths = np.stack([random_parts(len(text) - hidden, spans, rng), random_parts(hidden, spans, rng)], 1)
+        pieces = np.split(text, np.cumsum(lengths)[:-1])
+        marks = np.split(self.sentinels[:spans], spans)
+        source = itertools.chain.from_iterable(zip(pieces[::2], marks, strict=True))
+        targets = itertools.chain.from_iterable(zip(marks, pieces[1::2], strict=True))
+        end = np.array([self.end], np.int32)
+        return self.arrays(np.concatenate([*source, end]), np.concatenate([*targets, end]))
+
+
+class PrefixRows(SourceRows):
+    """A text cut at a random place: the source is what comes before, with the end token, the target what comes after."""
+
+    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
+        length, source_length = _lengths(run)
+        super().__init__(store, run, tokenizer, min(source_length - 1, length) + 1)  # so that each side fits, wherever cut
+
+    def row(self, index: int, rng: np.random.Generator) -> Batch:
+        start = int(index) * self.stride
+        text = self.store.read(start, start + self.window)
+        cut = int(rng.integers(1, len(text)))
+        return self.arrays(np.append(text[:cut], np.int32(self.end)), text[cut:])
+
+
+def hidden_counts(length: int, density: float, mean: float) -> tuple[int, int]:
+    """How many of `length` tokens are hidden, at least one and not all, and in how many spans."""
+    hidden = min(max(round(length * density), 1), length - 1)
+    return hidden, min(max(round(hidden / mean), 1), length - hidden)
+
+
+def raw_length(source_length: int, density: float, mean: float) -> int:
+    """The most tokens of text whose source, with sentinels and end token, fits in `source_length`: by default 568 in 512."""
+
+    def taken(length: int) -> int:
+        hidden, spans = hidden_counts(length, density, mean)
+        return length - hidden + spans + 1
+
+    length = 2
+    while taken(length + 1) <= source_length:
+        length += 1
+    return length
+
+
+def random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
+    """The sizes of `parts` parts, none empty, of `total` things, each way to part them as likely."""
+    cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]]))
+
+
+def _lengths(run: RunConfig) -> tuple[int, int]:
+    return run.data.sequence_length, run.data.source_length or run.data.sequence_length
