@@ -1,4 +1,4 @@
-"""The command line: `jaxformer train | sample | evaluate`, with `train.py` for the first.
+"""The command line: `jaxformer train | sample | evaluate | attention`, with `train.py` for the first.
 
 Exit status: 0 done, 2 a mistake in config or input (one message, no traceback), anything else a fault.
 """
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "CONFIG [--section.field value ...]   trains, or continues, the run of a config",
-    "sample": 'RUN [--prompt "..."]                 writes text from a trained run',
-    "evaluate": "RUN [--data.validation PATH]         loss, perplexity and bits per byte on held-out text",
+    "sample": 'RUN [--prompt "..."]                 what a trained run writes, fills in or tells of a text',
+    "evaluate": "RUN [--data.validation PATH]         loss on held-out text, accuracy, or BLEU",
+    "attention": 'RUN --prompt "..."                 a page of attention maps',
 }
 
 

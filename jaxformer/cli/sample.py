@@ -1,68 +1,99 @@
-"""`jaxformer sample RUN`: streams text from a trained run to the terminal."""
+"""`jaxformer sample RUN`: what a trained run makes of a prompt; text is streamed to the terminal as it is written."""
 
+import functools
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 
+from jaxformer.cli.prompts import Model, open_run, row_of, source_of, text_of, tokens_of, words_of
 from jaxformer.config import ConfigError
+
+LEADING = 5  # fillings and classes shown
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Writes text from a trained run, as it is made."""
+    """Writes on from a prompt, or to it as the source; fills its [MASK]s; or tells its class or the tags of its words."""
 
     path: Annotated[Path, tyro.conf.Positional]  # Run directory.
-    prompt: str | None = None  # Start of the text; where it is not given, an end-of-text token starts a new one.
+    prompt: str | None = None  # Start of the text, or what is read; without it a decoder starts a new text.
+    pair: str = ""  # A second text to read beside the prompt, for an encoder trained on two.
     max_new_tokens: int = 256  # Tokens to write, at most; also limited by the model's context.
     temperature: float = 0.8  # 0 always takes the likeliest token.
     top_k: int = 50  # Draw from the k likeliest tokens; 0 from all.
     top_p: float = 1.0  # Draw from the likeliest tokens that hold this probability together.
+    beams: int = 0  # Write the likeliest text that a beam search of this width finds; 0 draws.
+    length_penalty: float = 0.6  # Of the beam search; 0 favours short texts.
     seed: int | None = None  # Of the draw; another one each time where it is not given.
     step: int | None = None  # Checkpoint to read; the newest where it is not given.
 
 
 def run(arguments: Sequence[str]) -> int:
     asked = tyro.cli(Arguments, prog="jaxformer sample", args=arguments, use_underscores=True)
-    import jax
-
-    from jaxformer.checkpoint import load
-    from jaxformer.generate.decode import stream_tokens
-
-    model = load(asked.path, asked.step)
-    if model.tokenizer is None:
-        raise ConfigError(f"{asked.path} has no tokenizer.json, so there is no text to read or write.")
-    tokens = [model.tokenizer.end_token] if asked.prompt is None else model.tokenizer.encode(asked.prompt)
-    if not tokens:
-        raise ConfigError("the prompt is empty: give --prompt some text, or leave it out to start a new text.")
-    room = model.config.max_length - len(tokens)
-    if room < 1:
-        raise ConfigError(
-            f"the prompt is {len(tokens)} tokens, and the context of this model is {model.config.max_length}: shorten it."
-        )
-    seed = secrets.randbits(31) if asked.seed is None else asked.seed
-    rules: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
-        "end_token": model.tokenizer.end_token,
-        "vocab_size": model.tokenizer.vocab_size,
-    }
-    count = min(asked.max_new_tokens, room)
-    pieces = stream_tokens(model.params, model.config, [tokens], count, key=jax.random.key(seed), **rules)
-    sys.stdout.write(asked.prompt or "")
-    for text in _growing(model.tokenizer.decode, (piece[0].tolist() for piece in pieces)):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    model = open_run(asked.path, asked.step)
+    writes = model.config.output == "language"
+    if asked.prompt is None and not (writes and model.config.family == "decoder"):
+        raise ConfigError(f"{asked.path} is a model that reads a text first: give it one with --prompt.")
+    if asked.beams and not writes:
+        raise ConfigError(f"{asked.path} has the head {model.config.output!r}, which writes no text: leave out --beams.")
+    if asked.pair and model.config.family != "encoder":
+        raise ConfigError(f"--pair is for an encoder, and {asked.path} has model.family={model.config.family!r}.")
+    ANSWERS[model.config.output](model, asked)
     return 0
 
 
-def _growing(decode, pieces: Iterator[list[int]]) -> Iterator[str]:  # type: ignore[no-untyped-def]
+def _write(model: Model, asked: Arguments) -> None:
+    """Prints the text that follows the prompt, or that answers it as the source."""
+    from jaxformer.generate.beam import beam_search
+    from jaxformer.generate.decode import stream_tokens
+
+    given: dict[str, Any] = {"end_token": model.tokenizer.end_token, "vocab_size": model.tokenizer.vocab_size}
+    if asks := model.config.family == "encoder_decoder":
+        given["source"] = [source_of(model, asked.prompt or "")]
+    start = [model.tokenizer.end_token] if asks or asked.prompt is None else tokens_of(model.tokenizer, asked.prompt)
+    room = _room(model, start, given.get("source", [[]])[0])
+    count = min(asked.max_new_tokens, room)
+    sys.stdout.write("" if asks else asked.prompt or "")
+    if asked.beams:
+        rules = {"beams": asked.beams, "keep": 1, "length_penalty": asked.length_penalty}
+        found = beam_search(model.params, model.config, [start], count, **given, **rules)
+        pieces: Iterator[np.ndarray] = iter([np.asarray(found.tokens[:, 0])])
+    else:
+        pieces = stream_tokens(model.params, model.config, [start], count, key=_key(asked.seed), **given, **_drawing(asked))
+    for text in _growing(functools.partial(text_of, model.tokenizer), (piece[0].tolist() for piece in pieces)):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _room(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
+    """How many tokens can follow; ConfigError where none can."""
+    most = model.config.max_length
+    if not start:
+        raise ConfigError("the prompt is empty: give --prompt some text, or leave it out to start a new text.")
+    if len(start) >= most or len(source) > most:
+        size = max(len(start), len(source))
+        raise ConfigError(f"the prompt is {size} tokens, and the context of this model is {most}: shorten it.")
+    return most - len(start)
+
+
+def _drawing(asked: Arguments) -> dict[str, Any]:
+    return {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+
+
+def _key(seed: int | None) -> Any:
+    import jax
+
+    return jax.random.key(secrets.randbits(31) if seed is None else seed)
+
+
+def _growing(decode: Callable[[list[int]], str], pieces: Iterator[list[int]]) -> Iterator[str]:
     """What each piece adds to the text; a character still lacking bytes waits for them."""
     tokens: list[int] = []
     shown = ""
@@ -73,3 +104,53 @@ def _growing(decode, pieces: Iterator[list[int]]) -> Iterator[str]:  # type: ign
             yield text[len(shown) :]
             shown = text
     yield decode(tokens)[len(shown) :]
+
+
+def _fill(model: Model, asked: Arguments) -> None:
+    """Prints the likeliest tokens for each [MASK] of the prompt."""
+    row = row_of(model, asked.prompt or "", asked.pair)
+    hidden = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
+    if not hidden.size:
+        raise ConfigError("the prompt hides nothing: write [MASK] where a token is to be told.")
+    texts = [model.tokenizer.shown(token) for token in range(model.tokenizer.vocab_size)]
+    for number, shares in enumerate(_shares(model, row)[hidden], 1):
+        _print_leading(f"[MASK] {number}", [repr(text) for text in texts], shares[: len(texts)])
+
+
+def _classify(model: Model, asked: Arguments) -> None:
+    """Prints the likeliest classes of the prompt."""
+    _print_leading("class", model.labels, _shares(model, row_of(model, asked.prompt or "", asked.pair)))
+
+
+def _tag(model: Model, asked: Arguments) -> None:
+    """Prints each word of the prompt with its likeliest tag."""
+    words, row = words_of(model, asked.prompt or "")
+    tags = _shares(model, row)[row["weights"] > 0].argmax(-1)
+    width = max(map(len, words))
+    for word, tag in zip(words, tags, strict=True):
+        print(f"{word:<{width}}  {model.labels[tag]}")
+
+
+def _shares(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
+    """Probabilities, of each token [T, V] or of the row [C]."""
+    import jax
+
+    from jaxformer.models.transformer import forward
+
+    types = row["token_types"][None] if "token_types" in row else None
+    logits = jax.jit(forward, static_argnums=1)(model.params, model.config, row["tokens"][None], token_types=types)
+    return np.asarray(jax.nn.softmax(logits[0], axis=-1))
+
+
+def _print_leading(title: str, names: Sequence[str], shares: np.ndarray) -> None:
+    print(title)
+    for index in np.argsort(-shares, kind="stable")[:LEADING]:
+        print(f"{shares[index]:8.1%}  {names[index]}")
+
+
+ANSWERS: dict[str, Callable[[Model, Arguments], None]] = {
+    "language": _write,
+    "masked": _fill,
+    "classes": _classify,
+    "tags": _tag,
+}

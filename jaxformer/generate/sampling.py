@@ -28,6 +28,13 @@ class Sampling:
             raise ConfigError("; ".join(message for message, fine in problems.items() if not fine))
 
 
+def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
+    """[B, V] with the ids from `vocab_size` on, padding of the table, at -inf."""
+    if vocab_size is None or vocab_size >= logits.shape[-1]:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+
+
 def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
     """[B, V] with all but the k largest at -inf; ties with the k-th stay."""
     least = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
@@ -44,8 +51,7 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
 
 def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """The next token of each row: [B, V] float32 -> [B] int32."""
-    if sampling.vocab_size is not None and sampling.vocab_size < logits.shape[-1]:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, logits, -jnp.inf)
+    logits = within(logits, sampling.vocab_size)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature

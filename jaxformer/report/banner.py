@@ -27,6 +27,7 @@ def closing(
     seconds: float,
     val_loss: float | None,
     bits_per_byte: float | None,
+    accuracy: float | None = None,
     gzip_bits_per_byte: float | None,
     sample: tuple[str, str] | None,
     run_dir: str,
@@ -34,12 +35,15 @@ def closing(
 ) -> str:
     """The end of a run in plain text: how well it predicts held-out text, a sample (prompt, continuation), what to do next.
 
-    `val_loss` is in nats per token, None where nothing was held out. `gzip_bits_per_byte` is that of `gzip -9` on the same
+    `val_loss` is in nats per target, None where nothing was held out. `gzip_bits_per_byte` is that of `gzip -9` on the same
     held-out bytes.
     """
     facts: dict[str, str | Sequence[str]] = {}
-    if val_loss is not None and bits_per_byte is not None:
-        facts["validation loss"] = f"{val_loss:.4f} nats per token (perplexity {_perplexity(val_loss)})"
+    if val_loss is not None:
+        facts["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {_perplexity(val_loss)})"
+    if accuracy is not None:
+        facts["accuracy"] = f"{accuracy:.2%} of the held-out targets"
+    if bits_per_byte is not None:
         facts["bits per byte"] = f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
     facts |= {"run directory": run_dir, "next": next_command}
     blocks = [banner(facts, title=f"Done in {human_time(seconds)}")]

@@ -95,6 +95,7 @@ LINE_PARTS: dict[str, Callable[[Any], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
     "val_loss": lambda value: f"validation loss {value:.4f}",
     "val_bits_per_byte": lambda value: f"{value:.3f} bits per byte",
+    "val_accuracy": lambda value: f"accuracy {value:.2%}",
     "learning_rate": lambda value: f"lr {value:.2e}",
     "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
     "mfu": lambda value: f"MFU {value:.1%}" if value > 0 else "",
