@@ -4,6 +4,7 @@ A checkpoint holds the train state as a flat table (dotted path to array) and a 
 dtypes. The run directory holds the resolved config and the tokenizer beside them.
 """
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.config_file import read_config
-from jaxformer.models import decoder
+from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, abstract
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.train.state import TrainState
@@ -26,11 +27,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model read from disk. `tokenizer` is None where none lies beside it."""
+    """A model read from disk. `tokenizer` is None where none lies beside it; `labels` are its classes' names."""
 
     params: Params
     config: ModelConfig
     tokenizer: Tokenizer | None
+    labels: tuple[str, ...] = ()
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
@@ -136,9 +138,7 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
         held = f"it holds steps {steps}" if steps else "training has not saved one yet"
         raise ConfigError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}: {held}.")
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=here), abstract(decoder.specs(config))
-    )
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=here), abstract(model_specs(config)))
     wanted = flat_leaves({"params": shapes})
     errors = []
     for candidate in [step] if step is not None else reversed(steps):
@@ -152,8 +152,13 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
             continue
         params = jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
         tokenizer = run_dir / "tokenizer.json"
-        return Loaded(params, config, Tokenizer.load(tokenizer) if tokenizer.is_file() else None)
+        return Loaded(params, config, Tokenizer.load(tokenizer) if tokenizer.is_file() else None, _labels(run_dir))
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+
+def _labels(run_dir: Path) -> tuple[str, ...]:
+    record = run_dir / "data.json"
+    return tuple(json.loads(record.read_text(encoding="utf-8")).get("labels", ())) if record.is_file() else ()
 
 
 def saved_steps(run_dir: Path) -> list[int]:

@@ -1,6 +1,7 @@
 """What the device can do: its best speed, and the attention kernel that serves a run on it."""
 
 import dataclasses
+import math
 import time
 
 import jax
@@ -9,8 +10,8 @@ import numpy as np
 
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.layers import kernels
-from jaxformer.layers.masks import Places, places_of
-from jaxformer.models.decoder import compute_dtype
+from jaxformer.layers.masks import View, places_of
+from jaxformer.models.stack import compute_dtype
 from jaxformer.train.state import compiler_options
 
 PEAK_TFLOPS = {  # dense bfloat16 products, by a part of the device's name, longest first
@@ -46,19 +47,19 @@ def peak_flops(dtype: str) -> float:
     return 2 * n**3 / min(times) / (jax.device_count() if jax.default_backend() == "cpu" else 1)
 
 
-def with_kernel(run: RunConfig) -> tuple[RunConfig, str]:
+def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
     """`run` with its attention kernel chosen, and a sentence about it; `prove_kernel` checks it.
 
-    Raises ConfigError if a kernel asked for by name cannot serve the run.
+    `packed` says that rows come with segment ids. Raises ConfigError if a kernel asked for by name cannot serve the run.
     """
-    config, packed = run.model, run.data.packing == "documents"
-    dtype = str(compute_dtype(config))
-    case = kernels.Case(jax.default_backend(), dtype, run.data.sequence_length, config.head_width, packed, config.dropout)
+    config = run.model
+    length = math.gcd(run.data.sequence_length, run.data.source_length)
+    case = kernels.Case(jax.default_backend(), str(compute_dtype(config)), length, packed, config)
     name, reason = kernels.choose(config.attention_kernel, case)
     return dataclasses.replace(run, model=dataclasses.replace(config, attention_kernel=name)), reason  # type: ignore[arg-type]
 
 
-def prove_kernel(run: RunConfig) -> str:
+def prove_kernel(run: RunConfig, packed: bool) -> str:
     """Checks the kernel that `with_kernel` chose on the run's own shapes; a sentence about it, empty for the reference.
 
     Raises RuntimeError if the kernel does not compute attention.
@@ -67,29 +68,36 @@ def prove_kernel(run: RunConfig) -> str:
     if name == "xla":
         return ""
     rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
-    errors = check_kernel(name, run.model, rows, run.data.sequence_length, run.data.packing == "documents")
+    errors = check_kernel(name, run.model, rows, run.data.sequence_length, packed)
     return f"The attention kernel {name} was checked against float32: {errors}."
 
 
 def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
-    """Runs the kernel forward and backward beside the reference; the largest errors in words, or RuntimeError."""
-    dtype = compute_dtype(config)
+    """Runs the kernel forward and backward beside the reference, for every stack of the model; the largest errors in words.
 
-    def both(kernel: kernels.Kernel, places: Places, arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
-        out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, places, places), *arrays[:3])
+    Raises RuntimeError where they are larger than the dtype's rounding explains.
+    """
+    dtype = compute_dtype(config)
+    sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[config.family]
+
+    def both(kernel: kernels.Kernel, view: View, arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, view), *arrays[:3])
         return out, *back(arrays[3].astype(out.dtype))
 
-    def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> list[jax.Array]:
+    def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> list[list[jax.Array]]:
         places = places_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
-        found = both(kernels.KERNELS[name].run, places, arrays)
-        expected = both(kernels.reference, places, [a.astype(jnp.float32) for a in arrays])
-        return [
-            jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in zip(found, expected, strict=True)
-        ]
+        errors = []
+        for causal in sides:
+            view = View(places, places, causal=causal, window=config.window, scale=config.attention_scale)
+            found = both(kernels.KERNELS[name].run, view, arrays)
+            expected = both(kernels.reference, view, [a.astype(jnp.float32) for a in arrays])
+            pairs = zip(found, expected, strict=True)
+            errors.append([jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in pairs])
+        return errors
 
     arrays, segments = _case(config, rows, length, packed)
     compiled = jax.jit(relative_errors, compiler_options=compiler_options())
-    errors = [float(error) for error in compiled([a.astype(dtype) for a in arrays], segments)]
+    errors = np.max(np.array(compiled([a.astype(dtype) for a in arrays], segments)), axis=0)
     allowed = TOLERANCE[str(dtype)]
     if not max(errors) <= allowed:  # a NaN fails too
         raise RuntimeError(
@@ -107,9 +115,10 @@ def _case(config: ModelConfig, rows: int, length: int, packed: bool) -> tuple[li
     k_heads = min(config.kv_heads, fitting)
     rows = min(rows, max(fitting // k_heads, 1))
     rng = np.random.default_rng(0)
+    keys, values = config.head_width, config.value_width
     arrays = [
-        rng.standard_normal((rows, length, heads, config.head_width), dtype=np.float32)
-        for heads in (k_heads * groups, k_heads, k_heads, k_heads * groups)
+        rng.standard_normal((rows, length, heads, width), dtype=np.float32)
+        for heads, width in ((k_heads * groups, keys), (k_heads, keys), (k_heads, values), (k_heads * groups, values))
     ]
     thirds = np.arange(length, dtype=np.int32) * 3 // length + 1
     return arrays, np.broadcast_to(thirds, (rows, length)) if packed else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config, to_json
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.train.adopt import adopted
 
 LOCK = ".lock"
 
@@ -53,8 +54,9 @@ def check_config(run: RunConfig) -> None:
     if not path.is_file():
         return
     written = read_config(path)
-    if not run.model.vocab_size:  # not known before the tokenizer is
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=written.model.vocab_size))
+    run = adopted(run)
+    unknown = {name: getattr(written.model, name) for name in ("vocab_size", "n_classes") if not getattr(run.model, name)}
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, **unknown))  # not known before the data is
     found = differences(written, run)
     if found:
         raise ConfigError(
@@ -64,13 +66,15 @@ def check_config(run: RunConfig) -> None:
         )
 
 
-def claim(run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str]) -> None:
+def claim(run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str], labels: tuple[str, ...]) -> None:
     """Writes config.json, tokenizer.json and data.json, or holds them against what is there.
 
-    `texts` maps each split to its fingerprint. Raises ConfigError if the text or the tokenizer is no longer the same.
+    `texts` maps each split to its fingerprint; `labels` are the names of its classes, if any. Raises ConfigError if the text
+    or the tokenizer is no longer the same.
     """
     folder = Path(run.run.dir)
-    record = json.dumps({"tokenizer": tokenizer.fingerprint()} | texts, indent=2) + "\n"
+    named = {"labels": list(labels)} if labels else {}
+    record = json.dumps({"tokenizer": tokenizer.fingerprint()} | texts | named, indent=2) + "\n"
     path = folder / "data.json"
     if path.is_file() and path.read_text(encoding="utf-8") != record:
         before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(record)

@@ -11,14 +11,16 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.config import RunConfig
+from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.config_file import check, with_vocabulary
-from jaxformer.models import decoder
 from jaxformer.models.cost import flops_per_token
+from jaxformer.models.stack import compute_dtype
+from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import decay_groups, make_optimizer, make_schedule
 from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
 from jaxformer.sharding import make_mesh
+from jaxformer.train.adopt import adopted, with_classes
 from jaxformer.train.device import peak_flops, with_kernel
 from jaxformer.train.directory import claim
 from jaxformer.train.state import TrainState, abstract_state
@@ -47,7 +49,7 @@ class Job:
 
     @functools.cached_property
     def flops_per_token(self) -> int:
-        return flops_per_token(self.run.model, self.run.data.sequence_length)
+        return flops_per_token(self.run.model, self.run.data.sequence_length, self.run.data.source_length)
 
     @property
     def target(self) -> TrainState:
@@ -60,23 +62,23 @@ def make_job(run: RunConfig, say: Say) -> Job:
 
     Raises ConfigError at the door.
     """
-    check(run)
+    run = adopted(check(run))
     mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
     corpus = data.prepare(run, say)
-    run = with_vocabulary(run, corpus.tokenizer.vocab_size)
+    run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
     size, place = run.train.batch_size, (jax.process_index(), jax.process_count())
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, *place)
     heldout = data.evaluation_batches(corpus.validation, run.data, size, *place) if corpus.validation else None
-    specs = decoder.specs(run.model)
+    specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
-    ready, kernel = with_kernel(run)
-    peak = peak_flops(str(decoder.compute_dtype(run.model)))
+    ready, kernel = with_kernel(run, "segment_ids" in batches[0])
+    peak = peak_flops(str(compute_dtype(run.model)))
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     job = Job(ready, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {})
     job.facts.update(_facts(job, kernel))
-    stores = {"train": corpus.train, "validation": corpus.validation}
-    claim(run, corpus.tokenizer, {name: store.directory.name for name, store in stores.items() if store})
+    texts = {"train": corpus.train, "validation": corpus.validation}
+    claim(run, corpus.tokenizer, {name: rows.fingerprint for name, rows in texts.items() if rows}, corpus.labels)
     return job
 
 
@@ -92,7 +94,7 @@ def _facts(job: Job, kernel: str) -> dict[str, str]:
     run, mesh, device = job.run, job.mesh, jax.devices()[0]
     train, validation = job.corpus.train, job.corpus.validation
     state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(job.target))
-    epoch = train.tokens / job.tokens_per_step
+    epoch = job.batches.examples / run.train.batch_size
     groups = decay_groups(run.optimizer, job.specs)
     copied = [
         path
@@ -104,21 +106,26 @@ def _facts(job: Job, kernel: str) -> dict[str, str]:
         f"best product {job.peak / 1e12:.3g} TFLOP/s each",
         "mesh": ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
         + (f"; whole on every tensor device, since it does not divide: {', '.join(copied)}" if copied else ""),
-        "model": f"{human_count(count(job.specs))} parameters, {run.model.n_layers} layers, {run.model.d_model} wide, "
-        f"{run.model.n_heads} heads ({run.model.kv_heads} key-value), {decoder.compute_dtype(run.model)} products",
+        "model": f"{run.model.family}, {human_count(count(job.specs))} parameters, {_layers(run.model)} layers, "
+        f"{run.model.d_model} wide, "
+        f"{run.model.n_heads} heads ({run.model.kv_heads} key-value), {compute_dtype(run.model)} products",
         "weight decay": "; ".join(
             f"{name}: {n} tensors, {human_count(size)} parameters" for name, (n, size) in groups.items()
         ),
         "memory": f"{human_bytes(state)} of parameters and optimizer state a device",
         "FLOPs": f"{human_count(job.flops_per_token)} a token, forward and backward",
         "attention": kernel,
-        "data": f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
+        "data": f"{job.corpus.objective}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
         + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
         "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
         "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; "
         f"the run is {run.train.steps / epoch:.2f} epochs",
         "run directory": str(Path(run.run.dir)),
     }
+
+
+def _layers(model: ModelConfig) -> str:
+    return f"{model.encoder_layers} + {model.n_layers}" if model.family == "encoder_decoder" else str(model.n_layers)
 
 
 def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:

@@ -17,10 +17,11 @@ import jax
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import RunConfig
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.evaluate import Evaluation, make_evaluate, place_batch
+from jaxformer.evaluate import Evaluation, bytes_of_targets, make_evaluate, place_batch
 from jaxformer.generate.decode import generate
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
+from jaxformer.train.adopt import carried
 from jaxformer.train.device import prove_kernel
 from jaxformer.train.directory import lock
 from jaxformer.train.job import Job, Say, make_job
@@ -77,7 +78,7 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, An
             step = behind.submit(_compile, job, say)
             if jax.default_backend() != "cpu":
                 step.result()
-            if proof := prove_kernel(run):
+            if proof := prove_kernel(run, "segment_ids" in job.batches[0]):
                 say(proof)
             return step
 
@@ -85,6 +86,10 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, An
         state = checkpoints.restore(job.target, say)
         if state is None:
             state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
+            if run.run.init_from:
+                params, sentence = carried(run, state.params)
+                state = state.replace(params=params)  # type: ignore[attr-defined]
+                say(sentence)
         elif int(state.step) < run.train.steps:
             say(f"Continuing {run.run.dir} from step {int(state.step)}.")
         else:
@@ -148,7 +153,7 @@ def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
 def _steps(job: Job, state: TrainState, advance: Any, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
     """Runs the steps that are left by the compiled `advance`; the final state and its evaluation."""
     settings, first = job.run.train, int(state.step)
-    evaluate = make_evaluate(job.run.model, job.mesh, job.corpus.tokenizer.token_bytes())
+    evaluate = make_evaluate(job.run.model, job.mesh, bytes_of_targets(job.corpus))
     heldout = job.heldout
     with (
         Progress(settings.steps, first, job.run.run.progress) as progress,
@@ -227,21 +232,30 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: Path) -> str:
-    run, tokenizer = job.run, job.corpus.tokenizer
-    prompt = tokenizer.encode(run.run.sample_prompt) or [tokenizer.end_token]
-    room = min(run.run.sample_tokens, run.model.max_length - len(prompt))
-    sample = None
-    if room > 0:
-        rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_token}
-        key = jax.random.key(run.run.seed)
-        made = generate(params, run.model, [prompt], room, key=key, **rules)
-        sample = (run.run.sample_prompt, tokenizer.decode(made[0].tolist()))
+    run, bits = job.run, last.get("val_bits_per_byte")
     return closing(
         seconds=seconds,
         val_loss=last.get("val_loss"),
-        bits_per_byte=last.get("val_bits_per_byte"),
-        gzip_bits_per_byte=gzip_bits_per_byte(job.corpus.validation_text()) if last else None,
-        sample=sample,
+        bits_per_byte=bits,
+        accuracy=last.get("val_accuracy"),
+        gzip_bits_per_byte=gzip_bits_per_byte(job.corpus.validation_text()) if bits else None,
+        sample=_sample(job, params),
         run_dir=f"{run.run.dir} (loss curve: {plot})",
         next_command=f'jaxformer sample {run.run.dir} --prompt "{run.run.sample_prompt or "Once"}"',
     )
+
+
+def _sample(job: Job, params: Params) -> tuple[str, str] | None:
+    """A prompt and what the model makes of it; None for a model that does not write, or has nothing to write from."""
+    run, tokenizer = job.run, job.corpus.tokenizer
+    prompt, source = tokenizer.encode(run.run.sample_prompt), {}
+    if run.model.family == "encoder_decoder":
+        prompt, source = [], {"source": [[*prompt, tokenizer.end_token]]} if prompt else {}
+    prompt = prompt or [tokenizer.end_token]
+    room = min(run.run.sample_tokens, run.model.max_length - len(prompt))
+    if room < 1 or run.model.output != "language" or (run.model.family == "encoder_decoder" and not source):
+        return None
+    rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_token}
+    made = generate(params, run.model, [prompt], room, key=jax.random.key(run.run.seed), **source, **rules)
+    between = " => " if source else ""
+    return run.run.sample_prompt + between, tokenizer.decode(made[0].tolist())

@@ -8,10 +8,10 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer.config import ModelConfig, RunConfig
-from jaxformer.layers.embed import head_weight
-from jaxformer.layers.masks import places_of
+from jaxformer.layers.head import output_layer, pooled, readout
 from jaxformer.losses import cross_entropy
-from jaxformer.models import decoder
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import hidden, specs
 from jaxformer.params import Params
 from jaxformer.sharding import batch_sharding
 from jaxformer.train.state import TrainState, compiler_options, state_shardings
@@ -25,12 +25,20 @@ def loss_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens of a batch: (objective, nats). Their weight is the sum of `batch["weights"]`.
 
-    `batch` holds tokens, targets [B, T] int and weights [B, T] float, and where documents are packed segment_ids [B, T];
-    `extras` are label_smoothing and z_loss, which the objective has and nats has not. A key turns dropout on.
+    `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row), and what else the model
+    reads: segment_ids, token_types, source, source_segment_ids, all int. `extras` are label_smoothing and z_loss, which the
+    objective has and nats has not; it also has the loss of next_sentence [B, 1], weighted as the batch says. A key turns
+    dropout on.
     """
-    places = places_of(batch["tokens"], None, batch.get("segment_ids"))
-    x, _ = decoder.hidden(params, config, batch["tokens"], places, key=key)
-    return cross_entropy(x, head_weight(params, config), batch["targets"], batch["weights"], **extras)
+    inputs = inputs_of(batch)
+    x, _ = hidden(params, config, inputs, key=key)
+    extras["soft_cap"] = config.logit_soft_cap
+    layer = output_layer(params, config, readout(params, config, x, inputs.places))
+    objective, nats = cross_entropy(*layer, batch["targets"], batch["weights"], **extras)
+    if config.next_sentence:
+        layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
+        objective += cross_entropy(*layer, batch["next_sentence"], batch["next_sentence_weights"])[0]
+    return objective, nats
 
 
 def gradients(params: Params, run: RunConfig, batch: Batch, key: jax.Array) -> tuple[Params, jax.Array]:
@@ -74,7 +82,7 @@ def make_step(run: RunConfig, optimizer: optax.GradientTransformation, schedule:
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
         return TrainState(state.step + 1, params, moments), metrics  # type: ignore[arg-type]
 
-    places = state_shardings(decoder.specs(run.model), optimizer, mesh)
+    places = state_shardings(specs(run.model), optimizer, mesh)
     return jax.jit(
         step,
         donate_argnums=0,

@@ -1,0 +1,45 @@
+"""BERT base (arXiv:1810.04805): 110M parameters, masked tokens and next-sentence prediction.
+
+Give it text: --data.train 'corpus/*.jsonl.zst' [--data.mask_units words]
+"""
+
+from dataclasses import replace
+
+from jaxformer import ModelConfig, RunConfig
+
+base = RunConfig()
+config = replace(
+    base,
+    run=replace(base.run, dir="runs/bert_base"),
+    model=ModelConfig(
+        family="encoder",
+        d_model=768,
+        n_layers=12,
+        n_heads=12,
+        max_length=512,
+        positions="learned",
+        norm="layer",
+        norm_placement="post",
+        norm_eps=1e-12,
+        activation="gelu",
+        bias="all",
+        embedding_norm=True,
+        token_types=2,
+        next_sentence=True,
+        tied_head=True,
+        dropout=0.1,
+    ),
+    data=replace(base.data, sequence_length=512),
+    tokenizer=replace(base.tokenizer, vocab_size=30_522, training_bytes=1_000_000_000),
+    optimizer=replace(
+        base.optimizer,
+        learning_rate=1e-4,
+        schedule="linear",
+        warmup_steps=10_000,
+        final_fraction=0.0,
+        b2=0.999,
+        eps=1e-6,
+        weight_decay=0.01,
+    ),
+    train=replace(base.train, steps=1_000_000, batch_size=256, eval_every=5000, eval_batches=50, checkpoint_every=5000),
+)

@@ -1,0 +1,38 @@
+"""T5 small (arXiv:1910.10683): 60M parameters, span corruption.
+
+Give it text: --data.train 'corpus/*.jsonl.zst' [--data.objective prefix]
+"""
+
+from dataclasses import replace
+
+from jaxformer import ModelConfig, RunConfig
+
+base = RunConfig()
+config = replace(
+    base,
+    run=replace(base.run, dir="runs/t5_small"),
+    model=ModelConfig(
+        family="encoder_decoder",
+        d_model=512,
+        n_layers=6,
+        n_heads=8,
+        head_dim=64,
+        d_ff=2048,
+        max_length=512,
+        positions="t5",
+        norm="rms",
+        norm_eps=1e-6,
+        activation="relu",
+        attention_scale=1.0,
+        tied_head=True,
+        logit_scale="rsqrt",
+        dropout=0.1,
+        init="fan_in",
+    ),
+    data=replace(base.data, sequence_length=128, source_length=512),
+    tokenizer=replace(base.tokenizer, vocab_size=32_128, training_bytes=1_000_000_000),
+    optimizer=replace(
+        base.optimizer, name="adafactor", learning_rate=1e-2, schedule="inverse_sqrt", warmup_steps=10_000, weight_decay=0.0
+    ),
+    train=replace(base.train, steps=524_288, batch_size=128, eval_every=5000, eval_batches=50, checkpoint_every=5000),
+)

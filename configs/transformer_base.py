@@ -1,0 +1,52 @@
+"""The original Transformer's base model (arXiv:1706.03762): 65M parameters, post-norm, with its schedule and smoothing.
+
+Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --data.validation 'wmt/dev.{en,de}.gz'
+"""
+
+from dataclasses import replace
+
+from jaxformer import ModelConfig, RunConfig
+
+base = RunConfig()
+config = replace(
+    base,
+    run=replace(base.run, dir="runs/transformer_base"),
+    model=ModelConfig(
+        family="encoder_decoder",
+        d_model=512,
+        n_layers=6,
+        n_heads=8,
+        d_ff=2048,
+        max_length=1024,
+        positions="sinusoidal",
+        norm="layer",
+        norm_placement="post",
+        activation="relu",
+        bias="all",
+        embedding_scale="sqrt",
+        tied_head=True,
+        dropout=0.1,
+        init="xavier",
+    ),
+    data=replace(base.data, objective="pairs", sequence_length=512),
+    tokenizer=replace(base.tokenizer, vocab_size=37_000, training_bytes=1_000_000_000),
+    optimizer=replace(
+        base.optimizer,
+        learning_rate=(512 * 4000) ** -0.5,  # the paper's d_model^-0.5 min(step^-0.5, step warmup^-1.5) at its top
+        schedule="inverse_sqrt",
+        warmup_steps=4000,
+        b2=0.98,
+        eps=1e-9,
+        weight_decay=0.0,
+        clip_norm=0.0,
+    ),
+    train=replace(
+        base.train,
+        steps=100_000,
+        batch_size=56,
+        label_smoothing=0.1,
+        eval_every=1000,
+        eval_batches=20,
+        checkpoint_every=1000,
+    ),
+)
