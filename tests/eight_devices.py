@@ -9,30 +9,59 @@ from jax.sharding import Mesh
 from test_learning_laws import a_batch, a_run
 
 from jaxformer.config import MeshConfig
-from jaxformer.layers.embed import head_weight
-from jaxformer.losses import cross_entropy
-from jaxformer.models import decoder
+from jaxformer.models.transformer import specs as specs_of
 from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.params import init_params
+from jaxformer.params import init_params, map_specs
 from jaxformer.sharding import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
 from jaxformer.train.state import init_state
-from jaxformer.train.step import make_step
+from jaxformer.train.step import loss_sums, make_step
 
 MESHES = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 2": (4, 1, 2), "all three": (2, 2, 2), "tensor 4": (2, 1, 4)}
-CASES = [("llama", 1, 0.0, MESHES), ("gpt2", 2, 0.1, ["all three"])]
+SEQUENCE_TO_SEQUENCE = {"family": "encoder_decoder", "positions": "t5", "n_encoder_layers": 1, "bias": "all"}
+BERT = {"family": "encoder", "token_types": 2, "next_sentence": True, "embedding_norm": True, "norm_placement": "post"}
+CASES = {  # model of shapes.py, changes to it, microbatches, meshes
+    "llama": ("llama", {}, 1, MESHES),
+    "gpt2": ("gpt2", {"dropout": 0.1}, 2, ["all three"]),
+    "encoder-decoder": ("llama", SEQUENCE_TO_SEQUENCE, 1, ["all three", "tensor 4"]),
+    "encoder": ("gpt2", BERT, 2, ["all three", "tensor 4"]),
+    "classes": ("llama", {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"}, 1, ["all three"]),
+}
 STEPS = 3
+
+
+def run_of(name):
+    base, changes, pieces, _ = CASES[name]
+    return a_run(base, 16, train={"microbatches": pieces}, vocab_size=64, **changes)
+
+
+def batch_of(config, seed=0):
+    """A batch of the family: padded rows, a source beside them, types and a second target, as the model reads them."""
+    batch, rng = a_batch(16, seed=seed), np.random.default_rng(seed)
+    if config.family == "decoder":
+        return batch
+    batch["segment_ids"] = (np.arange(24) < rng.integers(12, 25, (16, 1))).astype(np.int32)
+    if config.family == "encoder_decoder":
+        batch["source"] = rng.integers(0, 64, (16, 20), dtype=np.int32)
+        batch["source_segment_ids"] = (np.arange(20) < rng.integers(8, 21, (16, 1))).astype(np.int32)
+    if config.token_types:
+        batch["token_types"] = rng.integers(0, 2, (16, 24), dtype=np.int32)
+        batch["next_sentence"] = rng.integers(0, 2, (16, 1), dtype=np.int32)
+        batch["next_sentence_weights"] = np.ones((16, 1), np.float32)
+    if config.output == "classes":
+        batch["targets"], batch["weights"] = rng.integers(0, 3, (16, 1), dtype=np.int32), np.ones((16, 1), np.float32)
+    return batch
 
 
 def train(run, mesh):
     """Losses and gradient norms of some steps, and the final params on the host."""
     with jax.set_mesh(mesh):
-        specs, schedule = decoder.specs(run.model), make_schedule(run.optimizer, run.train.steps)
+        specs, schedule = specs_of(run.model), make_schedule(run.optimizer, run.train.steps)
         optimizer = make_optimizer(run.optimizer, schedule, specs)
         state = init_state(specs, optimizer, mesh, run.run.seed)
         step = make_step(run, optimizer, schedule, mesh)
         seen = []
         for i in range(STEPS):
-            state, metrics = step(state, jax.device_put(a_batch(16, seed=i), batch_sharding(mesh)))
+            state, metrics = step(state, jax.device_put(batch_of(run.model, i), batch_sharding(mesh)))
             seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         shards = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)}
         spread = max(leaf.size / leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params))
@@ -42,32 +71,28 @@ def train(run, mesh):
 def explicit_axes_trace(run):
     """Names what fails to trace under explicit axes: a placement that is nowhere said is an error there."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 16, explicit=True)
-    specs = decoder.specs(run.model)
+    specs, batch = specs_of(run.model), batch_of(run.model)
 
-    def loss(params, batch):
-        from jaxformer.layers.masks import places_of
+    def nats(params, batch):
+        return loss_sums(params, run.model, batch)[1]
 
-        x, _ = decoder.hidden(params, run.model, batch["tokens"], places_of(batch["tokens"], None, None))
-        return cross_entropy(x, head_weight(params, run.model), batch["targets"], batch["weights"])[0]
+    def objective(params, batch):
+        return loss_sums(params, run.model, batch)[0]
 
     with jax.set_mesh(mesh):
-        params = init_params(specs, jax.random.key(run.run.seed))
-        from jaxformer.params import map_specs
-
-        params = jax.tree.map(
-            jax.device_put, params, map_specs(lambda _, s: parameter_sharding(mesh, s.shape, s.axes), specs)
-        )
-        batch = jax.device_put(a_batch(16), batch_sharding(mesh))
-        value = jax.jit(loss)(params, batch)
-        jax.jit(jax.grad(loss)).lower(params, batch)
-    return float(value) / float(a_batch(16)["weights"].sum())
+        places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs)
+        params = jax.tree.map(jax.device_put, init_params(specs, jax.random.key(run.run.seed)), places)
+        placed = jax.device_put(batch, batch_sharding(mesh))
+        value = jax.jit(nats)(params, placed)
+        jax.jit(jax.grad(objective)).lower(params, placed)
+    return float(value) / float(batch["weights"].sum())
 
 
 def main() -> None:
     one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     report = {}
-    for name, pieces, dropout, meshes in CASES:
-        run = a_run(name, 16, train={"microbatches": pieces}, vocab_size=64, dropout=dropout)
+    for name, (_, _, pieces, meshes) in CASES.items():
+        run = run_of(name)
         losses, params, _ = train(run, one)
         for label in meshes:
             found, placed, facts = train(run, make_mesh(MeshConfig(*MESHES[label]), 16, pieces))
@@ -76,8 +101,8 @@ def main() -> None:
                 "loss": float(np.abs(found / losses - 1).max()),
                 "params": max(jax.tree.leaves(apart)),
             }
-    run = a_run("llama", 16, vocab_size=64)
-    report["explicit"] = {"loss": explicit_axes_trace(run), "one device": float(train(run, one)[0][0, 0])}
+        if not run.model.dropout:
+            report[f"explicit {name}"] = {"loss": explicit_axes_trace(run), "one device": float(losses[0, 0])}
     json.dump(report, sys.stdout)
 
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data import Batches, TokenStore, evaluation_batches, open_or_build, store
-from jaxformer.data.batches import Batch, Rows
+from jaxformer.data import Batch, Batches, EvaluationBatches, TokenStore, open_or_build, store
+from jaxformer.data import evaluation_batches as batches_of_rows
+from jaxformer.data.rows import CausalRows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -29,6 +30,14 @@ def stored(sizes: list[int]) -> Iterator[TokenStore]:
         letters = (chr(97 + place % 26) for place in range(sum(sizes)))
         pieces = [Piece("".join(islice(letters, size)), str(index), True) for index, size in enumerate(sizes)]
         yield open_or_build(Path(folder), lambda: pieces, BYTES)
+
+
+def batches_of(made: TokenStore, data: DataConfig, *rest: int) -> Batches:
+    return Batches(CausalRows(made, data), data, *rest)
+
+
+def evaluation_batches(made: TokenStore, data: DataConfig, *rest: int) -> EvaluationBatches:
+    return batches_of_rows(CausalRows(made, data), data, *rest)
 
 
 def data(length: int, packing: str = "stream", prefetch: int = 0) -> DataConfig:
@@ -53,7 +62,7 @@ def test_every_token_but_the_first_is_a_target_once(sizes: list[int], length: in
         assert len(evaluation) == len(batches) == -(-len(expected) // (length * batch_size))
         assert {array.shape for batch in batches for array in batch.values()} == {(batch_size, length)}
         if made.tokens > length:
-            epoch = Batches(made, data(length), 1, seed=0)
+            epoch = batches_of(made, data(length), 1, 0)
             assert sorted(targets([epoch[step] for step in range(epoch.examples)])) == sorted(expected)
             assert epoch.steps_per_epoch == epoch.examples == -(-len(expected) // length)
 
@@ -65,7 +74,7 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
         # A document's segment begins with the end token before it, and what it predicts ends with its own.
         lengths = [sizes[0], *(size + 1 for size in sizes[1:]), 1]
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        rows = Rows(made, data(length, "documents"))
+        rows = CausalRows(made, data(length, "documents"))
         weighted = 0
         for index in range(len(rows)):
             row = rows[index]
@@ -82,7 +91,7 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_arrays_are_the_documented_ones(packing: str) -> None:
     with stored([30, 30]) as made:
-        batch = Batches(made, data(8, packing), 2, seed=1)[0]
+        batch = batches_of(made, data(8, packing), 2, 1)[0]
         assert {name: array.dtype.name for name, array in batch.items()} == {
             "tokens": "int32",
             "targets": "int32",
@@ -97,9 +106,9 @@ def test_arrays_are_the_documented_ones(packing: str) -> None:
 def test_two_and_four_processes_read_together_what_one_reads(sizes: list[int], seed: int, step: int) -> None:
     with stored(sizes) as made:
         for packing in ("stream", "documents"):
-            whole = Batches(made, data(6, packing), 4, seed)[step]
+            whole = batches_of(made, data(6, packing), 4, seed)[step]
             for count in (2, 4):
-                shares = [Batches(made, data(6, packing), 4, seed, index, count)[step] for index in range(count)]
+                shares = [batches_of(made, data(6, packing), 4, seed, index, count)[step] for index in range(count)]
                 joined = {name: np.empty_like(array) for name, array in whole.items()}
                 for index, share in enumerate(shares):
                     for name in joined:
@@ -112,15 +121,15 @@ def test_two_and_four_processes_read_together_what_one_reads(sizes: list[int], s
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
     with stored([40] * 10) as made:
-        first, again = (Batches(made, data(8), 4, seed=7) for _ in range(2))
+        first, again = (batches_of(made, data(8), 4, 7) for _ in range(2))
         assert all(same(first[step], again[step]) for step in (30, 0, 7))
-        assert not same(first[0], Batches(made, data(8), 4, seed=8)[0])
+        assert not same(first[0], batches_of(made, data(8), 4, 8)[0])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(prefetch: int) -> None:
     with stored([40] * 10) as made:
-        batches = Batches(made, data(8, "documents", prefetch), 4, seed=7)
+        batches = batches_of(made, data(8, "documents", prefetch), 4, 7)
         for start in (0, 5, 1_000_003):
             found = list(islice(batches.iterate(start), 6))
             assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
@@ -128,22 +137,22 @@ def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(prefetch: 
 
 def test_each_epoch_has_every_row_in_another_order() -> None:
     with stored([40] * 10) as made:
-        batches = Batches(made, data(8), 1, seed=3)
+        batches = batches_of(made, data(8), 1, 3)
         rows = [bytes(batches[step]["tokens"].astype(np.uint8)) for step in range(2 * batches.examples)]
         first, second = rows[: batches.examples], rows[batches.examples :]
         assert sorted(first) == sorted(second) and first != second and first != sorted(first)
-        other = Batches(made, data(8), 1, seed=4)  # the next seed's first epoch is not this seed's second
+        other = batches_of(made, data(8), 1, 4)  # the next seed's first epoch is not this seed's second
         assert [bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)] != second
 
 
 def test_a_store_of_one_row_is_enough() -> None:
     with stored([8]) as made:
-        assert Batches(made, data(8), 3, seed=0)[5]["tokens"].tolist() == [made.read(0, 8).tolist()] * 3
+        assert batches_of(made, data(8), 3, 0)[5]["tokens"].tolist() == [made.read(0, 8).tolist()] * 3
 
 
 def test_text_that_is_too_short_is_one_message() -> None:
-    with stored([7]) as made, pytest.raises(ConfigError, match=r"has 8 tokens.*data\.sequence_length \+ 1 = 9.*at most 7"):
-        Batches(made, data(8), 1, seed=0)
+    with stored([7]) as made, pytest.raises(ConfigError, match=r"has 8 tokens.*data\.sequence_length=8 takes 9.*at most 7"):
+        batches_of(made, data(8), 1, 0)
     with stored([7]) as made:
         short = list(evaluation_batches(made, data(20, "documents"), 2))  # held-out text may be shorter than a row
         assert len(short) == 1 and short[0]["weights"].sum() == 7 and short[0]["segment_ids"].sum() == 7
@@ -154,4 +163,4 @@ def test_text_that_is_too_short_is_one_message() -> None:
 
 def test_a_batch_that_processes_cannot_share_is_one_message() -> None:
     with stored([30]) as made, pytest.raises(ConfigError, match=r"train\.batch_size=3 is not divisible by the 2 processes"):
-        Batches(made, data(8), 3, seed=0, process_index=0, process_count=2)
+        batches_of(made, data(8), 3, 0, 0, 2)

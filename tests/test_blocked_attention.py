@@ -59,7 +59,7 @@ def test_packed_rows_see_their_own_segment_and_padding_gives_zero():
     q, k, v, slope = inputs()
     segments = jnp.array([[1] * 5 + [2] * 6 + [0] * 3, [3] * 14])
     mask = causal(14) & (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] != 0)
-    packed = lambda q, k, v: blocked_attention(q, k, v, None, None, segments, segments)  # noqa: E731
+    packed = lambda q, k, v: blocked_attention(q, k, v, segments=(segments, segments))  # noqa: E731
     assert_same(packed, mask, q, k, v, slope)
     assert not np.any(packed(q, k, v)[0, 11:])
 
@@ -69,13 +69,13 @@ def test_positions_decide_and_not_the_order_of_the_keys():
     order = jax.random.permutation(jax.random.key(5), 14)
     positions = jnp.broadcast_to(order, (2, 14))
     mask = positions[:, None, :] <= positions[:, :, None]
-    assert_same(lambda q, k, v: blocked_attention(q, k, v, positions, positions), mask, q, k, v, slope)
+    assert_same(lambda q, k, v: blocked_attention(q, k, v, (positions, positions)), mask, q, k, v, slope)
 
 
 def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
     q, k, v, slope = inputs()
     late, early = jnp.full((2, 14), 9), jnp.full((2, 14), 3)
-    arrays = with_gradients(lambda q, k, v: blocked_attention(q, k, v, early, late), q, k, v, slope)
+    arrays = with_gradients(lambda q, k, v: blocked_attention(q, k, v, (early, late)), q, k, v, slope)
     assert not any(np.any(a) for a in arrays)
 
 

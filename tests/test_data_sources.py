@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
 from jaxformer.data import reading
+from jaxformer.data.records import Field
 from jaxformer.data.sources import Piece, Source, SourceFile, find_source
 from jaxformer.data.splits import Split, Survey, survey
 
@@ -89,7 +90,9 @@ def test_a_glob_is_read_in_sorted_order_each_file_a_document(tmp_path: Path) -> 
 
 def test_a_field_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "abc", "text": "no"}\n')
-    assert documents(find_source(str(tmp_path / "a.jsonl"), "data.train", "content").pieces()) == ["abc"]
+    assert documents(
+        find_source(str(tmp_path / "a.jsonl"), "data.train", (Field("data.text_field", "content", "text"),)).pieces()
+    ) == ["abc"]
 
 
 def test_stdlib_is_the_running_pythons_own_code_without_its_tests() -> None:
@@ -130,8 +133,8 @@ BAD_FILES = {
     "number.jsonl": (b'{"text": 1}\n', r"line 1: the field 'text' is int, not a string"),
     "bytes.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2 is not UTF-8 text: byte 0xff at offset 24"),
     "half.jsonl": (b'{"text": "\\ud83d"}\n', r"line 1: the field 'text' holds half a surrogate pair"),
-    "table.csv": (b"a,b\n", r"table\.csv is not a \.txt or \.jsonl file"),
-    "table.parquet": (b"PAR1", r"table\.parquet is not a \.txt or \.jsonl file"),
+    "table.csv": (b"a,b\n", r"table\.csv is not a \.txt, \.jsonl or \.tsv file"),
+    "table.parquet": (b"PAR1", r"table\.parquet is not a \.txt, \.jsonl or \.tsv file"),
 }
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
 from jaxformer.data import TokenStore, corpus, gzip_bits_per_byte, open_or_build, prepare, store
+from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
 
@@ -117,6 +118,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from jaxformer.data import store
+from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import byte_tokenizer
 store.SHARD_CHARACTERS = 100
@@ -190,6 +192,11 @@ def test_reading_costs_the_same_however_large_the_store(tmp_path: Path) -> None:
     assert peak < 1_000_000
 
 
+def _text(rows: Rows) -> CausalRows:
+    assert isinstance(rows, CausalRows)
+    return rows
+
+
 TALES = [f"the {index}th tale: once upon a time there was a {'very ' * (index % 7)}old king" for index in range(300)]
 TEXT = "<|endoftext|>".join(TALES)
 
@@ -199,12 +206,14 @@ def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None
     first = prepare(run_of(tmp_path, TEXT), said.append)
     assert any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 2
     assert first.validation is not None and first.train.documents + first.validation.documents == 300
-    assert first.tokenizer.decode(first.validation.read(0, 9_999)) == "".join(first.validation_text())
+    assert first.tokenizer.decode(_text(first.validation).store.read(0, 9_999)) == "".join(first.validation_text())
     assert first.validation.bytes == len("".join(first.validation_text()))
     said.clear()
     again = prepare(run_of(tmp_path), said.append)
     assert len(said) == 3 and all("reusing" in line for line in said)
-    assert again.train.directory == first.train.directory and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+    assert (
+        again.train.fingerprint == first.train.fingerprint and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+    )
 
 
 def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Path) -> None:
@@ -212,19 +221,19 @@ def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Pa
     (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
     packed = run_of(tmp_path)
     packed = replace(packed, data=replace(packed.data, train=str(tmp_path / "corpus.txt.gz")))
-    assert prepare(packed).train.directory == first.train.directory
-    assert prepare(run_of(tmp_path, TEXT + " and a queen")).train.directory != first.train.directory
+    assert prepare(packed).train.fingerprint == first.train.fingerprint
+    assert prepare(run_of(tmp_path, TEXT + " and a queen")).train.fingerprint != first.train.fingerprint
     other = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=290))
-    assert prepare(other).train.directory != first.train.directory
+    assert prepare(other).train.fingerprint != first.train.fingerprint
 
 
 def _trained_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What tokenizers are trained on from here on."""
     seen: list[str] = []
 
-    def recorded(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    def recorded(texts: Iterable[str], vocab_size: int, specials: tuple[str, ...]) -> Tokenizer:
         seen.extend(texts)
-        return train_bpe_tokenizer(seen, vocab_size)
+        return train_bpe_tokenizer(seen, vocab_size, specials)
 
     monkeypatch.setattr(corpus, "train_bpe_tokenizer", recorded)
     return seen
@@ -260,7 +269,7 @@ def test_validation_can_be_a_source_of_its_own_or_nothing(tmp_path: Path) -> Non
 def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:
     made = prepare(run_of(tmp_path, "a" * 100 + "b", tokenizer=TokenizerConfig(kind="characters")))
     assert made.tokenizer.vocab_size == 3 and made.validation is not None
-    assert made.validation.read(0, 99).tolist() == [0] * 10 + [1, 2]
+    assert _text(made.validation).store.read(0, 99).tolist() == [0] * 10 + [1, 2]
 
 
 def test_a_vocabulary_that_the_model_cannot_hold_is_one_message(tmp_path: Path) -> None:

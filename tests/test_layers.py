@@ -10,13 +10,9 @@ from shapes import MODELS, model
 
 import jaxformer as jf
 from jaxformer import layers
-from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.ffn import ACTIVATIONS, ffn
-from jaxformer.layers.kernels import KERNELS, Case, choose
-from jaxformer.layers.masks import causal_mask, places_of
-from jaxformer.models import decoder
+from jaxformer.models.transformer import specs
 from jaxformer.params import Spec, check_params, contract, rows, unstack, zeros
-from jaxformer.train.device import check_kernel
 
 RNG = np.random.default_rng(0)
 
@@ -46,29 +42,6 @@ def test_a_norm_of_bfloat16_is_computed_in_float32(norm):
     np.testing.assert_allclose(norm(x, jnp.ones(64)).astype(jnp.float32), exact, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_rope_turns_each_pair_as_a_complex_number(pairing):
-    x, positions = array(2, 5, 3, 8), RNG.integers(0, 500, (2, 5))
-    first, second = (slice(0, 4), slice(4, 8)) if pairing == "half" else (slice(0, 8, 2), slice(1, 8, 2))
-    turn = np.exp(1j * positions[..., None] * 100.0 ** (-2 * np.arange(4) / 8))[:, :, None]
-    turned = (x[..., first] + 1j * x[..., second]) * turn
-    found = np.asarray(layers.rope(jnp.array(x), jnp.array(positions), theta=100.0, pairing=pairing))
-    np.testing.assert_allclose(found[..., first], turned.real, rtol=2e-4, atol=2e-4)
-    np.testing.assert_allclose(found[..., second], turned.imag, rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_rope_makes_scores_depend_on_distance_alone(pairing):
-    q, k = jnp.array(array(1, 1, 1, 16)), jnp.array(array(1, 1, 1, 16))
-
-    def score(at, to):
-        turned = [layers.rope(a, jnp.array([[p]]), pairing=pairing) for a, p in ((q, at), (k, to))]
-        return float((turned[0] * turned[1]).sum())
-
-    assert math.isclose(score(3, 1), score(103, 101), abs_tol=1e-4)
-    assert not math.isclose(score(3, 1), score(3, 2), abs_tol=1e-2)
-
-
 def test_grouped_attention_equals_multi_head_with_repeated_keys():
     q, k, v = jnp.array(array(2, 6, 4, 8)), jnp.array(array(2, 6, 2, 8)), jnp.array(array(2, 6, 2, 8))
     mask = jnp.tril(jnp.ones((6, 6), bool))[None]
@@ -82,68 +55,6 @@ def test_grouped_attention_equals_multi_head_with_repeated_keys():
     np.testing.assert_allclose(found, np.einsum("bnts,bsnh->btnh", weights, np.repeat(v, 2, 2)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["xla", "blocked"])
-def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
-    q, k, v = (jnp.array(array(1, 4, 2, 8)) for _ in range(3))
-    places = places_of(jnp.zeros((1, 4), jnp.int32), None, jnp.array([[0, 1, 1, 0]]))
-    run = KERNELS[kernel].run
-    out = run(q, k, v, places, places)
-    assert (out[0, [0, 3]] == 0).all() and (out[0, 1:3] != 0).all()
-    grads = jax.grad(lambda *a: run(*a, places, places).sum(), argnums=(0, 1, 2))(q, k, v)
-    assert all(np.isfinite(g).all() for g in grads)
-
-
-@pytest.mark.parametrize("length, heads, kv_heads", [(128, 4, 2), (200, 3, 3), (31, 4, 1), (300, 2, 2)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(length, heads, kv_heads, packed):
-    config = jf.ModelConfig(vocab_size=8, d_model=heads * 16, n_heads=heads, n_kv_heads=kv_heads)
-    assert "error" in check_kernel("blocked", config, 2, length, packed)
-
-
-def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
-    broken = KERNELS["blocked"].__class__(
-        lambda q, k, v, *places: 1.01 * blocked_attention(q, k, v), "broken", lambda case: ""
-    )
-    monkeypatch.setitem(KERNELS, "blocked", broken)
-    with pytest.raises(RuntimeError, match="wrong on this device"):
-        check_kernel("blocked", model("llama"), 2, 32, False)
-
-
-GPU = Case("gpu", "bfloat16", 1024, 64, packed=False, dropout=0.0)
-
-
-@pytest.mark.parametrize(
-    "case, expected, why",
-    [
-        (GPU, "cudnn", ""),
-        (GPU._replace(packed=True), "xla", "segment ids"),
-        (GPU._replace(dtype="float32"), "xla", "16 bits"),
-        (GPU._replace(head_width=300), "xla", "head width"),
-        (GPU._replace(dropout=0.1), "xla", "dropout"),
-        (GPU._replace(platform="tpu"), "tpu", ""),
-        (GPU._replace(platform="tpu", length=100), "xla", "multiples of 128"),
-        (GPU._replace(platform="cpu"), "blocked", ""),
-        (GPU._replace(platform="cpu", dropout=0.1), "xla", "dropout"),
-    ],
-)
-def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_why(case, expected, why):
-    name, sentence = choose("auto", case)
-    assert name == expected and sentence.startswith(expected) and why in sentence
-
-
-def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run():
-    assert choose("xla", GPU)[0] == "xla"
-    with pytest.raises(jf.ConfigError, match=r"cudnn.*needs an NVIDIA GPU"):
-        choose("cudnn", GPU._replace(platform="cpu"))
-
-
-def test_the_mask_is_positions_and_segments():
-    places = places_of(jnp.zeros((1, 6), jnp.int32), None, jnp.array([[1, 1, 1, 2, 2, 0]]))
-    np.testing.assert_array_equal(places.positions, [[0, 1, 2, 0, 1, 0]])
-    seen = ["x.....", "xx....", "xxx...", "...x..", "...xx.", "......"]
-    np.testing.assert_array_equal(causal_mask(places, places)[0], [[c == "x" for c in row] for row in seen])
-
-
 def erf(x):
     return np.vectorize(math.erf)(x)
 
@@ -154,8 +65,13 @@ FORMULAS = {
     "relu": lambda x: np.maximum(x, 0),
     "silu": lambda x: x / (1 + np.exp(-x)),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "tanh": np.tanh,
+    "glu": lambda x: 1 / (1 + np.exp(-x)),
 }
-FORMULAS |= {"swiglu": FORMULAS["silu"], "geglu": FORMULAS["gelu"]}
+FORMULAS |= {
+    gated: FORMULAS[of]
+    for gated, of in {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}.items()
+}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -210,13 +126,13 @@ def test_a_weight_that_is_no_array_contracts_itself():
 def test_every_leaf_has_a_row_and_every_row_a_leaf(name):
     config = model(name)
     params = jf.init(config, jax.random.key(0))
-    check_params(decoder.specs(config), params)
+    check_params(specs(config), params)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
     del params["blocks"]["attention"]["q"]
     params["extra"] = jnp.zeros(3)
     params["embed"]["tokens"] = params["embed"]["tokens"][1:]
     with pytest.raises(jf.ConfigError) as error:
-        check_params(decoder.specs(config), params)
+        check_params(specs(config), params)
     assert all(said in str(error.value) for said in ("blocks.attention.q: missing", "extra: (3,)", "embed.tokens: (60, 32)"))
 
 
@@ -231,7 +147,7 @@ def test_unstacked_layers_are_the_slices_and_their_gradient_is_stacked():
 def test_gpt2_weights_have_deviation_002_and_residual_ones_are_scaled_by_depth():
     config = jf.ModelConfig(vocab_size=500, d_model=128, n_layers=8, n_heads=4, bias="all", norm="layer", activation="gelu")
     params = jf.init(config, jax.random.key(0))
-    for path, spec in rows(decoder.specs(config)).items():
+    for path, spec in rows(specs(config)).items():
         leaf = params
         for name in path.split("."):
             leaf = leaf[name]
@@ -268,12 +184,3 @@ def test_a_leaf_starts_the_same_whatever_else_is_in_the_table():
     np.testing.assert_array_equal(one["blocks"]["attention"]["q"], two["blocks"]["attention"]["q"])
     other = jf.init(model("llama"), jax.random.key(1))
     assert (np.asarray(other["blocks"]["attention"]["q"]) != np.asarray(one["blocks"]["attention"]["q"])).all()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_tpu_kernel_equals_the_plain_one_where_a_cpu_interprets_it(packed):
-    from jax.experimental.pallas import tpu
-
-    config = jf.ModelConfig(vocab_size=8, d_model=128, n_heads=2, n_kv_heads=1, dtype="float32")
-    with tpu.force_tpu_interpret_mode():
-        assert "error" in check_kernel("tpu", config, 1, 128, packed)

@@ -12,7 +12,7 @@ from shapes import LENGTH, VOCABULARY, model, tokens
 
 import jaxformer as jf
 from jaxformer.config import MeshConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxformer.models import decoder
+from jaxformer.models import transformer
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
 from jaxformer.params import rows
 from jaxformer.sharding import make_mesh
@@ -76,7 +76,7 @@ def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
 
 def start(run):
     mesh = make_mesh(MeshConfig(), run.train.batch_size)
-    specs, schedule = decoder.specs(run.model), make_schedule(run.optimizer, run.train.steps)
+    specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     return init_state(specs, optimizer, mesh, run.run.seed), make_step(run, optimizer, schedule, mesh)
 
@@ -100,9 +100,9 @@ def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
     config = OptimizerConfig(
         name=name, decay=decay, learning_rate=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant"
     )
-    specs = decoder.specs(model("gpt2"))
+    specs = transformer.specs(model("gpt2"))
     optimizer = make_optimizer(config, make_schedule(config, 10), specs)
-    params = jax.tree.map(jnp.ones_like, decoder.init(model("gpt2"), jax.random.key(0)))
+    params = jax.tree.map(jnp.ones_like, transformer.init(model("gpt2"), jax.random.key(0)))
     nothing = jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(nothing, params)
     moved = jax.tree.map(lambda update: float(jnp.abs(update).max()), updates)
@@ -111,11 +111,11 @@ def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
 
 
 def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
-    specs = decoder.specs(model("gpt2"))
+    specs = transformer.specs(model("gpt2"))
     for path, spec in rows(specs).items():
         assert spec.is_matrix == (path.split(".")[-1] in ("q", "k", "v", "out", "up", "down", "tokens", "positions")), path
     groups = decay_groups(OptimizerConfig(), specs)
-    params = decoder.init(model("gpt2"), jax.random.key(0))
+    params = transformer.init(model("gpt2"), jax.random.key(0))
     assert sum(size for _, size in groups.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert sum(count for count, _ in groups.values()) == len(jax.tree.leaves(params))
 
@@ -161,7 +161,7 @@ def test_dropout_depends_on_seed_and_step_alone():
 
 def test_moments_are_sharded_as_their_parameters():
     run = a_run(optimizer={"name": "muon"})
-    specs, schedule = decoder.specs(run.model), make_schedule(run.optimizer, 10)
+    specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     placed = state_shardings(specs, optimizer, make_mesh(MeshConfig(), 8))
     moments = [path for path, place in jax.tree.leaves_with_path(placed.optimizer) if "fsdp" in str(place.spec)]

@@ -8,7 +8,8 @@ import pytest
 from jaxformer.losses import cross_entropy
 
 B, T, D, V = 3, 10, 8, 23
-EXTRAS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}]
+EXTRAS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}, {"soft_cap": 2.0}]
+EXTRAS += [{"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}]
 
 
 def inputs(dtype=jnp.float32, shape=(B, T, D, V)):
@@ -21,8 +22,9 @@ def inputs(dtype=jnp.float32, shape=(B, T, D, V)):
     return x, head, targets, weights
 
 
-def reference(x, head, targets, weights, label_smoothing=0.0, z_loss=0.0):
+def reference(x, head, targets, weights, label_smoothing=0.0, z_loss=0.0, soft_cap=0.0):
     logits = jnp.einsum("btd,vd->btv", x, head)
+    logits = soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
     logp = jax.nn.log_softmax(logits)
     goal = (1 - label_smoothing) * jax.nn.one_hot(targets, head.shape[0]) + label_smoothing / head.shape[0]
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -53,9 +55,29 @@ def test_every_tile_gives_the_formula_and_its_gradients(tile, extras):
 
 
 @pytest.mark.parametrize("tile", [None, 4])
+def test_a_bias_is_one_more_column_that_every_row_reads_as_1(tile):
+    x, head, targets, weights = inputs()
+    bias = jax.random.normal(jax.random.key(9), (V,))
+
+    def with_bias(x, head, bias):
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(x @ head.T + bias), targets[..., None], -1)[..., 0]
+        return (weights * nats).sum()
+
+    def by_column(x, head, bias):
+        wide = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1), jnp.concatenate([head, bias[:, None]], -1)
+        return cross_entropy(*wide, targets, weights, tile=tile)[0]
+
+    found, expected = (jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (by_column, with_bias))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
 def test_without_a_gradient_the_sums_are_the_same(tile):
     args = inputs()
-    np.testing.assert_allclose(cross_entropy(*args, tile=tile, z_loss=0.1), reference(*args, z_loss=0.1), rtol=1e-5)
+    np.testing.assert_allclose(
+        cross_entropy(*args, tile=tile, z_loss=0.1, soft_cap=3.0), reference(*args, z_loss=0.1, soft_cap=3.0), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("tile", [None, 4])

@@ -11,9 +11,10 @@ from shapes import LENGTH, MODELS, VOCABULARY, forward, made, model, strong, wei
 
 import jaxformer as jf
 from jaxformer.layers.cache import empty_cache
-from jaxformer.layers.embed import head
+from jaxformer.layers.head import head
 from jaxformer.layers.masks import Places, places_of
-from jaxformer.models import decoder
+from jaxformer.models.inputs import Inputs
+from jaxformer.models.transformer import hidden
 
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -79,8 +80,8 @@ def test_padding_changes_nothing(name, side):
 
 @functools.partial(jax.jit, static_argnums=1)
 def extend(params, config, row, places, cache):
-    x, cache = decoder.hidden(params, config, row, places, cache)
-    return head(params, config, x), cache
+    x, cache = hidden(params, config, Inputs(row, places), cache)
+    return head(params, config, x, places), cache
 
 
 @pytest.mark.parametrize("pieces", [(10, 1, 1, 12), (1,) * LENGTH], ids=str)
@@ -151,7 +152,7 @@ def test_bfloat16_products_give_float32_logits_near_the_float32_ones(name):
 
 @functools.partial(jax.jit, static_argnums=1)
 def residual(params, config, row, places, key=None):
-    return decoder.hidden(params, config, row, places, key=key)[0]
+    return hidden(params, config, Inputs(row, places), key=key)[0]
 
 
 def test_dropout_needs_a_key_and_keeps_the_mean():

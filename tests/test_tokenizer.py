@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
 from jaxformer.data import reading
-from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from jaxformer.tokenizer import (
+    END_OF_TEXT,
+    MARKS,
+    SENTINELS,
+    Tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    train_bpe_tokenizer,
+)
 
 TEXTS = ["the cat sat on the mat, the cat's hat\n\n  def f(x):\n    return x\n", "Grüße, 世界! the the 🙂 12345\t\n"] * 20
 BPE = train_bpe_tokenizer(TEXTS, 300)
@@ -74,6 +82,37 @@ def test_ids_of_each_kind_are_the_documented_ones() -> None:
     assert (KINDS["bytes"].end_token, KINDS["bytes"].vocab_size) == (256, 257)
     letters = character_tokenizer(["hello", "wörld"])
     assert letters.encode("dehlorwö") == list(range(8)) and letters.end_token == 8 and letters.vocab_size == 9
+
+
+def test_special_tokens_follow_the_end_token_and_are_found_by_their_role(tmp_path: Path) -> None:
+    made = {"bpe": train_bpe_tokenizer(TEXTS, 300, MARKS), "bytes": byte_tokenizer(MARKS)}
+    for tokenizer in (*made.values(), character_tokenizer(TEXTS, MARKS)):
+        first = tokenizer.end_token + 1
+        assert [tokenizer.special(role) for role in ("cls", "sep", "mask")] == [first, first + 1, first + 2]
+        assert not {first - 1, first, first + 1, first + 2} & {*tokenizer.ordinary().tolist()}
+        assert len(tokenizer.ordinary()) == tokenizer.vocab_size - 4 and not tokenizer.sentinels()
+        assert not tokenizer.word_edges()[first - 1 : first + 3].any()
+        tokenizer.save(tmp_path / "tokenizer.json")
+        assert Tokenizer.load(tmp_path).special("mask") == first + 2
+    assert not {*made["bpe"].encode("[CLS][MASK]")} & {1, 2, 3} and made["bpe"].vocab_size == 300
+    assert BPE.special("cls") is None and byte_tokenizer(SENTINELS).sentinels() == list(range(257, 357))
+    with pytest.raises(
+        ConfigError, match=r"vocab_size=300 must be at least 357: .* and 100 tokens that the objective needs"
+    ):
+        train_bpe_tokenizer(TEXTS, 300, SENTINELS)
+
+
+def test_a_word_is_letters_and_digits_with_the_space_before_them() -> None:
+    edges = KINDS["bytes"].word_edges()
+    text = "é_9 a(b\n1"
+    inside = edges[KINDS["bytes"].encode(text)]
+    begins = [0, *(np.flatnonzero(~(inside[1:, 0] & inside[:-1, 1])) + 1)]
+    parts = [KINDS["bytes"].decode(part) for part in np.split(list(text.encode()), begins[1:])]
+    assert parts == ["é_9", " ", "a", "(", "b", "\n", "1"]  # of bytes the space is one of its own
+    pieces = Tokenizer(
+        tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1, "[SEP]": 2, "(": 3}, unk_token="[SEP]"))
+    )
+    assert pieces.word_edges()[:2].tolist() == [[False, True], [True, True]]
 
 
 def test_an_unseen_character_is_an_error_that_names_it() -> None:

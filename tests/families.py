@@ -1,0 +1,178 @@
+"""Every family with every variant in the smallest models that show it: generated products of the settings, and rows of
+documents to lay out in different ways."""
+
+import functools
+import itertools
+import zlib
+from typing import get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxformer as jf
+from jaxformer.layers.cache import empty_cache
+from jaxformer.layers.head import head
+from jaxformer.layers.kernels import KERNELS, Case
+from jaxformer.layers.masks import Places
+from jaxformer.models.encoder_decoder import remember
+from jaxformer.models.inputs import Inputs, inputs_of
+from jaxformer.models.transformer import hidden
+
+HINTS = get_type_hints(jf.ModelConfig)
+FAMILIES, POSITIONS = get_args(HINTS["family"]), get_args(HINTS["positions"])
+SIZES = dict(vocab_size=37, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, max_length=32)
+SIZES |= dict(relative_buckets=8, relative_distance=10)
+
+
+def rows_of(setting, **more):
+    """One option for each word that a setting allows."""
+    return {word: {setting: word} | more for word in get_args(HINTS[setting])}
+
+
+STRETCHED = {  # lengths and turns at which each way to stretch shows at a few tokens
+    "linear": {},
+    "dynamic": {"rope_original_length": 32},
+    "yarn": {"rope_original_length": 16, "rope_beta_fast": 1.0, "rope_beta_slow": 0.1},
+    "llama3": {"rope_original_length": 8, "rope_low_frequency": 0.1, "rope_high_frequency": 1.0},
+}
+VARIANTS = {
+    "family": rows_of("family"),
+    "positions": rows_of("positions")
+    | {f"rope {name}": {"rope_scaling": name, "rope_factor": 2.0} | more for name, more in STRETCHED.items()}
+    | {"rope interleaved": {"rope_pairing": "interleaved"}, "rope in part": {"rope_fraction": 0.5}}
+    | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}},
+    "heads": {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}
+    | {"wide values": {"value_dim": 6}, "wide heads": {"head_dim": 6}},
+    "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
+    "scores": {"plain": {}, "scale": {"attention_scale": 1.0}, "soft-cap": {"attention_soft_cap": 1.0}}
+    | {"sinks": {"attention_sinks": True}},
+    "query_key_norm": rows_of("query_key_norm"),
+    "norm": rows_of("norm"),
+    "norm_placement": rows_of("norm_placement"),
+    "residual": rows_of("residual"),
+    "activation": {"swiglu": {}, "gelu": {"activation": "gelu"}},  # the others are tested one by one
+    "bias": rows_of("bias"),
+    "embedding": {"plain": {}, "scale": {"embedding_scale": "sqrt"}, "norm": {"embedding_norm": True}}
+    | {"types": {"token_types": 2}},
+    "output": {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
+    | {"logit soft-cap": {"logit_soft_cap": 2.0}},
+    "kernel": {"plain": {}, "blocked": {"attention_kernel": "blocked"}},
+}
+BASE = {factor: next(iter(options)) for factor, options in VARIANTS.items()}
+
+
+def settings_of(choice):
+    """The settings of a choice of options, {factor: option}."""
+    return functools.reduce(lambda a, b: a | b, (VARIANTS[factor][option] for factor, option in choice.items()), {})
+
+
+def config_of(choice):
+    return jf.ModelConfig(**(SIZES | settings_of(choice)))
+
+
+def fits(choice):
+    """Whether the config allows a choice, and its kernel serves it."""
+    try:
+        config = config_of(choice)
+    except jf.ConfigError:
+        return False
+    kernel = "xla" if config.attention_kernel == "auto" else config.attention_kernel
+    return not KERNELS[kernel].refuses(Case("cpu", "float32", 16, True, config))
+
+
+@functools.cache
+def pairwise():
+    """Choices that together hold every pair of options that fit together, by filling in greedily."""
+    options = [(factor, option) for factor, row in VARIANTS.items() for option in row]
+    apart = {frozenset((a, b)) for a, b in itertools.combinations(options, 2) if a[0] != b[0] and not fits(dict((a, b)))}
+    wanted = {frozenset(p) for p in itertools.combinations(options, 2) if p[0][0] != p[1][0]} - apart
+    order = {option: i for i, option in enumerate(options)}
+    choices = []
+    while wanted:
+        row = sorted(min(wanted, key=lambda pair: sorted(order[o] for o in pair)), key=order.get)
+        for factor in [name for name in VARIANTS if name not in dict(row)]:
+            able = [(factor, o) for o in VARIANTS[factor] if all(frozenset(((factor, o), r)) not in apart for r in row)]
+            row.append(max(able, key=lambda o: (sum(frozenset((o, r)) in wanted for r in row), -order[o])))
+        wanted -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
+        choices.append(dict(row))
+    return choices, apart
+
+
+@functools.cache
+def params_of(config):
+    """Params well away from their initial values; a leaf depends on its path and shape alone."""
+
+    def moved(path, leaf):
+        key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return leaf + 0.3 * jax.random.normal(key, leaf.shape)
+
+    return jax.tree.map_with_path(moved, jf.init(config, jax.random.key(0)))
+
+
+DOCUMENT, SOURCE = 6, 5  # lengths, the same for all documents: calls of few shapes are few small programs
+RNG = np.random.default_rng(0)
+DOCUMENTS = {
+    "tokens": RNG.integers(0, 37, (4, DOCUMENT), dtype=np.int32),
+    "source": RNG.integers(0, 37, (4, SOURCE), dtype=np.int32),
+    "token_types": RNG.integers(0, 2, (4, DOCUMENT), dtype=np.int32),
+}
+LAYOUTS = {  # documents in a row by number, and padding by its length (of the row, of the source's row)
+    "packed": (0, 1, (6, 5)),
+    "padded on the left": ((12, 10), 2),
+    "padded on the right": (3, (12, 10)),
+    "packed and padded": ((2, 3), 1, (1, 1), 0, (3, 1)),
+}
+
+
+def alone(config, cut=slice(None)):
+    """The documents, one a row, as the inputs of `jf.forward`."""
+    kept = {"tokens": True, "source": config.family == "encoder_decoder", "token_types": config.token_types > 0}
+    return {name: DOCUMENTS[name][cut] for name, keep in kept.items() if keep}
+
+
+def laid_out(config, layouts=tuple(LAYOUTS)):
+    """One row a layout, as the inputs of `jf.forward`. Padding is of any tokens."""
+    batch = {}
+    for name in alone(config):
+        rows, segments = [], []
+        for layout in layouts:
+            sizes = [piece[name == "source"] if isinstance(piece, tuple) else 0 for piece in LAYOUTS[layout]]
+            parts = [
+                np.full(size, 1) if size else DOCUMENTS[name][piece]
+                for piece, size in zip(LAYOUTS[layout], sizes, strict=True)
+            ]
+            ids = [0 if isinstance(piece, tuple) else piece + 1 for piece in LAYOUTS[layout]]
+            rows.append(np.concatenate(parts))
+            segments.append(np.repeat(ids, [len(part) for part in parts]))
+        batch[name] = np.stack(rows).astype(np.int32)
+        if ids_name := {"tokens": "segment_ids", "source": "source_segment_ids"}.get(name):
+            batch[ids_name] = np.stack(segments).astype(np.int32)
+    return batch
+
+
+def where(layout):
+    """For each document of a layout, where it lies in its row."""
+    found, at = {}, 0
+    for piece in LAYOUTS[layout]:
+        if not isinstance(piece, tuple):
+            found[piece] = slice(at, at + DOCUMENT)
+        at += piece[0] if isinstance(piece, tuple) else DOCUMENT
+    return found
+
+
+def cached(config, batch, size=DOCUMENT):
+    """The logits of rows read into a cache, `size` tokens at a time."""
+    params, inputs = params_of(config), inputs_of(batch)
+    rows, length = inputs.tokens.shape
+    cache, logits = empty_cache(config, rows, length + 3, jnp.float32), []
+    if config.family == "encoder_decoder":
+        cache = remember(params, config, inputs, cache)
+    for at in range(0, length, size):
+        places, types = inputs.places, inputs.types
+        places, types = jax.tree.map(
+            lambda a, at=at: a[:, at : at + size], (Places(places.positions, places.segments), types)
+        )
+        x, cache = hidden(params, config, Inputs(inputs.tokens[:, at : at + size], places, types), cache)
+        logits.append(head(params, config, x, places))
+    return jnp.concatenate(logits, 1)

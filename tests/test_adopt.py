@@ -1,0 +1,113 @@
+"""A run may begin from another run: the trunk is carried, a head that differs is new, nothing is dropped in silence."""
+
+import json
+import random
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import SETTINGS, write_text
+
+import jaxformer as jf
+from jaxformer.config_file import load_config
+
+SMALL = SETTINGS | {
+    "optimizer.name": "adamw",
+    "optimizer.warmup_steps": 0,
+    "run.progress": "none",
+    "run.sample_tokens": 0,
+    "train.checkpoint_every": 0,
+    "train.eval_every": 0,
+    "train.steps": 2,
+}
+STILL = {"optimizer.learning_rate": 0.0, "train.steps": 1}
+
+
+def settings(base: Path, name: str, **changes) -> list[str]:
+    chosen = SMALL | {"run.dir": base / name} | {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def run(base: Path, name: str, **changes) -> Path:
+    jf.train(load_config(Path(__file__).parent.parent / "configs/quickstart.py", settings(base, name, **changes)))
+    return base / name
+
+
+def leaves(run_dir: Path) -> dict[str, np.ndarray]:
+    params = jf.load(run_dir).params
+    named = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in named}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adopt")
+    write_text(folder / "text.txt")
+    rng = random.Random(0)
+    rows = [(" ".join(rng.choices(["good", "fine"] if k % 2 else ["bad", "poor"], k=6)), "ny"[k % 2]) for k in range(200)]
+    (folder / "labelled.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trunk(base) -> Path:
+    return run(base, "trunk", data__train=base / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def encoder(base) -> Path:
+    changes = {"model__family": "encoder", "model__next_sentence": True, "data__packing": "stream"}
+    return run(base, "encoder", data__train=base / "text.txt", model__token_types=2, **changes)
+
+
+def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, trunk):
+    other = run(base, "other", data__train=base / "text.txt", run__init_from=trunk, model__d_model=64, **under(STILL))
+    assert jf.load(other).config.d_model == SMALL["model.d_model"]
+    assert (other / "tokenizer.json").read_text() == (trunk / "tokenizer.json").read_text()
+    found, expected = leaves(other), leaves(trunk)
+    assert found.keys() == expected.keys()
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder"])
+def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
+    origin = request.getfixturevalue({"decoder": "trunk", "encoder": "encoder"}[family])
+    changes = {"model__head": "classes", "data__packing": "stream", "model__pooling": "last"}
+    name = f"classes-{family}"
+    made = run(base, name, data__train=base / "labelled.tsv", run__init_from=origin, **changes, **under(STILL))
+    found, before = leaves(made), leaves(origin)
+    carried = {path for path in found if path in before and np.array_equal(found[path], before[path])}
+    assert {path for path in found if path not in carried} == {"head.weight", "head.bias"}
+    assert found["head.weight"].shape == (2, SMALL["model.d_model"])
+    assert ("pooler.dense" in carried) == (family == "encoder")
+    assert jf.load(made).labels == ("n", "y")
+    assert json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])["val_accuracy"] <= 1
+
+
+def test_a_trunk_is_fine_tuned_to_tell_classes(base, encoder):
+    changes = {"model__head": "classes", "data__packing": "stream", "train__steps": 40, "optimizer__learning_rate": 3e-3}
+    made = run(base, "tuned", data__train=base / "labelled.tsv", run__init_from=encoder, **changes)
+    assert json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])["val_accuracy"] > 0.95
+
+
+def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
+    changes = under(
+        SETTINGS | SMALL | {"data.train": base / "text.txt", "run.init_from": trunk, "train.checkpoint_every": 1}
+    )
+    whole = run(base, "whole", **(changes | {"train__steps": 2}))
+    run(base, "parts", **(changes | {"train__steps": 1, "optimizer__decay_steps": 40}))
+    parts = run(base, "parts", **(changes | {"train__steps": 2, "optimizer__decay_steps": 40}))
+    for path, leaf in leaves(whole).items():
+        np.testing.assert_array_equal(leaves(parts)[path], leaf, err_msg=path)
+
+
+def test_no_run_to_begin_from_is_said(base):
+    with pytest.raises(jf.ConfigError, match=r"run.init_from=.*nowhere.* is not a run directory"):
+        run(base, "never", data__train=base / "text.txt", run__init_from=base / "nowhere")
+    assert not (base / "never").exists()
+
+
+def under(changes: dict) -> dict:
+    return {name.replace(".", "__"): value for name, value in changes.items()}

@@ -1,0 +1,155 @@
+"""Beam search: against all texts there are, against greedy decoding, and its scores against the model's own."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from shapes import forward, strong
+
+import jaxformer as jf
+from jaxformer.generate.beam import beam_search
+
+SMALL = dict(vocab_size=5, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64)
+FAMILIES = {
+    "decoder": jf.ModelConfig(**SMALL),
+    "encoder_decoder": jf.ModelConfig(family="encoder_decoder", **SMALL),
+}
+ALL = 4**3 * 5  # beams that drop nothing: all texts of four tokens with no end before the last
+END = 2
+
+
+def tiny(family, seed=0):
+    """Params with decided opinions, prompts [3, 2] and, for an encoder-decoder, sources [3, 4]."""
+    config, rng = FAMILIES[family], np.random.default_rng(seed)
+    params = strong(jf.init(config, jax.random.key(seed)), key=seed, size=0.4)
+    sources = {"source": rng.integers(0, 5, (3, 4))} if family == "encoder_decoder" else {}
+    return params, config, rng.integers(0, 5, (3, 2)), sources
+
+
+def log_probabilities(params, config, prompt, texts, sources):
+    """Of each token of texts [M, n] after one prompt [T]: [M, n], by full forward passes."""
+    both = np.concatenate([np.repeat(prompt[None], len(texts), 0), texts], axis=1)
+    many = {name: np.repeat(row[None], len(texts), 0) for name, row in sources.items()}
+    logs = jax.nn.log_softmax(forward(params, config, both, **many)[:, len(prompt) - 1 : -1], axis=-1)
+    return np.take_along_axis(np.asarray(logs), texts[..., None], axis=-1)[..., 0]
+
+
+def lengths_of(texts, end):
+    """Tokens up to the end token, counted in; all where there is none."""
+    ended = texts == end
+    return np.where(ended.any(1), ended.argmax(1) + 1, texts.shape[1])
+
+
+def exhaustive(params, config, prompt, sources, n, alpha, end):
+    """(text, score) of every text there is, best first; after the end token the rest repeats it."""
+    texts = np.array(list(itertools.product(range(5), repeat=n)))
+    lengths = lengths_of(texts, end)
+    logs = log_probabilities(params, config, prompt, texts, sources)
+    inside = np.arange(n) < lengths[:, None]
+    scores = (logs * inside).sum(1) / ((5 + lengths) / 6) ** alpha
+    found = {tuple(np.where(inside[i], text, end)): scores[i] for i, text in enumerate(texts)}
+    return sorted(found.items(), key=lambda item: -item[1])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_room_for_all_texts_the_best_of_all_are_found(family, alpha):
+    params, config, prompt, sources = tiny(family)
+    rules = {"beams": ALL, "keep": 10, "length_penalty": alpha, "end_token": END}
+    found = beam_search(params, config, prompt, 4, **sources, **rules)
+    assert found.tokens.shape == (3, 10, 4) and found.scores.shape == (3, 10)
+    for row in range(3):
+        own = {name: source[row] for name, source in sources.items()}
+        texts, scores = zip(*exhaustive(params, config, prompt[row], own, 4, alpha, END)[:10], strict=True)
+        np.testing.assert_allclose(found.scores[row], scores, atol=1e-4)
+        np.testing.assert_array_equal(found.tokens[row], texts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_beam_without_a_penalty_is_greedy(family, seed):
+    params, config, prompt, sources = tiny(family, seed)
+    for end in (None, END):
+        found = beam_search(params, config, prompt, 12, beams=1, length_penalty=0.0, end_token=end, **sources)
+        greedy = jf.generate(params, config, prompt, 12, temperature=0, end_token=end, **sources)
+        np.testing.assert_array_equal(found.tokens[:, 0], greedy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_log_probabilities_of_the_model_over_the_penalty(family):
+    params, config, prompt, sources = tiny(family, 5)
+    alpha = 0.8
+    found = beam_search(params, config, prompt, 9, beams=4, length_penalty=alpha, end_token=END, **sources)
+    for row, (texts, scores) in enumerate(zip(np.asarray(found.tokens), np.asarray(found.scores), strict=True)):
+        own = {name: source[row] for name, source in sources.items()}
+        lengths = lengths_of(texts, END)
+        logs = log_probabilities(params, config, prompt[row], texts, own)
+        wanted = (logs * (np.arange(9) < lengths[:, None])).sum(1) / ((5 + lengths) / 6) ** alpha
+        np.testing.assert_allclose(scores, wanted, atol=1e-4)
+        assert (np.diff(scores) <= 0).all() and len({tuple(text) for text in texts}) == 4
+        assert all((text[length:] == END).all() for text, length in zip(texts, lengths, strict=True))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_of_a_batch_are_searched_as_they_would_be_alone(family, side):
+    params, config, prompt, sources = tiny(family, 3)
+    prompt = np.concatenate([prompt, prompt[:, ::-1]], axis=1)
+
+    def padded(rows, lengths):
+        real = np.arange(rows.shape[1]) < np.array(lengths)[:, None]
+        real = real if side == "right" else real[:, ::-1]
+        out = np.zeros_like(rows)
+        for row, length in enumerate(lengths):
+            out[row, real[row]] = rows[row, :length]
+        return out, real.astype(np.int32)
+
+    rules = {"beams": 3, "end_token": END, "max_new_tokens": 10}
+    lengths, source_lengths = (4, 2, 3), (2, 4, 1)
+    tokens, real = padded(prompt, lengths)
+    both = {}
+    if sources:
+        both["source"], both["source_segment_ids"] = padded(sources["source"], source_lengths)
+    found = beam_search(params, config, tokens, segment_ids=real, **both, **rules)
+    for row in range(3):
+        own = {"source": sources["source"][row : row + 1, : source_lengths[row]]} if sources else {}
+        alone = beam_search(params, config, prompt[row : row + 1, : lengths[row]], **own, **rules)
+        np.testing.assert_array_equal(found.tokens[row], alone.tokens[0])
+        np.testing.assert_allclose(found.scores[row], alone.scores[0], atol=1e-4)
+
+
+def test_keeping_fewer_texts_gives_the_first_of_them():
+    params, config, prompt, _ = tiny("decoder", 1)
+    rules = {"beams": 5, "end_token": END, "length_penalty": 1.0}
+    all_kept, best = (beam_search(params, config, prompt, 20, keep=keep, **rules) for keep in (0, 1))
+    np.testing.assert_array_equal(best.tokens[:, 0], all_kept.tokens[:, 0])
+    np.testing.assert_allclose(best.scores[:, 0], all_kept.scores[:, 0], atol=1e-5)
+
+
+def test_more_beams_find_nothing_worse_here_and_something_better():
+    params, config, prompt, _ = tiny("decoder", 1)
+    best = [beam_search(params, config, prompt, 12, beams=b, end_token=END, keep=1).scores[:, 0] for b in (1, 4, 16)]
+    assert (best[1] >= best[0] - 1e-5).all() and (best[2] >= best[1] - 1e-5).all() and (best[2] > best[0] + 1e-3).any()
+
+
+def test_padding_ids_of_the_table_are_never_chosen():
+    params, config, prompt, _ = tiny("decoder")
+    found = beam_search(params, config, prompt, 8, beams=4, vocab_size=3, end_token=END)
+    assert int(found.tokens.max()) < 3
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"beams": 0}, "beams=0 must be at least 1"),
+        ({"beams": 2, "keep": 3}, "keep=3 must be from 0 to beams=2"),
+        ({"length_penalty": -1.0}, "length_penalty=-1.0 must be at least 0"),
+        ({"max_new_tokens": 63}, "max_length=64"),
+        ({"source": np.zeros((3, 2), int)}, "source= is for an encoder-decoder"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_in_words(changes, said):
+    params, config, prompt, _ = tiny("decoder")
+    with pytest.raises(jf.ConfigError, match=said):
+        beam_search(params, config, prompt, **({"max_new_tokens": 4} | changes))

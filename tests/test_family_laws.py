@@ -1,0 +1,333 @@
+"""The laws of all families: what a token sees, and that packing, padding, caching, loops and compilation change nothing.
+
+The products come from the tables of settings, so that a row added to a table is under every law. Calls run without a
+compiler where they can: the models are so small that compiling each would take most of the time.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import (
+    BASE,
+    DOCUMENT,
+    DOCUMENTS,
+    FAMILIES,
+    HINTS,
+    LAYOUTS,
+    POSITIONS,
+    SIZES,
+    VARIANTS,
+    alone,
+    cached,
+    config_of,
+    fits,
+    laid_out,
+    pairwise,
+    params_of,
+    where,
+)
+
+import jaxformer as jf
+from jaxformer.models.inputs import check_inputs
+
+WRITERS = tuple(family for family in FAMILIES if family != "encoder")
+PRODUCT = [
+    row
+    for row in itertools.product(POSITIONS, FAMILIES, LAYOUTS, ("full", "cached"), ("auto", "blocked"))
+    if (row[1] in WRITERS or row[3] == "full")
+    and fits({"positions": row[0], "kernel": "blocked"} if row[4] == "blocked" else {})
+]
+PAIRS, APART = pairwise()
+
+
+def small(family, positions, **changes):
+    return jf.ModelConfig(**(SIZES | {"family": family, "positions": positions} | changes))
+
+
+def close(found, expected):
+    """Equal to 2e-5 of the largest element."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+@functools.cache
+def logits_alone(config):
+    return jf.forward(params_of(config), config, **alone(config))
+
+
+@functools.cache
+def logits_laid_out(config, way):
+    batch = laid_out(config)
+    return cached(config, batch) if way == "cached" else jf.forward(params_of(config), config, **batch)
+
+
+def assert_documents_are_as_alone(config, layout, way):
+    found = logits_laid_out(config, way)[list(LAYOUTS).index(layout)]
+    assert np.isfinite(found).all()
+    for document, cut in where(layout).items():
+        close(found[cut], logits_alone(config)[document])
+
+
+@pytest.mark.parametrize("positions, family, layout, way, kernel", PRODUCT)
+def test_packing_padding_and_caching_change_nothing(positions, family, layout, way, kernel):
+    assert_documents_are_as_alone(small(family, positions, attention_kernel=kernel), layout, way)
+
+
+def test_the_product_is_whole():
+    ways = len(LAYOUTS) * (2 * len(WRITERS) + 1)
+    assert len(PRODUCT) == len(POSITIONS) * ways + (len(POSITIONS) - 2) * ways == 6 * 20 + 4 * 20
+
+
+@pytest.mark.parametrize("choice", PAIRS, ids=lambda choice: " ".join(o for f, o in choice.items() if o != BASE[f]))
+def test_every_pair_of_variants_is_packed_and_cached_as_it_is_alone(choice):
+    config = config_of(choice)
+    for layout, way in itertools.product(LAYOUTS, ("full", "cached") if config.family in WRITERS else ("full",)):
+        assert_documents_are_as_alone(config, layout, way)
+
+
+ACTIVATIONS = get_args(HINTS["activation"])
+
+
+@pytest.mark.parametrize("family, activation", list(itertools.product(FAMILIES, ACTIVATIONS)))
+def test_every_activation_serves_every_family(family, activation):
+    config = small(family, "rope", activation=activation)
+    assert_documents_are_as_alone(config, "packed and padded", "full")
+    others = [small(family, "rope", activation=other) for other in ACTIVATIONS if other != activation]
+    same = [other for other in others if other.gated == config.gated]
+    assert all(jnp.abs(logits_alone(config) - logits_alone(other)).max() > 1e-3 for other in same)
+
+
+def test_the_pairs_are_all_there():
+    options = [(factor, option) for factor, row in VARIANTS.items() for option in row]
+    held = {frozenset(pair) for choice in PAIRS for pair in itertools.combinations(choice.items(), 2)}
+    missing = [
+        pair
+        for pair in itertools.combinations(options, 2)
+        if pair[0][0] != pair[1][0] and frozenset(pair) not in held | APART
+    ]
+    assert not missing and len(options) >= 45 and len(PAIRS) >= 60
+    assert all(not fits(dict(pair)) for pair in APART) and len(APART) == 6
+
+
+@pytest.mark.parametrize(
+    "factor, option", [(f, o) for f, row in VARIANTS.items() for o in row if o != BASE[f] and f != "family"]
+)
+def test_every_variant_moves_the_logits(factor, option):
+    """A setting that nothing reads would leave them as they are; a kernel has to."""
+    config, changed = (dataclasses.replace(config_of(c), rope_original_length=4) for c in ({}, {factor: option}))
+    apart = jnp.abs(logits_alone(config) - logits_alone(changed)).max()
+    assert apart < 1e-4 if factor == "kernel" else apart > 1e-2
+
+
+@functools.cache
+def reach(config, segments=None, source_segments=None):
+    """bool [T, T] and [T, S]: whether the logits at a position depend on each token, and on each of the source, by gradient.
+
+    All tokens are distinct and the output layer is untied, so a row of the embedding table belongs to one position.
+    """
+    t = s = 12
+    batch = {"tokens": jnp.arange(t)[None]}
+    if config.family == "encoder_decoder":
+        batch |= {"source": jnp.arange(t, t + s)[None]}
+    ids = {"segment_ids": segments, "source_segment_ids": source_segments}
+    batch |= {name: jnp.array([row]) for name, row in ids.items() if row is not None}
+    params = params_of(config)
+
+    def logits(table):
+        return jf.forward(params | {"embed": params["embed"] | {"tokens": table}}, config, **batch)[0].sum(-1)
+
+    moved = np.asarray(jnp.abs(jax.jacrev(logits)(params["embed"]["tokens"])).max(-1) > 0)
+    assert not moved[:, t + s :].any()
+    return moved[:, :t], moved[:, t : t + s]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_a_decoder_sees_what_is_before_it_and_an_encoder_both_sides(positions):
+    triangle, whole = np.tril(np.ones((12, 12), bool)), np.ones((12, 12), bool)
+    np.testing.assert_array_equal(reach(small("decoder", positions))[0], triangle)
+    np.testing.assert_array_equal(reach(small("encoder", positions))[0], whole)
+    target, source = reach(small("encoder_decoder", positions))
+    np.testing.assert_array_equal(target, triangle)
+    np.testing.assert_array_equal(source, whole)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "blocked"])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_padding_and_other_segments_are_seen_by_no_token(positions, kernel):
+    segments, sources = (1,) * 5 + (2,) * 5 + (0,) * 2, (0,) + (1,) * 5 + (2,) * 4 + (0,) * 2
+    own, across = (np.array(segments)[:, None] == np.array(side)[None] for side in (segments, sources))
+    real = np.array(segments) != 0
+    for family in FAMILIES:
+        target, source = reach(
+            small(family, positions, attention_kernel=kernel), segments, sources if family == "encoder_decoder" else None
+        )
+        expected = own if family == "encoder" else own & np.tril(own)
+        np.testing.assert_array_equal(target[real], expected[real])
+        if family == "encoder_decoder":
+            np.testing.assert_array_equal(source[real], across[real])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pattern", ["w", "wf"])
+def test_a_window_reaches_as_far_as_its_layers_together(family, pattern):
+    config = small(family, "rope", window=4, window_pattern=pattern)
+    back = np.arange(12)[:, None] - np.arange(12)[None]
+    near = np.abs(back) <= 2 * 3 if pattern == "w" else np.ones_like(back, bool)
+    expected = near if family == "encoder" else near & (back >= 0)
+    np.testing.assert_array_equal(reach(config)[0], expected)
+    one = small(family, "rope", window=4, window_pattern=pattern, n_layers=1)
+    near = np.abs(back) <= 3
+    np.testing.assert_array_equal(reach(one)[0], near if family == "encoder" else near & (back >= 0))
+    if family == "encoder_decoder":
+        assert reach(config)[1].all()
+
+
+compiled = jax.jit(jf.forward, static_argnums=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_scan_equals_unrolled_and_jit_equals_no_jit(positions, family):
+    """With a window in some layers and not in others."""
+    config = small(
+        family, positions, window=3, window_pattern="wf", n_layers=3, n_encoder_layers=2 * (family == "encoder_decoder")
+    )
+    row = laid_out(config, ("packed",))
+    params = params_of(config)
+    expected = jf.forward(params, config, **row)
+    close(compiled(params, config, **row), expected)
+    close(compiled(params, dataclasses.replace(config, layer_loop="scan"), **row), expected)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("loop", ["unroll", "scan"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remat_changes_no_value_and_no_gradient(family, loop, remat):
+    config = small(family, {"decoder": "alibi", "encoder": "rope", "encoder_decoder": "t5"}[family], layer_loop=loop)
+    row = laid_out(config, ("packed",))
+
+    @functools.cache
+    def objective(remat):
+        changed = dataclasses.replace(config, remat=remat)
+        return jax.jit(jax.value_and_grad(lambda p: jnp.square(jf.forward(p, changed, **row)).mean()))(params_of(config))
+
+    jax.tree.map(close, objective(remat), objective("none"))
+
+
+@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("original, equal", [(DOCUMENT, True), (4, False)])
+def test_dynamic_rope_is_cached_as_it_is_whole_up_to_its_original_length_alone(family, original, equal):
+    config = small(family, "rope", rope_scaling="dynamic", rope_factor=4.0, rope_original_length=original)
+    found, expected = cached(config, alone(config), size=3), logits_alone(config)
+    assert (float(jnp.abs(found - expected).max()) < 1e-4) is equal
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_is_no_length_that_stretches_dynamic_rope(family):
+    config = small(family, "rope", rope_scaling="dynamic", rope_factor=4.0, rope_original_length=4)
+    for layout in LAYOUTS:
+        assert_documents_are_as_alone(config, layout, "full")
+
+
+@pytest.mark.parametrize("family, positions", list(itertools.product(WRITERS, POSITIONS)))
+def test_generation_is_the_full_forward_again_and_again(family, positions):
+    config = small(family, positions)
+    params = params_of(config)
+    given = alone(config)
+    tokens, source = given.pop("tokens"), given.get("source")
+    made = np.asarray(jf.generate(params, config, tokens, 6, temperature=0, **given))
+    text = np.concatenate([tokens, made], 1)
+    logits = jf.forward(params, config, text, **({} if source is None else {"source": source}))
+    np.testing.assert_array_equal(np.asarray(logits[:, tokens.shape[1] - 1 : -1].argmax(-1)), made)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_generation_from_padded_sources_and_prompts_equals_that_from_each_alone(side):
+    config = small("encoder_decoder", "t5")
+    params, lengths = params_of(config), {"tokens": (6, 3, 1, 5), "source": (2, 5, 4, 1)}
+    turn = -1 if side == "left" else 1
+    given, real = {}, {}
+    for name, ends in lengths.items():
+        real[name] = (np.arange(max(ends)) < np.array(ends)[:, None])[:, ::turn]
+        given[name] = DOCUMENTS[name][:, : max(ends)]
+    ids = {"segment_ids": real["tokens"].astype(int), "source_segment_ids": real["source"].astype(int)}
+    together = jf.generate(params, config, given["tokens"], 6, temperature=0, source=given["source"], **ids)
+    for i, row in enumerate(together):
+        tokens, source = (given[name][i : i + 1, real[name][i]] for name in given)
+        np.testing.assert_array_equal(row, jf.generate(params, config, tokens, 6, temperature=0, source=source)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_given_are_those_that_count(family):
+    config = small(family, "learned")
+    batch = alone(config)
+    places = np.broadcast_to(np.arange(DOCUMENT), (4, DOCUMENT))
+    counted = jf.forward(params_of(config), config, **batch, positions=places)
+    close(counted, logits_alone(config))
+    moved = jf.forward(params_of(config), config, **batch, positions=places + 3)
+    assert jnp.abs(moved - counted).max() > 1e-2
+
+
+REFUSED = [
+    ({"family": "encoder", "head": "language"}, "an encoder sees the next token"),
+    ({"head": "masked"}, "head='masked'"),
+    ({"next_sentence": True}, "next_sentence need"),
+    ({"family": "encoder_decoder", "head": "classes"}, "writes its answer as text"),
+    ({"n_encoder_layers": 2}, "needs model.family='encoder_decoder'"),
+    ({"residual": "parallel", "norm_placement": "post"}, "one sum for all sublayers"),
+    ({"window_pattern": "wx"}, "letters w"),
+    ({"window_pattern": ""}, "letters w"),
+    ({"rope_scaling": "yarn", "rope_factor": 2.0, "positions": "alibi"}, "needs model.positions='rope'"),
+    ({"rope_scaling": "yarn"}, "set both"),
+    ({"rope_factor": 2.0}, "set both"),
+    ({"positions": "t5", "relative_distance": 4}, "above half of"),
+    ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_beta_slow": 32.0}, "above model.rope_beta_slow"),
+    ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "above 1"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", REFUSED, ids=str)
+def test_a_combination_that_makes_no_sense_is_refused_with_its_reason(changes, reason):
+    with pytest.raises(jf.ConfigError, match=reason):
+        jf.ModelConfig(**(SIZES | changes))
+
+
+def test_every_reason_to_refuse_is_tested():
+    config = jf.ModelConfig(**SIZES)
+    assert not any(broken for broken, _ in config._refused())
+    reasons = [said for _, said in config._refused()]
+    assert len(reasons) == 10 and len({reason for _, reason in REFUSED}) == 12
+
+
+CALLS = [
+    ("decoder", {"source": np.zeros((4, 5), int)}, "source= is for an encoder-decoder"),
+    ("encoder_decoder", {}, "reads source"),
+    ("encoder_decoder", {"source": np.zeros((2, 5), int)}, "source has 2 rows, and tokens 4"),
+    (
+        "encoder_decoder",
+        {"source": np.zeros((4, 5), int), "source_segment_ids": np.zeros((4, 7), int)},
+        "source_segment_ids",
+    ),
+    ("encoder", {"segment_ids": np.zeros((4, 7), int)}, r"segment_ids has shape \[4, 7\]"),
+    ("encoder", {"source_segment_ids": np.zeros((4, 7), int)}, "belongs to a source"),
+    ("decoder", {"token_types": np.zeros((4, 6), int)}, "token_types need"),
+]
+
+
+@pytest.mark.parametrize("family, inputs, reason", CALLS, ids=[reason for *_, reason in CALLS])
+def test_inputs_that_do_not_fit_are_refused_with_their_reason(family, inputs, reason):
+    config = small(family, "rope")
+    with pytest.raises(jf.ConfigError, match=reason):
+        check_inputs(config, {"tokens": DOCUMENTS["tokens"], **inputs})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learned_positions_refuse_what_is_longer_than_their_table(family):
+    config = small(family, "learned", max_length=5)
+    with pytest.raises(jf.ConfigError, match="max_length=5"):
+        jf.forward(params_of(config), config, **alone(config))

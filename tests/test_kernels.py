@@ -1,0 +1,193 @@
+"""The attention kernels: each is the plain one where it serves, and steps back, or is refused, where it does not."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import model
+
+import jaxformer as jf
+from jaxformer.layers import kernels
+from jaxformer.layers.blocked import blocked_attention
+from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
+from jaxformer.layers.masks import Places, View, places_of
+from jaxformer.train.device import check_kernel
+
+
+def arrays(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.array(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["xla", "blocked"])
+def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
+    q, k, v = arrays(*[(1, 4, 2, 8)] * 3)
+    places = places_of(jnp.zeros((1, 4), jnp.int32), None, jnp.array([[0, 1, 1, 0]]))
+    run = KERNELS[kernel].run
+    out = run(q, k, v, View(places, places))
+    assert (out[0, [0, 3]] == 0).all() and (out[0, 1:3] != 0).all()
+    grads = jax.grad(lambda *a: run(*a, View(places, places)).sum(), argnums=(0, 1, 2))(q, k, v)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("length, heads, kv_heads", [(128, 4, 2), (200, 3, 3), (31, 4, 1), (300, 2, 2)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(length, heads, kv_heads, packed):
+    config = jf.ModelConfig(vocab_size=8, d_model=heads * 16, n_heads=heads, n_kv_heads=kv_heads)
+    assert "error" in check_kernel("blocked", config, 2, length, packed)
+
+
+MASKS = {
+    "causal": (True, False),
+    "window": (0, 5),
+    "scale": (0.0, 0.3),
+    "values": (8, 5),
+    "segments": (False, True),
+    "ordered": (True, False),
+    "keys": (14, 9),
+}
+CASES = [dict(zip(MASKS, row, strict=True)) for row in itertools.product(*MASKS.values())]
+
+
+def a_view(causal, window, scale, segments, ordered, keys, **_):
+    """Queries of 14 tokens and `keys` keys; unordered ones are numbered in another order and are no segment's start."""
+    rng = np.random.default_rng(0)
+    sides = []
+    for length in (14, keys):
+        ids = jnp.array([[1] * 5 + [2] * (length - 7) + [0, 0], [3] * length]) if segments else None
+        order = None if ordered else jnp.array(np.stack([rng.permutation(length) for _ in range(2)]), jnp.int32)
+        sides.append(places_of(jnp.zeros((2, length), jnp.int32), order, ids))
+    return View(*sides, causal=causal, window=window, scale=scale)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()))
+def test_the_blocked_kernel_equals_the_plain_one_on_every_mask(case, monkeypatch):
+    monkeypatch.setattr("jaxformer.layers.blocked.BLOCK", 8)
+    view = a_view(**case)
+    q, k, v, slope = arrays(
+        (2, 14, 4, 8), (2, case["keys"], 2, 8), (2, case["keys"], 2, case["values"]), (2, 14, 4, case["values"])
+    )
+    found, expected = (jax.vjp(lambda *a, run=run: run(*a, view), q, k, v) for run in (KERNELS["blocked"].run, plain))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), *((out, *back(slope)) for out, back in (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_the_product_of_masks_is_whole():
+    assert len(CASES) == 2 ** len(MASKS) == 128
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_window_may_be_traced_and_no_window_stays_none_under_jit(window):
+    """In a scan over layers a window is an array; a window of 0 must not become one that hides all."""
+    q, k, v = arrays((1, 12, 2, 8), (1, 12, 2, 8), (1, 12, 2, 8))
+    places = places_of(jnp.zeros((1, 12), jnp.int32), None, None)
+    expected = plain(q, k, v, View(places, places, window=window))
+    run = jax.jit(lambda q, k, v: KERNELS["blocked"].run(q, k, v, View(places, places, window=window)))
+    np.testing.assert_allclose(run(q, k, v), expected, atol=1e-5)
+    traced = jax.jit(lambda q, k, v, w: KERNELS["blocked"].run(q, k, v, View(places, places, window=w)))
+    np.testing.assert_allclose(traced(q, k, v, jnp.int32(window or 2**30)), expected, atol=1e-5)
+
+
+def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
+    def wrong(q, k, v, view):
+        return 1.01 * blocked_attention(q, k, v)
+
+    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
+    with pytest.raises(RuntimeError, match="wrong on this device"):
+        check_kernel("blocked", model("llama"), 2, 32, False)
+
+
+def case(platform="gpu", dtype="bfloat16", length=1024, packed=False, **changes):
+    return Case(platform, dtype, length, packed, model("llama", **({"head_dim": 64} | changes)))
+
+
+NOT_FUSED = {  # settings that only some kernels know, and what the sentence says of them
+    "dropout": ({"dropout": 0.1}, "dropout"),
+    "alibi": ({"positions": "alibi"}, "bias of the scores"),
+    "t5": ({"positions": "t5"}, "bias of the scores"),
+    "soft-cap": ({"attention_soft_cap": 30.0}, "soft-cap"),
+    "sinks": ({"attention_sinks": True}, "sinks"),
+    "window": ({"window": 8}, "window"),
+    "value width": ({"value_dim": 32}, "values are as wide as its keys"),
+}
+
+
+@pytest.mark.parametrize(
+    "case, expected, why",
+    [
+        (case(), "cudnn", ""),
+        (case(packed=True), "xla", "segment ids"),
+        (case(dtype="float32"), "xla", "16 bits"),
+        (case(head_dim=300), "xla", "head width"),
+        (case("tpu"), "tpu", ""),
+        (case("tpu", packed=True), "tpu", ""),
+        (case("tpu", length=100), "xla", "multiples of 128"),
+        (case("cpu"), "blocked", ""),
+        (case("cpu", window=8, value_dim=32), "blocked", ""),
+        (case("metal"), "xla", ""),
+        *((case(platform, **changes), "xla", why) for platform in ("gpu", "tpu") for changes, why in NOT_FUSED.values()),
+        *((case("cpu", **NOT_FUSED[name][0]), "xla", NOT_FUSED[name][1]) for name in list(NOT_FUSED)[:5]),
+    ],
+)
+def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_why(case, expected, why):
+    name, sentence = choose("auto", case)
+    assert name == expected and sentence.startswith(expected) and why in sentence
+
+
+@pytest.mark.parametrize(
+    "asked, case, why",
+    [
+        ("cudnn", case("cpu"), "needs an NVIDIA GPU"),
+        ("tpu", case("cpu"), "needs a TPU"),
+        ("cudnn", case(packed=True), "segment ids"),
+        ("tpu", case("tpu", window=8), "window"),
+        ("blocked", case("cpu", attention_sinks=True), "sinks"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, why):
+    assert choose("xla", case)[0] == "xla"
+    with pytest.raises(jf.ConfigError, match=rf"{asked}.*{why}"):
+        choose(asked, case)
+
+
+ORDERED = places_of(jnp.zeros((1, 128), jnp.int32), None, None)
+SEGMENTS = places_of(jnp.zeros((1, 128), jnp.int32), None, jnp.ones((1, 128), jnp.int32))
+CACHED = Places(ORDERED.positions, SEGMENTS.segments)
+SHORT = places_of(jnp.zeros((1, 64), jnp.int32), None, None)
+CALLS = {  # a call that a kernel may meet, and the kernels that serve it
+    "a row": (View(ORDERED, ORDERED), {"cudnn", "tpu", "blocked"}),
+    "both ways": (View(ORDERED, ORDERED, causal=False), {"cudnn", "tpu", "blocked"}),
+    "packed rows": (View(SEGMENTS, SEGMENTS), {"tpu", "blocked"}),
+    "a padded source": (View(ORDERED, SEGMENTS, causal=False), {"tpu", "blocked"}),
+    "a short row": (View(SHORT, SHORT), {"cudnn", "blocked"}),
+    "a cache": (View(ORDERED, CACHED), {"blocked"}),
+    "positions": (View(CACHED, CACHED), {"blocked"}),
+    "a window": (View(ORDERED, ORDERED, window=8), {"blocked"}),
+    "a traced window": (View(ORDERED, ORDERED, window=jnp.int32(8)), {"blocked"}),
+    "a bias": (View(ORDERED, ORDERED, bias=jnp.ones((1, 2, 128, 128))), set()),
+    "a soft-cap": (View(ORDERED, ORDERED, soft_cap=2.0), set()),
+    "sinks": (View(ORDERED, ORDERED, sinks=jnp.zeros(2)), set()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
+def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monkeypatch):
+    """A kernel chosen for the batches of a run also meets the cache and the padding of its samples."""
+    view, served = CALLS[call]
+    fused = dataclasses.replace(KERNELS[kernel], run=lambda *_: jnp.ones(()))
+    monkeypatch.setitem(KERNELS, kernel, fused)
+    monkeypatch.setattr(kernels, "plain", lambda *_: jnp.zeros(()))
+    assert attend(kernel, *arrays(*[(1, 128, 2, 8)] * 3), view) == (kernel in served)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_tpu_kernel_equals_the_plain_one_where_a_cpu_interprets_it(packed):
+    from jax.experimental.pallas import tpu
+
+    config = jf.ModelConfig(vocab_size=8, d_model=128, n_heads=2, n_kv_heads=1, dtype="float32")
+    with tpu.force_tpu_interpret_mode():
+        assert "error" in check_kernel("tpu", config, 1, 128, packed)
