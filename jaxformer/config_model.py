@@ -171,8 +171,8 @@ class ModelConfig(Section):
             ),
             (
                 self.rope_scaling == "yarn" and not (self.rope_beta_fast > self.rope_beta_slow > 0 and self.rope_theta > 1),
-                f"rope_beta_fast={self.rope_beta_fast:g} must be above model.rope_beta_slow={self.rope_beta_slow:g}, that above "
-                f"0, and model.rope_theta={self.rope_theta:g} above 1, for rope_scaling='yarn'.",
+                f"rope_scaling='yarn' needs model.rope_beta_fast={self.rope_beta_fast:g} above model.rope_beta_slow="
+                f"{self.rope_beta_slow:g}, that above 0, and model.rope_theta={self.rope_theta:g} above 1.",
             ),
             (
                 self.positions == "t5" and self.relative_distance <= self.relative_buckets // 2,

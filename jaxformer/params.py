@@ -174,3 +174,10 @@ def contract(equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dty
         x.reshape(-1, inner), matrix, (((1,), (int(transposed),)), ((), ())), preferred_element_type=dtype
     ).reshape(*free, *columns)
     return constrain(y, to) if to else y
+
+
+def lookup(table: jax.Array, index: Any, to: Axes) -> jax.Array:
+    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The rows are gathered first."""
+    if explicit_axes():
+        return gathered(table).at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), to))
+    return constrain(constrain(table, (None, to[-1]))[index], to)

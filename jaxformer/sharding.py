@@ -87,6 +87,8 @@ def explicit_axes() -> bool:
 
 def gathered(w: jax.Array) -> jax.Array:
     """A weight under explicit axes, whole along the mesh axes that split batches (automatic axes do this unasked)."""
+    if not explicit_axes():
+        return w
     spec = jax.typeof(w).sharding.spec
     return jax.sharding.reshard(w, PartitionSpec(*(None if axis in ACTIVATIONS["batch"] else axis for axis in spec)))
 

@@ -38,7 +38,7 @@ def case(name):
     config = jf.ModelConfig(**(SIZES | HEADS[name]))
     batch = {name: rows[:2] for name, rows in alone(config).items()}
     batch["segment_ids"] = np.array([[1] * 6, [1] * 4 + [0] * 2])
-    batch |= {"source_segment_ids": np.ones((2, 5), int)} if "source" in batch else {}
+    batch |= {"source_segment_ids": np.ones((2, 6), int)} if "source" in batch else {}
     return params_of(config), config, batch
 
 

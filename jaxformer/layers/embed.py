@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.linear import INITIALIZERS, dropout, lookup
+from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
-from jaxformer.params import Params, Spec, Specs
+from jaxformer.params import Params, Spec, Specs, lookup
 
 Tokens = Int[Array | np.ndarray, "B T"]
 WHOLE = ("batch", None, None)  # a row is wanted whole where its token is
@@ -28,10 +28,13 @@ def token_specs(config: ModelConfig) -> Specs:
 def embed_specs(config: ModelConfig) -> Specs:
     """What a stack adds to the tokens: learned positions, types of tokens, a norm."""
     make = INITIALIZERS[config.init](config)
-    sizes = {"positions": config.max_length if config.positions == "learned" else 0, "types": config.token_types}
+    table = {
+        "positions": (config.max_length if config.positions == "learned" else 0, make.positions),
+        "types": (config.token_types, make.embedding),
+    }
     specs: Specs = {
-        name: Spec((size, config.d_model), (name, "embed"), make.embedding, inputs=(name,))
-        for name, size in sizes.items()
+        name: Spec((size, config.d_model), (name, "embed"), init, inputs=(name,))
+        for name, (size, init) in table.items()
         if size
     }
     return specs | ({"norm": norm_specs(config)} if config.embedding_norm else {})

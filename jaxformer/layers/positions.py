@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.linear import lookup
 from jaxformer.layers.masks import Places
-from jaxformer.params import Spec, Specs, normal
+from jaxformer.params import Spec, Specs, lookup, normal
 
 
 def sinusoids(positions: Int[Array, "... T"], width: int, order: str = "interleaved") -> Float[Array, "... T D"]:
