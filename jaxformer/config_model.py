@@ -67,7 +67,7 @@ class ModelConfig(Section):
         "auto"  # Next tokens, hidden tokens (an encoder's auto), classes.
     )
     n_classes: Natural = 0  # Classes of the heads classes and tags; 0 takes those found in the data when a run is loaded.
-    pooling: Literal["first", "last", "mean"] = "first"  # The token (or the mean of all) that the head classes reads.
+    pooling: Literal["auto", "first", "last", "mean"] = "auto"  # What the head classes reads; auto: first, a decoder's last.
     next_sentence: bool = False  # A second head that tells whether the second text follows the first (BERT).
     tied_head: bool = False  # Use the embedding table as the output layer too.
     logit_scale: Literal["none", "rsqrt"] = "none"  # What the output layer reads is divided by sqrt(d_model), or not.
@@ -110,6 +110,11 @@ class ModelConfig(Section):
         return self.head if self.head != "auto" else "masked" if self.family == "encoder" else "language"
 
     @property
+    def pooled(self) -> str:
+        """The pooling, "auto" resolved."""
+        return self.pooling if self.pooling != "auto" else "first" if self.family == "encoder" else "last"
+
+    @property
     def rotated_width(self) -> int:
         """Dimensions of a head that RoPE turns."""
         return int(self.head_width * min(self.rope_fraction, 1.0))
@@ -148,6 +153,10 @@ class ModelConfig(Section):
             (
                 family == "encoder_decoder" and output != "language",
                 f"head={output!r} needs model.family 'encoder' or 'decoder': an encoder-decoder writes its answer as text.",
+            ),
+            (
+                family == "decoder" and self.pooling == "first",
+                "pooling='first' needs model.family='encoder': a decoder's first token sees itself alone.",
             ),
             (
                 family != "encoder_decoder" and self.n_encoder_layers > 0,

@@ -74,7 +74,7 @@ def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, tru
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
 def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
     origin = request.getfixturevalue({"decoder": "trunk", "encoder": "encoder"}[family])
-    changes = {"model__head": "classes", "data__packing": "stream", "model__pooling": "last"}
+    changes = {"model__head": "classes", "data__packing": "stream"}
     name = f"classes-{family}"
     made = run(base, name, data__train=base / "labelled.tsv", run__init_from=origin, **changes, **under(STILL))
     found, before = leaves(made), leaves(origin)

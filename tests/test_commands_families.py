@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "encoder_decoder": {"family": "encoder_decoder"},
     "masked": {"family": "encoder", "token_types": 2, "positions": "learned"},
     "classes": {"family": "encoder", "token_types": 2, "head": "classes", "n_classes": 3},
-    "decoder classes": {"head": "classes", "n_classes": 3, "pooling": "last"},
+    "decoder classes": {"head": "classes", "n_classes": 3},
     "tags": {"family": "encoder", "head": "tags", "n_classes": 3},
 }
 LABELS = ("DET", "NOUN", "VERB")

@@ -12,6 +12,7 @@ REFUSED = [
     ({"head": "masked"}, "head='masked'"),
     ({"next_sentence": True}, "next_sentence need"),
     ({"family": "encoder_decoder", "head": "classes"}, "writes its answer as text"),
+    ({"head": "classes", "n_classes": 2, "pooling": "first"}, "sees itself alone"),
     ({"n_encoder_layers": 2}, "needs model.family='encoder_decoder'"),
     ({"residual": "parallel", "norm_placement": "post"}, "one sum for all sublayers"),
     ({"window_pattern": "wx"}, "letters w"),
@@ -35,7 +36,7 @@ def test_every_reason_to_refuse_is_tested():
     config = jf.ModelConfig(**SIZES)
     assert not any(broken for broken, _ in config._refused())
     reasons = [said for _, said in config._refused()]
-    assert len(reasons) == 10 and len({reason for _, reason in REFUSED}) == 12
+    assert len(reasons) == 11 and len({reason for _, reason in REFUSED}) == 13
 
 
 CALLS = [

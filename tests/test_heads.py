@@ -26,7 +26,7 @@ HEADS = {
     | {"bias": "all", "token_types": 2, "next_sentence": True, "positions": "learned", "embedding_norm": True},
     "classes": {"family": "encoder", "head": "classes", "n_classes": 3},
     "classes of the mean": {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": "mean"},
-    "classes of a decoder": {"head": "classes", "n_classes": 3, "pooling": "last"},
+    "classes of a decoder": {"head": "classes", "n_classes": 3},
     "tags": {"family": "encoder", "head": "tags", "n_classes": 5, "logit_soft_cap": 1.5},
     "tags of a decoder": {"head": "tags", "n_classes": 5},
 }
@@ -68,7 +68,7 @@ def test_the_logits_are_the_formula_of_the_head(name):
             "first": np.eye(6)[[0, 0]],
             "last": np.eye(6)[[5, 3]],
             "mean": real / real.sum(1, keepdims=True),
-        }[config.pooling]
+        }[config.pooled]
         x = np.einsum("bt,btd->bd", share, x)[:, None]
         if config.family == "encoder":
             x = np.tanh(x @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
@@ -178,7 +178,7 @@ def test_pooling_picks_the_token_or_the_mean():
     places = places_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
     expected = {"first": [2, 12], "last": [6, 22], "mean": [4, 17]}
     for pooling, firsts in expected.items():
-        config = jf.ModelConfig(**(SIZES | {"head": "classes", "n_classes": 3, "pooling": pooling}))
+        config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling}))
         np.testing.assert_allclose(pooled({}, config, x, places)[:, 0, 0], firsts)
 
 

@@ -54,7 +54,7 @@ def pooled(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places
         "first": index == jnp.argmax(real, axis=1, keepdims=True),
         "last": index == jnp.max(jnp.where(real, index, 0), axis=1, keepdims=True),
         "mean": real / jnp.maximum(real.sum(1, keepdims=True), 1),
-    }[config.pooling]
+    }[config.pooled]
     one = jnp.einsum("BT,BTD->BD", share.astype(x.dtype), x)[:, None]
     return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", one)) if "pooler" in params else one
 

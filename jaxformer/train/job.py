@@ -66,6 +66,8 @@ def make_job(run: RunConfig, say: Say) -> Job:
     mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
     corpus = data.prepare(run, say)
+    if run.run.sample_tokens:
+        corpus.tokenizer.encode(run.run.sample_prompt)  # one that it cannot is said now, not at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
     size, place = run.train.batch_size, (jax.process_index(), jax.process_count())
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, *place)

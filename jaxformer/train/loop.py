@@ -248,6 +248,8 @@ def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: P
 def _sample(job: Job, params: Params) -> tuple[str, str] | None:
     """A prompt and what the model makes of it; None for a model that does not write, or has nothing to write from."""
     run, tokenizer = job.run, job.corpus.tokenizer
+    if not run.run.sample_tokens:
+        return None
     prompt, source = tokenizer.encode(run.run.sample_prompt), {}
     if run.model.family == "encoder_decoder":
         prompt, source = [], {"source": [[*prompt, tokenizer.end_token]]} if prompt else {}
