@@ -1,7 +1,6 @@
-"""A small BERT on the standard library's source, in a few minutes on two CPU cores; `classifier` fine-tunes it.
+"""A small BERT on the standard library's source, in a few minutes on two CPU cores; `classifier` tells packages apart.
 
-python train.py configs/bert_tiny.py
-python train.py configs/bert_tiny.py:classifier      which package does a snippet come from? (`:scratch` without the first)
+python train.py configs/bert_tiny.py && python train.py configs/bert_tiny.py:classifier
 """
 
 from dataclasses import replace
@@ -47,5 +46,4 @@ classifier = replace(
 scratch = replace(
     classifier,
     run=replace(classifier.run, dir="runs/bert_tiny_scratch", init_from=""),
-    optimizer=replace(classifier.optimizer, learning_rate=1e-3),
 )

@@ -40,13 +40,5 @@ config = replace(
         weight_decay=0.0,
         clip_norm=0.0,
     ),
-    train=replace(
-        base.train,
-        steps=100_000,
-        batch_size=56,
-        label_smoothing=0.1,
-        eval_every=1000,
-        eval_batches=20,
-        checkpoint_every=1000,
-    ),
+    train=replace(base.train, steps=100_000, batch_size=56, label_smoothing=0.1, eval_every=1000, checkpoint_every=1000),
 )

@@ -7,6 +7,7 @@ from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Ra
 
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"]
+Placement = Literal["pre", "post", "sandwich", "output"]
 Initializer = Literal["gpt2", "truncated_normal", "xavier", "fan_in"]
 
 
@@ -47,25 +48,17 @@ class ModelConfig(Section):
     attention_scale: NonNegative = 0.0  # Factor of the products of queries and keys; 0 means 1 / sqrt(head_dim).
     attention_soft_cap: NonNegative = 0.0  # Scores s become cap tanh(s / cap); 0 leaves them.
     attention_sinks: bool = False  # A learnt score a head that takes attention and gives nothing.
-    query_key_norm: Literal["none", "head", "width"] = (
-        "none"  # RMS norm of queries and keys: a head's, or of all heads as one.
-    )
+    query_key_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, by heads or all heads as one.
     norm: Literal["rms", "layer", "none"] = "rms"  # Kind of normalisation.
-    norm_placement: Literal["pre", "post", "sandwich", "output"] = (
-        "pre"  # x + f(n(x)), n(x + f(x)), x + n(f(n(x))), x + n(f(x)).
-    )
+    norm_placement: Placement = "pre"  # x + f(n(x)); post n(x + f(x)); sandwich x + n(f(n(x))); output x + n(f(x)).
     norm_eps: NonNegative = 1e-5  # Added to the variance, or the mean square, before its root.
-    residual: Literal["sequential", "parallel"] = (
-        "sequential"  # Each sublayer reads the last one's sum, or all read the same.
-    )
+    residual: Literal["sequential", "parallel"] = "sequential"  # A sublayer reads the sum so far, or all read the same.
     activation: Activation = "swiglu"  # Of the feed-forward; those that end in glu are gated.
     bias: Literal["none", "all"] = "none"  # Which linear layers and layer norms carry a bias.
     embedding_scale: Literal["none", "sqrt"] = "none"  # Token embeddings are multiplied by sqrt(d_model), or not.
     embedding_norm: bool = False  # A norm behind the embedding.
     token_types: Natural = 0  # Kinds of tokens with an embedding of their own (BERT: 2); 0 has none.
-    head: Literal["auto", "language", "masked", "classes", "tags"] = (
-        "auto"  # Next tokens, hidden tokens (an encoder's auto), classes.
-    )
+    head: Literal["auto", "language", "masked", "classes", "tags"] = "auto"  # What is put out; auto: masked in an encoder.
     n_classes: Natural = 0  # Classes of the heads classes and tags; 0 takes those found in the data when a run is loaded.
     pooling: Literal["auto", "first", "last", "mean"] = "auto"  # What the head classes reads; auto: first, a decoder's last.
     next_sentence: bool = False  # A second head that tells whether the second text follows the first (BERT).
@@ -133,8 +126,8 @@ class ModelConfig(Section):
             )
         if self.positions == "rope" and not found and (self.rotated_width % 2 or not self.rotated_width):
             found.append(
-                f"head_dim={self.head_width}, rotated over {self.rotated_width}, cannot be cut in pairs for RoPE: "
-                "make the rotated width even, or change model.positions."
+                f"head_dim={self.head_width} is odd, or the {self.rotated_width} rotated dimensions are, and RoPE turns "
+                "pairs: make both even, or change model.positions."
             )
         return found + [message for broken, message in self._refused() if broken]
 
