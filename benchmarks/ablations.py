@@ -99,7 +99,9 @@ def page(table: list, options: argparse.Namespace) -> str:
         size = next((count for _, count in found.values() if count), "?")
         lines.append(f"| {name} | {size} | {shown} | {loss - best[0]:+.4f} |")
     lines += ["", "Each is one command line, the base's with what is named here added:", "", "```"]
-    lines.append(f"python train.py configs/quickstart.py --data.train tinyshakespeare.txt {shlex.join(arguments(BASE))}")
+    base = BASE | {"train.steps": options.steps, "optimizer.learning_rate": options.rates[-1]}
+    base |= {"data.train": Path(options.text).name}
+    lines.append(f"python train.py configs/quickstart.py {shlex.join(arguments(base))}")
     lines += [f"    {' '.join(arguments(changes))}" for _, changes, _ in table if changes]
     return "\n".join([*lines, "```", ""])
 
