@@ -41,7 +41,7 @@ classifier = replace(
     model=replace(config.model, head="classes", next_sentence=False, dropout=0.1),
     data=replace(config.data, train="stdlib_packages", validation_fraction=0.2),
     optimizer=replace(config.optimizer, name="adamw", learning_rate=3e-4, b2=0.98, warmup_steps=30),
-    train=replace(config.train, steps=300, eval_every=50, eval_batches=0, checkpoint_every=100),
+    train=replace(config.train, steps=150, eval_every=50, eval_batches=0, checkpoint_every=50),
 )
 scratch = replace(
     classifier,
