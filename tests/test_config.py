@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jaxformer as jf
@@ -13,6 +14,7 @@ from jaxformer.cli import main
 from jaxformer.config import ConfigError, RunConfig, Section, flat
 from jaxformer.config_file import from_json, parse_arguments, read_config, to_json
 from jaxformer.models.cost import parameter_count
+from jaxformer.optim import make_schedule
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -20,6 +22,8 @@ PARAMETERS = {
     "gpt2_124m": 124_475_904,
     "llama_1b": 1_100_048_384,
     "llama3_8b": 8_030_261_248,
+    "bert_base": 110_106_428,
+    "t5_small": 60_506_624,
 }
 
 
@@ -41,6 +45,22 @@ def test_a_config_file_is_short_and_loads_as_a_hashable_value_that_json_gives_ba
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_published_model_has_its_published_number_of_parameters(name: str) -> None:
     assert parameter_count(jf.load_config(ROOT / f"configs/{name}.py").model) == PARAMETERS[name]
+
+
+def test_the_base_transformers_learning_rate_is_the_papers() -> None:
+    """d_model^-0.5 min(step^-0.5, step warmup^-1.5) (arXiv:1706.03762), counted from step 1."""
+    config = read_config(ROOT / "configs/transformer_base.py")
+    schedule, warmup = make_schedule(config.optimizer, config.train.steps), config.optimizer.warmup_steps
+    for step in (1, 1000, 3999, 4000, 8000, 100_000):
+        expected = config.model.d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        np.testing.assert_allclose(float(schedule(step - 1)), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_a_file_names_is_one(path: Path) -> None:
+    named = [line.partition(" = ")[0] for line in path.read_text().splitlines() if " = replace(" in line and line[0] != " "]
+    for name in named:
+        assert isinstance(read_config(f"{path}:{name}"), RunConfig)
 
 
 def test_tinystories_and_shakespeare_are_of_the_sizes_asked_for() -> None:

@@ -1,7 +1,7 @@
 """Seeing inside a model: a probe is shown every named intermediate, keeps those asked for, and may put another in place.
 
-Names are stack.layer.what, as in "decoder.3.mlp_out": the stacks are encoder and decoder, and what is one of `NAMES`. With a
-probe that asks for something the layers are unrolled; without one the program is the ordinary one.
+Names are stack.layer.what, as in "decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.models.inspect`
+tells of each what. With a probe that asks for something the layers are unrolled; else the program is the ordinary one.
 """
 
 import copy
@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ConfigError
-
-NAMES = ("attention_weights", "attention_out", "cross_weights", "cross_out", "mlp_out", "residual")
 
 
 class Probe:

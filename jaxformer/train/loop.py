@@ -28,6 +28,8 @@ from jaxformer.train.job import Job, Say, make_job
 from jaxformer.train.state import TrainState, init_state
 from jaxformer.train.step import Batch, Metrics, make_step
 
+PROMPTS = {"masked": "Once [MASK] a time"}  # for the command named at the end, where the head wants more than a word
+
 
 class Diverged(RuntimeError):
     """The loss or the gradient is no longer a number; checkpoints from before are untouched."""
@@ -232,7 +234,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: Path) -> str:
-    run, bits = job.run, last.get("val_bits_per_byte")
+    run, output, bits = job.run, job.run.model.output, last.get("val_bits_per_byte")
     return closing(
         seconds=seconds,
         val_loss=last.get("val_loss"),
@@ -241,7 +243,7 @@ def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: P
         gzip_bits_per_byte=gzip_bits_per_byte(job.corpus.validation_text()) if bits else None,
         sample=_sample(job, params),
         run_dir=f"{run.run.dir} (loss curve: {plot})",
-        next_command=f'jaxformer sample {run.run.dir} --prompt "{run.run.sample_prompt or "Once"}"',
+        next_command=f'jaxformer sample {run.run.dir} --prompt "{run.run.sample_prompt or PROMPTS.get(output, "Once")}"',
     )
 
 
