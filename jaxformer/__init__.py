@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxformer.config_file import load_config
     from jaxformer.generate.beam import beam_search
     from jaxformer.generate.decode import generate
+    from jaxformer.interop.pretrained import save_pretrained
     from jaxformer.models.inspect import attention_maps, inspect
     from jaxformer.models.transformer import forward, init
     from jaxformer.train.loop import Result, train
@@ -33,6 +34,7 @@ _HOMES = {
     "inspect": "jaxformer.models.inspect",
     "load": "jaxformer.checkpoint",
     "load_config": "jaxformer.config_file",
+    "save_pretrained": "jaxformer.interop.pretrained",
     "train": "jaxformer.train.loop",
 }
 _ROOMS = ("layers", "tokenizer")
@@ -52,6 +54,7 @@ __all__ = [
     "layers",
     "load",
     "load_config",
+    "save_pretrained",
     "tokenizer",
     "train",
 ]

@@ -4,6 +4,7 @@ A checkpoint holds the train state as a flat table (dotted path to array) and a 
 dtypes. The run directory holds the resolved config and the tokenizer beside them.
 """
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable
@@ -14,15 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
-from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.config_file import read_config
+from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config_file import read_config, to_json
+from jaxformer.interop.theirs import is_pretrained
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, abstract
+from jaxformer.params import Params, Spec, map_specs
+from jaxformer.sharding import parameter_sharding
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.train.state import TrainState
 
 Say = Callable[[str], None]
+ROW = 1024  # most tokens of a row when a model directory is evaluated, which says nothing of its rows in training
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Checkpoints:
         """Steps of the finished checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: TrainState, step: int) -> None:
+    def save(self, state: Any, step: int) -> None:
         """Copies the state off the devices and returns; a thread writes it. A step already saved is left as it is."""
         if step in self._manager.all_steps():
             return
@@ -124,21 +129,42 @@ def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: 
         raise ConfigError(f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n  {shown}")
 
 
-def load(path: str | Path, step: int | None = None) -> Loaded:
-    """The model of a run directory: its newest readable checkpoint or that of `step`, on this machine's first device.
+def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32") -> Loaded:
+    """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a Hugging Face directory.
 
-    Raises ConfigError if `path` is no run directory, has no such step, or nothing in it can be read.
+    Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype` (float32, bfloat16, float16).
+    Raises ConfigError if `path` is neither, has no such step, nothing in it can be read, or it is of an architecture, or has
+    an option or a tensor, that jaxformer does not compute.
     """
-    run_dir = Path(path)
-    if not (run_dir / "config.json").is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json. Give the run.dir of a training run.")
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face model directory."
+        )
+    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    if is_pretrained(folder):
+        if step is not None:
+            raise ConfigError(f"{folder} is a Hugging Face model directory, which has no steps: leave out step={step}.")
+        from jaxformer.interop.pretrained import load_pretrained  # a side room, which no training run enters
+
+        found = load_pretrained(folder, mesh, dtype)
+        return Loaded(found.params, found.config, tokenizer, found.labels)
+    return _load_run(folder, step, tokenizer, mesh, dtype)
+
+
+def _load_run(run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str) -> Loaded:
     config = read_config(run_dir / "config.json").model
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         held = f"it holds steps {steps}" if steps else "training has not saved one yet"
         raise ConfigError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}: {held}.")
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=here), abstract(model_specs(config)))
+
+    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
+        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=place)
+
+    shapes = map_specs(shape, model_specs(config))
     wanted = flat_leaves({"params": shapes})
     errors = []
     for candidate in [step] if step is not None else reversed(steps):
@@ -150,10 +176,43 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
             errors.append(f"step {candidate}: {_in_short(error)}")
             warnings.warn(f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}", stacklevel=2)
             continue
-        params = jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
-        tokenizer = run_dir / "tokenizer.json"
-        return Loaded(params, config, Tokenizer.load(tokenizer) if tokenizer.is_file() else None, _labels(run_dir))
+        typed = [leaf.astype(dtype) for leaf in leaves.values()]
+        return Loaded(jax.tree.unflatten(jax.tree.structure(shapes), typed), config, tokenizer, _labels(run_dir))
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+
+def run_of(path: str | Path) -> RunConfig:
+    """The settings of a run directory, or those under which a Hugging Face model directory is read: whole rows of its text.
+
+    Raises ConfigError if `path` is neither.
+    """
+    folder = Path(path)
+    if not is_pretrained(folder):
+        return read_config(folder / "config.json")
+    from jaxformer.interop.pretrained import pretrained_config
+
+    model = pretrained_config(folder)
+    length = min(model.max_length, ROW)
+    return RunConfig(
+        run=RunSettings(dir=str(folder)),
+        model=model,
+        data=DataConfig(
+            train="", sequence_length=length, objective="pairs" if model.family == "encoder_decoder" else "auto"
+        ),
+        tokenizer=TokenizerConfig(path=str(folder)),
+    )
+
+
+def save_run(target: Path, model: Loaded, origin: Path) -> None:
+    """Writes a model, read from the model directory `origin`, as a run directory whose one checkpoint is of step 0."""
+    if model.tokenizer is not None:
+        model.tokenizer.save(target / "tokenizer.json")
+    with Checkpoints(target) as checkpoints:
+        checkpoints.save({"params": model.params}, 0)
+    if model.labels:
+        (target / "data.json").write_text(json.dumps({"labels": list(model.labels)}) + "\n", encoding="utf-8")
+    run = dataclasses.replace(run_of(origin), run=RunSettings(dir=str(target)), tokenizer=TokenizerConfig(path=str(target)))
+    (target / "config.json").write_text(to_json(run), encoding="utf-8")
 
 
 def _labels(run_dir: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ __all__ = [
     "DataConfig",
     "MeshConfig",
     "ModelConfig",
+    "Objective",
     "OptimizerConfig",
     "RunConfig",
     "RunSettings",

@@ -8,7 +8,17 @@ from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Ra
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"]
 Placement = Literal["pre", "post", "sandwich", "output"]
+Biased = Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"]
 Initializer = Literal["gpt2", "truncated_normal", "xavier", "fan_in"]
+
+BIASED: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "qkv": frozenset({"qkv"}),
+    "attention": frozenset({"qkv", "out"}),
+    "ffn": frozenset({"ffn"}),
+    "ffn_norm": frozenset({"ffn", "norm"}),
+    "all": frozenset({"qkv", "out", "ffn", "norm"}),
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class ModelConfig(Section):
     rope_theta: Annotated[float, Bounds(1)] = 10_000.0  # Base of the RoPE frequencies.
     rope_pairing: Literal["half", "interleaved"] = "half"  # Which dimensions rotate together: (i, i + H/2) or (2i, 2i + 1).
     rope_fraction: Fraction = 1.0  # Part of a head's width that rotates, from its start.
+    rope_window_theta: NonNegative = 0.0  # Base in layers with a window, which are not stretched; 0 turns all layers alike.
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"  # How RoPE is stretched past its length.
     rope_factor: Annotated[float, Bounds(1)] = 1.0  # By how much it is stretched.
     rope_original_length: Natural = 0  # The length it was trained at; 0 means max_length.
@@ -40,6 +51,7 @@ class ModelConfig(Section):
     rope_beta_fast: Annotated[float, Bounds(0)] = 32.0  # yarn: turns above which nothing is stretched.
     rope_beta_slow: Annotated[float, Bounds(0)] = 1.0  # yarn: turns below which all is.
     rope_attention_factor: NonNegative = 0.0  # yarn: scale of the rotated queries and keys; 0 means 1 + ln(factor) / 10.
+    position_offset: Natural = 0  # Rows of the table of learned positions before that of the first token (RoBERTa, BART: 2).
     sinusoid_order: Literal["interleaved", "half"] = "interleaved"  # Sines and cosines in turn, or all sines first.
     relative_buckets: Annotated[int, Bounds(4)] = 32  # Rows of the table of T5's relative positions.
     relative_distance: Annotated[int, Bounds(2)] = 128  # Distance from which on all share one of its rows.
@@ -49,20 +61,22 @@ class ModelConfig(Section):
     attention_soft_cap: NonNegative = 0.0  # Scores s become cap tanh(s / cap); 0 leaves them.
     attention_sinks: bool = False  # A learnt score a head that takes attention and gives nothing.
     query_key_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, by heads or all heads as one.
-    norm: Literal["rms", "layer", "none"] = "rms"  # Kind of normalisation.
+    norm: Literal["rms", "rms1p", "layer", "none"] = "rms"  # Kind of normalisation; rms1p scales by 1 + weight (Gemma).
     norm_placement: Placement = "pre"  # x + f(n(x)); post n(x + f(x)); sandwich x + n(f(n(x))); output x + n(f(x)).
     norm_eps: NonNegative = 1e-5  # Added to the variance, or the mean square, before its root.
     residual: Literal["sequential", "parallel"] = "sequential"  # A sublayer reads the sum so far, or all read the same.
     activation: Activation = "swiglu"  # Of the feed-forward; those that end in glu are gated.
-    bias: Literal["none", "all"] = "none"  # Which linear layers and layer norms carry a bias.
+    bias: Biased = "none"  # Which linear layers carry a bias, and layer norms: of queries to values, and so on.
     embedding_scale: Literal["none", "sqrt"] = "none"  # Token embeddings are multiplied by sqrt(d_model), or not.
     embedding_norm: bool = False  # A norm behind the embedding.
     token_types: Natural = 0  # Kinds of tokens with an embedding of their own (BERT: 2); 0 has none.
     head: Literal["auto", "language", "masked", "classes", "tags"] = "auto"  # What is put out; auto: masked in an encoder.
     n_classes: Natural = 0  # Classes of the heads classes and tags; 0 takes those found in the data when a run is loaded.
     pooling: Literal["auto", "first", "last", "mean"] = "auto"  # What the head classes reads; auto: first, a decoder's last.
+    pooler: bool = False  # An encoder keeps BERT's pooler under any head; the heads that read it have it anyway.
     next_sentence: bool = False  # A second head that tells whether the second text follows the first (BERT).
     tied_head: bool = False  # Use the embedding table as the output layer too.
+    head_bias: bool = False  # A bias of the language head; the other heads have one anyway.
     logit_scale: Literal["none", "rsqrt"] = "none"  # What the output layer reads is divided by sqrt(d_model), or not.
     logit_soft_cap: NonNegative = 0.0  # Logits l become cap tanh(l / cap); 0 leaves them.
     dropout: Rate = 0.0  # Of the embedding, the attention weights and each sublayer's output, in training only.
@@ -90,6 +104,11 @@ class ModelConfig(Section):
         return {"decoder": 0, "encoder": self.n_layers}.get(self.family, self.n_encoder_layers or self.n_layers)
 
     @property
+    def biased(self) -> frozenset[str]:
+        """What carries a bias, of "qkv", "out" (of attention), "ffn" and "norm"."""
+        return BIASED[self.bias]
+
+    @property
     def gated(self) -> bool:
         return self.activation.endswith("glu") or self.activation == "geglu_tanh"
 
@@ -109,7 +128,7 @@ class ModelConfig(Section):
 
     @property
     def rotated_width(self) -> int:
-        """Dimensions of a head that RoPE turns."""
+        """Dimensions of a head that RoPE turns; they turn in pairs, so an odd number takes one more with it."""
         return int(self.head_width * min(self.rope_fraction, 1.0))
 
     def conflicts(self) -> list[str]:
@@ -124,15 +143,16 @@ class ModelConfig(Section):
                 f"n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.n_kv_heads}: "
                 f"every key head serves the same number of query heads, so choose one of {divisors(self.n_heads)}."
             )
-        if self.positions == "rope" and not found and (self.rotated_width % 2 or not self.rotated_width):
+        turns = 0 < self.rotated_width <= self.head_width // 2 * 2
+        if self.positions == "rope" and not found and not turns:
             found.append(
-                f"head_dim={self.head_width} is odd, or the {self.rotated_width} rotated dimensions are, and RoPE turns "
-                "pairs: make both even, or change model.positions."
+                f"head_dim={self.head_width} is odd, or model.rope_fraction={self.rope_fraction:g} of it is nothing, and "
+                "RoPE turns pairs: make it even and the fraction larger, or change model.positions."
             )
-        return found + [message for broken, message in self._refused() if broken]
+        return found + [message for broken, message in self._refused() + self._refused_positions() if broken]
 
     def _refused(self) -> list[tuple[bool, str]]:
-        """Combinations that make no sense, each with its reason."""
+        """Combinations of family, head and block that make no sense, each with its reason."""
         family, output = self.family, self.output
         return [
             (
@@ -160,8 +180,30 @@ class ModelConfig(Section):
                 "residual='parallel' has one sum for all sublayers, so norm_placement='post' has no place: use another.",
             ),
             (
+                family != "encoder" and self.pooler,
+                "pooler=True needs model.family='encoder': a pooler reads the first token, which must see them all.",
+            ),
+            (
+                self.head_bias and output != "language",
+                f"head_bias=True is for the language head, and the head {output!r} has a bias anyway: leave it out.",
+            ),
+        ]
+
+    def _refused_positions(self) -> list[tuple[bool, str]]:
+        """The same of positions and windows."""
+        return [
+            (
                 not self.window_pattern or not set(self.window_pattern) <= {"w", "f"},
                 f"window_pattern={self.window_pattern!r} must be letters w (window) and f (full), as in 'wwf'.",
+            ),
+            (
+                self.position_offset > 0 and self.positions != "learned",
+                f"position_offset={self.position_offset} needs model.positions='learned', and they are {self.positions!r}.",
+            ),
+            (
+                self.rope_window_theta > 0 and (self.positions != "rope" or not self.window or self.rope_window_theta < 1),
+                f"rope_window_theta={self.rope_window_theta:g} must be at least 1, and needs model.positions='rope' and "
+                "a model.window.",
             ),
             (
                 self.rope_scaling != "none" and self.positions != "rope",

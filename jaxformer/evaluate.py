@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.checkpoint import load
-from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.config_file import read_config
+from jaxformer.checkpoint import load, run_of
+from jaxformer.config import ConfigError, ModelConfig, Objective, RunConfig
 from jaxformer.generate.translate import translate
 from jaxformer.layers.head import head, output_layer, pooled
 from jaxformer.models.inputs import inputs_of
@@ -86,13 +85,16 @@ def _sums(config: ModelConfig, params: Params, batch: Batch) -> dict[str, jax.Ar
     return sums
 
 
-def evaluate_run(path: str | Path, validation: str = "", step: int | None = None) -> Evaluation:
+def evaluate_run(
+    path: str | Path, validation: str = "", step: int | None = None, objective: Objective = "auto"
+) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on what the run held out.
 
-    Raises ConfigError if `path` is no run that can be read, or there is no text to evaluate on.
+    A model that was trained elsewhere has held out nothing, and may be asked another `objective` than its family's own.
+    Raises ConfigError if there is no model at `path` that can be read, or no text to evaluate on.
     """
     model = load(path, step)
-    run = _on_text(read_config(Path(path) / "config.json"), Path(path), validation)
+    run = _on_text(run_of(path), Path(path), validation, objective)
     corpus = data.prepare(run, labels=model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
@@ -116,7 +118,7 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
     `search` are the keywords of `generate.translate.translate`. Raises ConfigError where `evaluate_run` does, and for a run
     that learnt no pairs.
     """
-    run = _on_text(read_config(Path(path) / "config.json"), Path(path), validation)
+    run = _on_text(run_of(path), Path(path), validation)
     if data.objective_of(run) != "pairs":
         raise ConfigError(f"{path} learnt data.objective={data.objective_of(run)}: only a model of pairs translates.")
     model, split = load(path, step), data.prepare(run).validation_split
@@ -132,9 +134,17 @@ def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
     return corpus.tokenizer.token_bytes() if corpus.objective == "causal" else None
 
 
-def _on_text(run: RunConfig, path: Path, validation: str) -> RunConfig:
+def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective = "auto") -> RunConfig:
     """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that stands apart."""
     text = validation or run.data.validation
+    if objective != "auto" and run.data.train:
+        raise ConfigError(f"{path} is evaluated on what it learnt, data.objective={data.objective_of(run)}: name no other.")
+    if objective != "auto":
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=objective))
+    if not text and not run.data.train:
+        raise ConfigError(
+            f"{path} was trained elsewhere, and has held out no text: name some, as in --data.validation PATH."
+        )
     if text:
         data.find_source(text, "data.validation", data.fields_of(run))
     texts = dataclasses.replace(run.data, train=text, validation=text) if text else run.data

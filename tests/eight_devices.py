@@ -2,12 +2,14 @@
 
 import json
 import sys
+import tempfile
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from test_learning_laws import a_batch, a_run
 
+import jaxformer as jf
 from jaxformer.config import MeshConfig
 from jaxformer.models.transformer import specs as specs_of
 from jaxformer.optim import make_optimizer, make_schedule
@@ -88,6 +90,19 @@ def explicit_axes_trace(run):
     return float(value) / float(batch["weights"].sum())
 
 
+def loaded_on_a_mesh(config):
+    """A model directory written from sharded params and read onto the mesh: whether all is equal, and where it should be."""
+    mesh, table = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 16), specs_of(config)
+    places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), table)
+    params = init_params(table, jax.random.key(0))
+    with tempfile.TemporaryDirectory() as folder:
+        jf.save_pretrained(folder, jax.tree.map(jax.device_put, params, places), config, shard_bytes=20_000)
+        found = jf.load(folder, mesh=mesh).params
+    same = jax.tree.map(lambda a, b, place: np.array_equal(a, b) and a.sharding == place, found, params, places)
+    split = max(leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(found))
+    return {"equal": all(jax.tree.leaves(same)), "split": split}
+
+
 def main() -> None:
     one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     report = {}
@@ -103,6 +118,8 @@ def main() -> None:
             }
         if not run.model.dropout:
             report[f"explicit {name}"] = {"loss": explicit_axes_trace(run), "one device": float(losses[0, 0])}
+    for name in ("llama", "gpt2"):
+        report[f"pretrained {name}"] = loaded_on_a_mesh(run_of(name).model)
     json.dump(report, sys.stdout)
 
 

@@ -41,6 +41,8 @@ VARIANTS = {
     "positions": rows_of("positions")
     | {f"rope {name}": {"rope_scaling": name, "rope_factor": 2.0} | more for name, more in STRETCHED.items()}
     | {"rope interleaved": {"rope_pairing": "interleaved"}, "rope in part": {"rope_fraction": 0.5}}
+    | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
+    | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
     | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}},
     "heads": {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}
     | {"wide values": {"value_dim": 6}},
@@ -56,7 +58,7 @@ VARIANTS = {
     "embedding": {"plain": {}, "scale": {"embedding_scale": "sqrt"}, "norm": {"embedding_norm": True}}
     | {"types": {"token_types": 2}},
     "output": {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
-    | {"logit soft-cap": {"logit_soft_cap": 10.0}},
+    | {"logit soft-cap": {"logit_soft_cap": 10.0}, "bias": {"head_bias": True}},
     "kernel": {"plain": {}, "blocked": {"attention_kernel": "blocked"}},
 }
 BASE = {factor: next(iter(options)) for factor, options in VARIANTS.items()}

@@ -104,7 +104,7 @@ def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
 
 
 def test_no_run_to_begin_from_is_said(base):
-    with pytest.raises(jf.ConfigError, match=r"run.init_from=.*nowhere.* is not a run directory"):
+    with pytest.raises(jf.ConfigError, match=r"run.init_from=.*nowhere.* has no config.json"):
         run(base, "never", data__train=base / "text.txt", run__init_from=base / "nowhere")
     assert not (base / "never").exists()
 

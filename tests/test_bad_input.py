@@ -48,7 +48,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a mistyped field": ({"model.n_layer": 3}, ["no setting model.n_layer.", "meant model.n_layers;"]),
     "a field of another section": ({"train.learning_rate": 3}, ["train.learning_rate", "meant optimizer.learning_rate;"]),
     "a field that resembles none": ({"optimizer.lr": 3}, ["optimizer.lr", "optimizer.name", "optimizer.learning_rate"]),
-    "a value outside its choices": ({"model.norm": "batch"}, ["model.norm", "batch", "'rms', 'layer', 'none'"]),
+    "a value outside its choices": ({"model.norm": "batch"}, ["model.norm", "batch", "'rms', 'rms1p', 'layer', 'none'"]),
     "a word for a number": ({"train.steps": "many"}, ["train.steps", "many", "INT"]),
     "a fraction of a step": ({"train.steps": 1.5}, ["train.steps", "1.5"]),
     "no step": ({"train.steps": 0}, ["train.steps=0 must be at least 1"]),
@@ -231,7 +231,7 @@ def test_a_sample_that_cannot_be_made_is_refused(
 
 @pytest.mark.parametrize("command", ["sample", "evaluate"])
 def test_what_is_no_run_is_named(command: str, tmp_path: Path, capsys: Capture) -> None:
-    refused(capsys, [command, str(tmp_path)], [str(tmp_path), "not a run directory", "run.dir"])
+    refused(capsys, [command, str(tmp_path)], [str(tmp_path), "has no config.json", "run.dir"])
     assert not os.listdir(tmp_path)
 
 

@@ -41,9 +41,9 @@ def test_a_step_is_loaded_by_its_number_and_the_newest_without_one(trained: Path
 
 
 def test_what_is_no_run_or_has_no_such_step_says_so(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not a run directory: it has no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json: give the run\.dir"):
         jf.load(tmp_path)
-    with pytest.raises(ConfigError, match=r"not a run directory"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         jf.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=rf"no checkpoint of step 3: it holds steps \[{EVERY}, "):
         jf.load(trained, step=3)

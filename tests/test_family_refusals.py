@@ -23,6 +23,11 @@ REFUSED = [
     ({"positions": "t5", "relative_distance": 4}, "above half of"),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_beta_slow": 32.0}, "above model.rope_beta_slow=32"),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
+    ({"pooler": True}, "pooler=True needs model.family='encoder'"),
+    ({"family": "encoder", "head_bias": True}, "head 'masked' has a bias anyway"),
+    ({"position_offset": 2}, "needs model.positions='learned'"),
+    ({"rope_window_theta": 10.0}, "a model.window"),
+    ({"rope_window_theta": 0.5, "window": 3}, "at least 1"),
 ]
 
 
@@ -34,9 +39,9 @@ def test_a_combination_that_makes_no_sense_is_refused_with_its_reason(changes, r
 
 def test_every_reason_to_refuse_is_tested():
     config = jf.ModelConfig(**SIZES)
-    assert not any(broken for broken, _ in config._refused())
-    reasons = [said for _, said in config._refused()]
-    assert len(reasons) == 11 and len({reason for _, reason in REFUSED}) == 13
+    rows = config._refused() + config._refused_positions()
+    assert not any(broken for broken, _ in rows)
+    assert len(rows) == 15 and len({reason for _, reason in REFUSED}) == 18
 
 
 CALLS = [

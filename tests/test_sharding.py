@@ -16,6 +16,7 @@ CASES = [
     *(f"encoder, 2 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     "classes, 1 microbatches, all three",
 ]
+PRETRAINED = ["pretrained llama", "pretrained gpt2"]
 EXPLICIT = [f"explicit {name}" for name in ("llama", "encoder-decoder", "encoder", "classes")]
 
 
@@ -29,7 +30,7 @@ def report():
 
 @pytest.mark.xdist_group("eight devices")
 def test_a_sharded_step_equals_the_single_device_step_on_each_mesh(report):
-    assert sorted(report) == sorted([*CASES, *EXPLICIT])
+    assert sorted(report) == sorted([*CASES, *EXPLICIT, *PRETRAINED])
     for case in CASES:
         found = report[case]
         assert found["devices"] == 8, case
@@ -42,3 +43,8 @@ def test_a_sharded_step_equals_the_single_device_step_on_each_mesh(report):
 def test_every_placement_is_said_so_explicit_axes_trace(report):
     for case in EXPLICIT:
         assert abs(report[case]["loss"] / report[case]["one device"] - 1) < 1e-5, case
+
+
+@pytest.mark.xdist_group("eight devices")
+def test_a_model_directory_is_written_from_a_mesh_and_read_onto_one(report):
+    assert [report[name] for name in PRETRAINED] == [{"equal": True, "split": 4}] * 2

@@ -56,7 +56,9 @@ def test_token_bytes_sum_to_the_bytes_of_the_text(kind: str) -> None:
 def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(kind: str, tmp_path: Path) -> None:
     tokenizer = KINDS[kind]
     tokenizer.save(tmp_path / "run" / "tokenizer.json")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer.json"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    tokenizer.save(tmp_path / "alone" / "other.json")
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["other.json"]
     loaded = Tokenizer.load(tmp_path / "run")
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
     assert loaded.fingerprint() == tokenizer.fingerprint()

@@ -1,4 +1,4 @@
-"""The command line: `jaxformer train | sample | evaluate | attention`, with `train.py` for the first.
+"""The command line: `jaxformer train | sample | evaluate | attention | convert`, with `train.py` for the first.
 
 Exit status: 0 done, 2 a mistake in config or input (one message, no traceback), anything else a fault.
 """
@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "CONFIG [--section.field value ...]   trains, or continues, the run of a config",
     "sample": 'RUN [--prompt "..."]                 what a trained run writes, fills in or tells of a text',
     "evaluate": "RUN [--data.validation PATH]         loss on held-out text, accuracy, or BLEU",
+    "convert": "SOURCE TARGET [--verify]              a run to a Hugging Face directory, or back",
     "attention": 'RUN --prompt "..."                 a page of attention maps',
 }
 

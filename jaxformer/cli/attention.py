@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from jaxformer.cli.prompts import Model, open_run, row_of, source_of, tokens_of
+from jaxformer.cli.prompts import Model, open_run, prompt_of, row_of, source_of, tokens_of
 from jaxformer.config import ConfigError
 
 LEADING = 5  # candidates shown of each step
@@ -19,7 +19,7 @@ MOST_TOKENS = 256  # a page of more could not be read, nor opened quickly
 class Arguments:
     """Writes a page of the attention of every layer and head to one text, and of what the model expected at each step."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # Run directory.
+    path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
     prompt: str  # The text that is read; for an encoder-decoder the source.
     target: str | None = None  # What an encoder-decoder writes; where it is not given, what the model does write.
     pair: str = ""  # A second text to read beside the prompt, for an encoder trained on two.
@@ -73,11 +73,11 @@ def _inputs(model: Model, asked: Arguments) -> dict[str, np.ndarray]:
     if family == "encoder_decoder":
         rows["source"] = np.array(source_of(model, asked.prompt), np.int32)
         _check(rows, model.config.max_length)
-        end, target = model.tokenizer.end_token, asked.target
+        target = asked.target
         written = _written(model, rows["source"], asked.beams) if target is None else tokens_of(model.tokenizer, target)
-        rows["tokens"] = np.array([end, *written], np.int32)
+        rows["tokens"] = np.array(model.tokenizer.as_target(written), np.int32)
     elif model.config.output == "language":
-        rows["tokens"] = np.array(tokens_of(model.tokenizer, asked.prompt), np.int32)
+        rows["tokens"] = np.array(prompt_of(model, asked.prompt), np.int32)
         if not rows["tokens"].size:
             raise ConfigError("the prompt is empty: give --prompt some text.")
     else:
@@ -100,7 +100,8 @@ def _written(model: Model, source: np.ndarray, beams: int) -> list[int]:
 
     end = model.tokenizer.end_token
     given: dict[str, Any] = {"source": source[None], "end_token": end, "vocab_size": model.tokenizer.vocab_size}
-    count, starts = min(MOST_TOKENS, model.config.max_length) - 1, np.full((1, 1), end)
+    starts = np.array([model.tokenizer.as_target([])])
+    count = min(MOST_TOKENS, model.config.max_length) - starts.size
     if beams:
         made = beam_search(model.params, model.config, starts, count, beams=beams, keep=1, **given).tokens[0, 0]
     else:

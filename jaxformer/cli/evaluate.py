@@ -8,19 +8,22 @@ from typing import Annotated
 
 import tyro
 
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, Objective
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     validation: str = ""  # Text to evaluate on; empty takes what the run held out.
+    objective: Objective = (
+        "auto"  # What a model directory is asked; auto: pairs of an encoder-decoder, else as its head has it.
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     """The loss of a trained run, perplexity and bits per byte or accuracy; with --beams the BLEU of its translations."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # Run directory.
+    path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
     data: Text = dataclasses.field(default_factory=Text)
     beams: int = 0  # Translate the sources by a beam search of this width, and compare with the targets; 0 does not.
     length_penalty: float = 0.6  # Of the beam search; 0 favours short texts.
@@ -38,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
     if asked.beams:
         _translate(asked)
-    print(told(evaluate_run(asked.path, asked.data.validation, asked.step)))
+    print(told(evaluate_run(asked.path, asked.data.validation, asked.step, asked.data.objective)))
     return 0
 
 

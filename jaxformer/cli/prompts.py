@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.config_file import read_config
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.tokenizer import ROLES
+from jaxformer.tokenizer.files import ROLES
 
 if TYPE_CHECKING:
     from jaxformer.data.forms import Form
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A trained run, as commands that take a prompt read it."""
+    """A model, as commands that take a prompt read it."""
 
     params: dict[str, Any]
     config: ModelConfig
@@ -30,14 +29,14 @@ class Model:
 
 
 def open_run(path: Path, step: int | None) -> Model:
-    """The model of a run directory with its tokenizer. Raises ConfigError where there is none."""
-    from jaxformer.checkpoint import load
+    """The model of a run or of a Hugging Face directory, with its tokenizer. Raises ConfigError where there is none."""
+    from jaxformer.checkpoint import load, run_of
 
     model = load(path, step)
     if model.tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer.json, so there is no text to read or write.")
     labels = model.labels or tuple(f"class {index}" for index in range(model.config.n_classes))
-    return Model(model.params, model.config, model.tokenizer, labels, read_config(path / "config.json"))
+    return Model(model.params, model.config, model.tokenizer, labels, run_of(path))
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -63,8 +62,13 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def source_of(model: Model, text: str) -> list[int]:
-    """The tokens of a source, as an encoder-decoder was trained to read them: closed by the end token."""
-    return [*tokens_of(model.tokenizer, text), model.tokenizer.end_token]
+    """The tokens of a source, as an encoder-decoder was trained to read them."""
+    return model.tokenizer.as_source(tokens_of(model.tokenizer, text))
+
+
+def prompt_of(model: Model, text: str) -> list[int]:
+    """The tokens of a text that a decoder is to write on."""
+    return model.tokenizer.as_prompt(tokens_of(model.tokenizer, text))
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from jaxformer.cli.prompts import Model, open_run, row_of, source_of, text_of, tokens_of, words_of
+from jaxformer.cli.prompts import Model, open_run, prompt_of, row_of, source_of, text_of, words_of
 from jaxformer.config import ConfigError
 
 LEADING = 5  # fillings and classes shown
@@ -21,7 +21,7 @@ LEADING = 5  # fillings and classes shown
 class Arguments:
     """Writes on from a prompt, or to it as the source; fills its [MASK]s; or tells its class or the tags of its words."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # Run directory.
+    path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
     prompt: str | None = None  # Start of the text, or what is read; without it a decoder starts a new text.
     pair: str = ""  # A second text to read beside the prompt, for an encoder trained on two.
     max_new_tokens: int = 256  # Tokens to write, at most; also limited by the model's context.
@@ -56,7 +56,9 @@ def _write(model: Model, asked: Arguments) -> None:
     given: dict[str, Any] = {"end_token": model.tokenizer.end_token, "vocab_size": model.tokenizer.vocab_size}
     if asks := model.config.family == "encoder_decoder":
         given["source"] = [source_of(model, asked.prompt or "")]
-    start = [model.tokenizer.end_token] if asks or asked.prompt is None else tokens_of(model.tokenizer, asked.prompt)
+    start = model.tokenizer.as_target([]) if asks else prompt_of(model, asked.prompt or "")
+    if asked.prompt is None:
+        start = start or [model.tokenizer.end_token]
     room = _room(model, start, given.get("source", [[]])[0])
     count = min(asked.max_new_tokens, room)
     sys.stdout.write("" if asks else asked.prompt or "")
@@ -66,7 +68,7 @@ def _write(model: Model, asked: Arguments) -> None:
         pieces: Iterator[np.ndarray] = iter([np.asarray(found.tokens[:, 0])])
     else:
         pieces = stream_tokens(model.params, model.config, [start], count, key=_key(asked.seed), **given, **_drawing(asked))
-    for text in _growing(functools.partial(text_of, model.tokenizer), (piece[0].tolist() for piece in pieces)):
+    for text in _growing(functools.partial(text_of, model.tokenizer), start, (piece[0].tolist() for piece in pieces)):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -93,10 +95,9 @@ def _key(seed: int | None) -> Any:
     return jax.random.key(secrets.randbits(31) if seed is None else seed)
 
 
-def _growing(decode: Callable[[list[int]], str], pieces: Iterator[list[int]]) -> Iterator[str]:
-    """What each piece adds to the text; a character still lacking bytes waits for them."""
-    tokens: list[int] = []
-    shown = ""
+def _growing(decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]) -> Iterator[str]:
+    """What each piece adds to the text of `start`; a character still lacking bytes waits for them."""
+    tokens, shown = [*start], decode(start)
     for piece in pieces:
         tokens += piece
         text = decode(tokens)

@@ -56,25 +56,27 @@ class Form(abc.ABC):
 
 
 class Pairs(Form):
-    """Sequence to sequence: the source and the end token; the target and the end token, which also starts what is read."""
+    """Sequence to sequence: the source as the tokenizer closes it; the target, after its start, and with the end token."""
 
     def __init__(self, run: RunConfig, tokenizer: Tokenizer) -> None:
         super().__init__(run, tokenizer)
         self.room = (self.source_length, self.length)
+        self.more = np.array([len(tokenizer.as_source([])), len(tokenizer.as_target([]))])
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         return zip(self.ids(records, 0), self.ids(records, 1), strict=True)
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths + 1
+        return lengths + self.more
 
     def arrays(self, *parts: np.ndarray) -> Batch:
-        source, target = parts[0][: self.source_length - 1], parts[1][: self.length - 1]
+        source, target = (part[: room - more] for part, room, more in zip(parts, self.room, self.more, strict=True))
+        tokens = self.tokenizer.as_target(target)
         return {
-            "source": joined(source, [self.end]),
-            "tokens": joined([self.end], target),
-            "targets": joined(target, [self.end]),
-            "weights": np.ones(len(target) + 1, np.float32),
+            "source": joined(self.tokenizer.as_source(source)),
+            "tokens": joined(tokens),
+            "targets": joined(tokens[1:], [self.end]),
+            "weights": np.ones(len(tokens), np.float32),
         }
 
 
@@ -85,10 +87,10 @@ class Answers(Form):
         return zip(self.ids(records, 0), self.ids(records, 1), strict=True)
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths.sum(1, keepdims=True)
+        return lengths.sum(1, keepdims=True) + len(self.tokenizer.prefix)
 
     def arrays(self, *parts: np.ndarray) -> Batch:
-        prompt, answer = parts
+        prompt, answer = self.tokenizer.as_prompt(parts[0]), parts[1]
         text = joined(prompt, answer, [self.end])[: self.length + 1]
         learnt = np.arange(1, len(text)) >= len(prompt)
         return {"tokens": text[:-1], "targets": text[1:], "weights": learnt.astype(np.float32)}

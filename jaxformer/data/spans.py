@@ -11,19 +11,21 @@ from jaxformer.tokenizer import Tokenizer
 
 
 class SourceRows(TextRows):
-    """Rows of a source, and the target that is made of it; the end token starts what the decoder reads."""
+    """Rows of a source, and the target that is made of it, as the tokenizer has an encoder-decoder read them."""
 
     def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer, window: int) -> None:
         super().__init__(store, window, window)
-        self.end = tokenizer.end_token
+        self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
         self.length, self.source_length = _lengths(run)
 
-    def arrays(self, source: np.ndarray, targets: np.ndarray) -> Batch:
+    def arrays(self, text: np.ndarray, targets: np.ndarray) -> Batch:
         """One row, padded."""
+        source = np.array(self.tokenizer.as_source(text), np.int32)
+        targets = np.concatenate([self.start[1:], targets]).astype(np.int32)
         row = {
             "source": source,
             "source_segment_ids": np.ones(len(source), np.int32),
-            "tokens": np.concatenate([[self.end], targets[:-1]]).astype(np.int32),
+            "tokens": np.concatenate([self.start[:1], targets[:-1]]).astype(np.int32),
             "targets": targets,
             "weights": np.ones(len(targets), np.float32),
             "segment_ids": np.ones(len(targets), np.int32),
@@ -44,15 +46,15 @@ class SpanRows(SourceRows):
     def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
         self.density, self.mean = run.data.noise_density, run.data.span_length
         length, source_length = _lengths(run)
-        window = raw_length(source_length, self.density, self.mean)
+        window = raw_length(source_length, self.density, self.mean, len(tokenizer.as_source([])))
         hidden, spans = hidden_counts(window, self.density, self.mean)
         super().__init__(store, run, tokenizer, window)
         self.sentinels = np.array(tokenizer.sentinels(), np.int32)
-        if hidden + spans + 1 > length:
+        if (needed := hidden + spans + len(self.start)) > length:
             raise ConfigError(
                 f"data.sequence_length={length} has no room for the targets of data.objective=spans: a source of "
                 f"{source_length} tokens hides {hidden} in {spans} spans, so set data.sequence_length to at least "
-                f"{hidden + spans + 1}, or data.source_length lower."
+                f"{needed}, or data.source_length lower."
             )
         if spans > len(self.sentinels):
             raise ConfigError(
@@ -69,22 +71,22 @@ class SpanRows(SourceRows):
         marks = np.split(self.sentinels[:spans], spans)
         source = itertools.chain.from_iterable(zip(pieces[::2], marks, strict=True))
         targets = itertools.chain.from_iterable(zip(marks, pieces[1::2], strict=True))
-        end = np.array([self.end], np.int32)
-        return self.arrays(np.concatenate([*source, end]), np.concatenate([*targets, end]))
+        return self.arrays(np.concatenate([*source]), np.concatenate([*targets, [self.tokenizer.end_token]]))
 
 
 class PrefixRows(SourceRows):
-    """A text cut at a random place: the source is what comes before, with the end token, the target what comes after."""
+    """A text cut at a random place: the source is what comes before, the target what comes after."""
 
     def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
         length, source_length = _lengths(run)
-        super().__init__(store, run, tokenizer, min(source_length - 1, length) + 1)  # so that each side fits, wherever cut
+        room = min(source_length - len(tokenizer.as_source([])), length + 1 - len(tokenizer.as_target([])))
+        super().__init__(store, run, tokenizer, room + 1)  # so that each side fits, wherever cut
 
     def row(self, index: int, rng: np.random.Generator) -> Batch:
         start = int(index) * self.stride
         text = self.store.read(start, start + self.window)
         cut = int(rng.integers(1, len(text)))
-        return self.arrays(np.append(text[:cut], np.int32(self.end)), text[cut:])
+        return self.arrays(text[:cut], text[cut:])
 
 
 def hidden_counts(length: int, density: float, mean: float) -> tuple[int, int]:
@@ -93,12 +95,14 @@ def hidden_counts(length: int, density: float, mean: float) -> tuple[int, int]:
     return hidden, min(max(round(hidden / mean), 1), length - hidden)
 
 
-def raw_length(source_length: int, density: float, mean: float) -> int:
-    """The most tokens of text whose source, with sentinels and end token, fits in `source_length`: by default 568 in 512."""
+def raw_length(source_length: int, density: float, mean: float, around: int = 1) -> int:
+    """The most tokens of text whose source fits in `source_length` with its sentinels and the `around` tokens that the
+    tokenizer puts around a source: by default 568 in 512.
+    """
 
     def taken(length: int) -> int:
         hidden, spans = hidden_counts(length, density, mean)
-        return length - hidden + spans + 1
+        return length - hidden + spans + around
 
     length = 2
     while taken(length + 1) <= source_length:

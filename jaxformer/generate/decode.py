@@ -58,7 +58,7 @@ def generate(
     rules = Sampling(**sampling)
     sources = {"source": source, "source_segment_ids": source_segment_ids}
     stream = start(params, config, prompt, max_new_tokens, key=_key(key, rules), segment_ids=segment_ids, **sources)
-    return _decode(prepared(params, config), config, rules, max_new_tokens, stream)[0]
+    return decode(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
 def stream_tokens(
@@ -77,7 +77,7 @@ def stream_tokens(
     stream = start(params, config, prompt, max_new_tokens, key=key, source=source)
     weights = prepared(params, config)
     for made in range(0, max_new_tokens, chunk):
-        tokens, stream = _decode(weights, config, rules, chunk, stream)
+        tokens, stream = decode(weights, config, rules, chunk, stream)
         yield np.asarray(tokens)[:, : max_new_tokens - made]
         if bool(stream.done.all()):
             return
@@ -175,7 +175,7 @@ def prepared(params: Params, config: ModelConfig) -> Params:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
-def _decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream) -> tuple[jax.Array, Stream]:
+def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream) -> tuple[jax.Array, Stream]:
     """`n` more tokens [B, n]; fewer steps are run where all rows end."""
     filler = 0 if rules.end_token is None else rules.end_token
     made = jnp.full((stream.logits.shape[0], n), filler, jnp.int32)

@@ -25,31 +25,31 @@ def translate(
 ) -> list[str]:
     """What the model writes for each text, by beam search in batches of texts of about the same length.
 
-    A source is its tokens and the end token, which also starts the target, as in the objective `pairs`; it is cut, with a
-    warning, where it exceeds model.max_length. A target has at most 3/2 as many tokens as the longest source of its batch
+    A source and the start of its target are as in the objective `pairs`, by the tokenizer; a source is cut, with a warning,
+    where it exceeds model.max_length. A target has at most 3/2 as many tokens as the longest source of its batch
     (rounded up), and ten more. Raises ConfigError for a model that is no encoder-decoder.
     """
-    end, room = tokenizer.end_token, config.max_length
-    encoded = tokenizer.encode_batch(texts)
-    if cut := sum(len(ids) >= room for ids in encoded):
+    start, room = tokenizer.as_target([]), config.max_length
+    encoded, most_read = tokenizer.encode_batch(texts), room - len(tokenizer.as_source([]))
+    if cut := sum(len(ids) > most_read for ids in encoded):
         warnings.warn(f"{cut} of {len(texts)} texts are cut to the model.max_length={room} of this model.", stacklevel=2)
     rules = {
         "beams": beams,
         "keep": 1,
         "length_penalty": length_penalty,
-        "end_token": end,
+        "end_token": tokenizer.end_token,
         "vocab_size": tokenizer.vocab_size,
     }
-    sources = [[*ids[: room - 1], end] for ids in encoded]
+    sources = [tokenizer.as_source(ids[:most_read]) for ids in encoded]
     written, size = [""] * len(texts), min(batch_size, len(texts))
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
-    for start in range(0, len(texts), size or 1):
-        batch = order[start : start + size]
+    for first in range(0, len(texts), size or 1):
+        batch = order[first : first + size]
         rows = [sources[index] for index in [*batch, *[batch[-1]] * (size - len(batch))]]
         source, real = padded(rows)
         longest = _rounded(source.shape[1])
-        most = min(_rounded(longest * 3 // 2 + 11), room) - 1
-        starts = np.full((size, 1), end)
+        most = min(_rounded(longest * 3 // 2 + 11), room) - len(start)
+        starts = np.tile(start, (size, 1))
         found = beam_search(params, config, starts, most, source=source, source_segment_ids=real, **rules)
         for index, tokens in zip(batch, np.asarray(found.tokens[:, 0]), strict=False):
             written[index] = tokenizer.decode(tokens)

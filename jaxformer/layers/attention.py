@@ -9,10 +9,10 @@ from jaxformer.config import ModelConfig
 from jaxformer.layers.kernels import attend, dot_product_attention, plain
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import View
-from jaxformer.layers.norm import rms_norm
+from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
 from jaxformer.layers.probe import SILENT, Probe
-from jaxformer.params import Params, Spec, Specs, ones, scaled, zeros
+from jaxformer.params import Params, Spec, Specs, scaled, zeros
 
 __all__ = ["attention", "attention_specs", "dot_product_attention", "keys_and_values"]
 
@@ -28,9 +28,10 @@ def attention_specs(config: ModelConfig) -> Specs:
         "v": Spec((d, k, w), ("embed", "kv_heads", "head_dim"), make.weight, inputs=("embed",)),
         "out": Spec((n, w, d), ("heads", "head_dim", "embed"), make.residual, inputs=("heads", "head_dim")),
     }
-    if config.bias == "all":
+    if "qkv" in config.biased:
         specs["q_bias"] = Spec((n, h), ("heads", "head_dim"), zeros)
         specs |= {f"{name}_bias": Spec((k, width), ("kv_heads", "head_dim"), zeros) for name, width in (("k", h), ("v", w))}
+    if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
     if config.query_key_norm != "none":
         specs |= {f"{name}_norm": _query_key_norm_spec(config, heads) for name, heads in (("q", n), ("k", k))}
@@ -41,7 +42,7 @@ def attention_specs(config: ModelConfig) -> Specs:
 
 def _query_key_norm_spec(config: ModelConfig, heads: int) -> Spec:
     shape = {"head": (config.head_width,), "width": (heads * config.head_width,)}[config.query_key_norm]
-    return Spec(shape, ("norm",), ones)
+    return scale_spec(config, shape)
 
 
 def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
@@ -49,16 +50,23 @@ def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax
     if config.query_key_norm == "none":
         return x
     rows = x if config.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
-    return rms_norm(rows, params[f"{name}_norm"], config.norm_eps).reshape(x.shape)
+    return rms_norm(rows, scale_of(config, params[f"{name}_norm"]), config.norm_eps).reshape(x.shape)
 
 
 def keys_and_values(
-    params: Params, config: ModelConfig, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None
+    params: Params,
+    config: ModelConfig,
+    x: Float[Array, "B S D"],
+    positions: Int[Array, "B S"] | None,
+    window: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]]:
-    """What attention looks at: [B, S, D] -> [B, S, K, H], [B, S, K, W], turned by their positions where those are given."""
+    """What attention looks at: [B, S, D] -> [B, S, K, H], [B, S, K, W].
+
+    Keys are turned by their positions where those are given, as in a layer with this `window`.
+    """
     k = _normed(params, config, "k", linear("BTD,DKH->BTKH", params, "k", x))
     v = linear("BTD,DKH->BTKH", params, "v", x)
-    return (k if positions is None else rotate(config, k, positions)), v
+    return (k if positions is None else rotate(config, k, positions, window)), v
 
 
 def attention(
@@ -77,7 +85,7 @@ def attention(
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if view.relative:
-        q = rotate(config, q, view.queries.positions)
+        q = rotate(config, q, view.queries.positions, view.window)
     view = view._replace(scale=config.attention_scale, soft_cap=config.attention_soft_cap, sinks=params.get("sinks"))
     weights_name = f"{name}_weights"
     if probe.wants(weights_name) or (key is not None and config.dropout > 0):

@@ -74,7 +74,7 @@ def block(
 
     def attend(h: jax.Array) -> jax.Array:
         nonlocal written
-        seen = keys_and_values(params["attention"], config, h, view.queries.positions)
+        seen = keys_and_values(params["attention"], config, h, view.queries.positions, view.window)
         if page is not None:
             written = page.write(*seen)
             seen = written.k, written.v

@@ -29,7 +29,7 @@ def embed_specs(config: ModelConfig) -> Specs:
     """What a stack adds to the tokens: learned positions, types of tokens, a norm."""
     make = INITIALIZERS[config.init](config)
     table = {
-        "positions": (config.max_length if config.positions == "learned" else 0, make.positions),
+        "positions": (config.position_offset + config.max_length if config.positions == "learned" else 0, make.positions),
         "types": (config.token_types, make.embedding),
     }
     specs: Specs = {
@@ -62,6 +62,6 @@ def embed(
 
 
 ADDED = {
-    "learned": lambda params, config, places: lookup(params["positions"], places.positions, WHOLE),
+    "learned": lambda params, config, places: lookup(params["positions"], places.positions + config.position_offset, WHOLE),
     "sinusoidal": lambda params, config, places: sinusoids(places.positions, config.d_model, config.sinusoid_order),
 }

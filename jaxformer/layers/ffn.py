@@ -51,7 +51,7 @@ def ffn_specs(config: ModelConfig) -> Specs:
     into = Spec((d, f), ("embed", "mlp"), make.weight, inputs=("embed",))
     specs: Specs = {"gate": into, "up": into} if config.gated else {"up": into}
     specs["down"] = Spec((f, d), ("mlp", "embed"), make.residual, inputs=("mlp",))
-    if config.bias == "all":
+    if "ffn" in config.biased:
         specs |= {f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in ("gate", "up") if name in specs}
         specs["down_bias"] = Spec((d,), ("residual",), zeros)
     return specs

@@ -35,12 +35,12 @@ def head_specs(config: ModelConfig) -> Specs:
         weight = Spec((size, d), (axis, "embed"), make.weight, inputs=("embed",))
         return {"weight": weight} | ({"bias": Spec((size,), (axis,), zeros)} if bias else {})
 
-    own = matrix(size, axis, bias=config.output != "language")
+    own = matrix(size, axis, bias=config.head_bias or config.output != "language")
     if over_tokens and config.tied_head:
         own.pop("weight")
     if config.output == "masked":
         own |= dense | {"norm": norm_specs(config)}
-    pooled = config.next_sentence or (config.output == "classes" and config.family == "encoder")
+    pooled = config.pooler or config.next_sentence or (config.output == "classes" and config.family == "encoder")
     table = {"pooler": dense if pooled else {}, "head": own}
     table["next_sentence"] = matrix(2, "classes", bias=True) if config.next_sentence else {}
     return {name: rows for name, rows in table.items() if rows}

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+FAR = 2**30  # a window that hides nothing, where some layers of a scan have one and others have not
+
 
 @struct.dataclass
 class Places:

@@ -25,13 +25,24 @@ def layer_norm(
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
+def scale_spec(config: ModelConfig, shape: tuple[int, ...]) -> Spec:
+    """The scale of a norm; rms1p keeps how far it is from 1."""
+    return Spec(shape, ("norm",), zeros if config.norm == "rms1p" else ones)
+
+
+def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
+    """What a norm multiplies by, of the leaf that `scale_spec` describes."""
+    return 1 + scale if config.norm == "rms1p" else scale
+
+
 def norm_specs(config: ModelConfig) -> Specs:
-    scale = {"scale": Spec((config.d_model,), ("norm",), ones)}
-    bias = {"bias": Spec((config.d_model,), ("norm",), zeros)} if config.bias == "all" else {}
-    return {"rms": scale, "layer": scale | bias, "none": {}}[config.norm]
+    scale = {"scale": scale_spec(config, (config.d_model,))}
+    bias = {"bias": Spec((config.d_model,), ("norm",), zeros)} if "norm" in config.biased else {}
+    return {"rms": scale, "rms1p": scale, "layer": scale | bias, "none": {}}[config.norm]
 
 
 NORMS = {
+    "rms1p": lambda params, x, eps: rms_norm(x, 1 + params["scale"], eps),
     "rms": lambda params, x, eps: rms_norm(x, params["scale"], eps),
     "layer": lambda params, x, eps: layer_norm(x, params["scale"], params.get("bias"), eps),
     "none": lambda params, x, eps: x,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import FAR, Places
 from jaxformer.params import Spec, Specs, lookup, normal
 
 
@@ -25,9 +25,8 @@ def sinusoids(positions: Int[Array, "... T"], width: int, order: str = "interlea
 
 
 def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "W"]:
-    """theta^(-2i/width), i = 0 .. width/2 - 1: the angle that each pair turns by from one position to the next."""
-    half = width // 2
-    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    """theta^(-2i/width), i < width/2: the angle that each pair turns by from one position to the next."""
+    return theta ** (-2 * jnp.arange(-(-width // 2), dtype=jnp.float32) / width)
 
 
 def rope(
@@ -89,7 +88,7 @@ def _yarn(config: ModelConfig, positions: jax.Array) -> jax.Array:
 
     low = max(math.floor(index(config.rope_beta_fast)), 0)
     high = min(math.ceil(index(config.rope_beta_slow)), width - 1)
-    stretched = jnp.clip((jnp.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
+    stretched = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
     plain = _plain(config, positions)
     return plain / config.rope_factor * stretched + plain * (1 - stretched)
 
@@ -112,15 +111,26 @@ FREQUENCIES: dict[str, Callable[[ModelConfig, jax.Array], jax.Array]] = {
 }
 
 
-def rotate(config: ModelConfig, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-    """Queries or keys as the config's positions turn them: [B, T, N, H], [B, T] -> [B, T, N, H]."""
+def rotate(
+    config: ModelConfig, x: Float[Array, "B T N H"], positions: Int[Array, "B T"], window: int | Int[Array, ""] = 0
+) -> Float[Array, "B T N H"]:
+    """Queries or keys as the config turns them in a layer of this window: [B, T, N, H], [B, T] -> [B, T, N, H]."""
     if config.positions != "rope":
         return x
     frequencies = FREQUENCIES[config.rope_scaling](config, positions)
+    scale: Any = 1.0
+    if config.rope_scaling == "yarn":
+        scale = config.rope_attention_factor or 0.1 * math.log(config.rope_factor) + 1
+    if config.rope_window_theta and not isinstance(window, int):  # a layer of a scan
+        near = window < FAR
+        local = rope_frequencies(config.rotated_width, config.rope_window_theta)
+        frequencies, scale = jnp.where(near, local, frequencies), jnp.where(near, 1.0, scale)
+    elif config.rope_window_theta and window:
+        frequencies, scale = rope_frequencies(config.rotated_width, config.rope_window_theta), 1.0
     turned = rope(x, positions, pairing=config.rope_pairing, frequencies=frequencies)
     if config.rope_scaling != "yarn":
         return turned
-    w, scale = config.rotated_width, config.rope_attention_factor or 0.1 * math.log(config.rope_factor) + 1
+    w = 2 * frequencies.shape[0]
     return jnp.concatenate([(scale * turned[..., :w]).astype(x.dtype), turned[..., w:]], axis=-1)
 
 

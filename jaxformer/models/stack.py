@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxformer.config import ModelConfig
 from jaxformer.layers.block import Source, block, block_specs
 from jaxformer.layers.cache import KVCache, Page
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import FAR, View
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import relative_bias_specs, score_bias
 from jaxformer.layers.probe import SILENT, Probe
@@ -20,7 +20,6 @@ REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-FAR = 2**30  # a window that hides nothing, where some layers of a scan have one and others have not
 
 
 def compute_dtype(config: ModelConfig) -> Any:

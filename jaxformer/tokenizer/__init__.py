@@ -1,7 +1,8 @@
 """Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters, or given."""
 
+from jaxformer.tokenizer.files import END_OF_TEXT
 from jaxformer.tokenizer.make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
-from jaxformer.tokenizer.tokenizer import END_OF_TEXT, MARKS, SENTINELS, Tokenizer
+from jaxformer.tokenizer.tokenizer import MARKS, SENTINELS, Tokenizer
 
 __all__ = [
     "END_OF_TEXT",

@@ -6,7 +6,9 @@
 from collections.abc import Iterable, Sequence
 
 from jaxformer.config import ConfigError
-from jaxformer.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, byte_characters
+from jaxformer.tokenizer.files import END_OF_TEXT
+from jaxformer.tokenizer.pieces import byte_characters
+from jaxformer.tokenizer.tokenizer import Tokenizer
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:

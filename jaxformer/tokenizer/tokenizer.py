@@ -1,11 +1,11 @@
 """The one tokenizer object: a `tokenizers.Tokenizer` with what training and evaluation ask of it."""
 
-import contextlib
+import copy
+import functools
 import hashlib
 import itertools
 import json
 import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,57 +13,75 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.config import ConfigError
+from jaxformer.tokenizer.files import (
+    IDS,
+    IDS_FILE,
+    ROLES,
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Beside,
+    missing,
+    read_object,
+    write_whole,
+)
+from jaxformer.tokenizer.pieces import Spelling
 
 if TYPE_CHECKING:
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
-
-# What published tokenizers call the token that ends a document, the likeliest first.
-END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
-
-# Special tokens by what they are for, and what published tokenizers call them, the likeliest first.
-ROLES = {
-    "cls": ("[CLS]", "<s>", "<|cls|>"),
-    "sep": ("[SEP]", "</s>", "<|sep|>"),
-    "mask": ("[MASK]", "<mask>", "<|mask|>"),
-}
-MARKS = tuple(names[0] for names in ROLES.values())
+MARKS = tuple(ROLES[role][0] for role in ("cls", "sep", "mask"))
 SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
+
+# Spaces that decoding takes away where tokenizer_config.json asks for it, by what stands around them.
+SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Tokenizer:
     """Text to token ids and back. Names of special tokens in a text are encoded as the plain text they are.
 
+    `end_token` ends a document, and what a model writes; `start_token` begins what the decoder of an encoder-decoder reads,
+    and `forced_token`, where there is one (BART), is then the first that it writes.
     Raises ConfigError where no token can end a document.
     """
 
-    def __init__(self, backend: "tokenizers.Tokenizer", origin: str = "the tokenizer") -> None:
+    def __init__(self, backend: "tokenizers.Tokenizer", origin: str = "the tokenizer", beside: Beside | None = None) -> None:
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._beside = beside or Beside()
+        self._cleans = self._beside.cleans(backend)
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        ends = [self._vocab[name] for name in END_NAMES if name in self._vocab]
-        if not ends:
+        by_name = {role: [self._vocab[name] for name in names if name in self._vocab] for role, names in ROLES.items()}
+        self._guessed = {role: ids[0] for role, ids in by_name.items() if ids}
+        self._roles = self._guessed | self._beside.ids | self._beside.named
+        if "eos" not in self._roles:
             raise ConfigError(
-                f"{origin} has no token that ends a document (looked for {', '.join(END_NAMES)}): "
+                f"{origin} has no token that ends a document (looked for {', '.join(ROLES['eos'])}): "
                 "add one of them to its added_tokens, or take another tokenizer."
             )
-        self.end_token: int = ends[0]
+        self.end_token: int = self._roles["eos"]
+        self.start_token: int = self._roles.get("start", self.end_token)
+        self.forced_token: int | None = self._roles.get("forced")
         self.vocab_size: int = max(self._vocab.values()) + 1
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """A tokenizer.json, or the directory that holds one. Raises ConfigError where there is none or it cannot be read."""
+        """A tokenizer.json, or the directory that holds one, with what the Hugging Face files beside it say.
+
+        The role of a special token is that of tokenizer_config.json, special_tokens_map.json, generation_config.json,
+        config.json, in this order, or follows from its name. Raises ConfigError where there is no tokenizer.json, where a
+        file cannot be read, and where one speaks of a token that is not in the vocabulary.
+        """
         import tokenizers
 
         file = Path(path).expanduser()
-        file = file / "tokenizer.json" if file.is_dir() else file
+        file = file / TOKENIZER_FILE if file.is_dir() else file
         try:
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise ConfigError(f"{file} does not exist: set tokenizer.path to a tokenizer.json, or leave it empty.") from None
+            raise missing(file) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} cannot be read ({error}): set tokenizer.path to a tokenizer.json.") from None
         try:
@@ -72,51 +90,121 @@ class Tokenizer:
             raise ConfigError(
                 f"{file} is not a tokenizer.json of the tokenizers library ({error}): set tokenizer.path to one."
             ) from None
-        return cls(backend, str(file))
+        # A file of another name is one of many in its directory, whose other files are not about it.
+        return cls(backend, str(file), Beside.read(file.parent, backend) if file.name == TOKENIZER_FILE else None)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one tokenizer.json, complete or not at all, that the tokenizers library and transformers load."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            draft.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-            os.replace(draft, target)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                draft.unlink()
+    def save(self, path: str | os.PathLike[str], max_length: int | None = None) -> None:
+        """Writes tokenizer.json, each file complete or not at all, so that transformers loads the same tokenizer.
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end token. Raises ConfigError for a character that the tokenizer does not have."""
-        return self.encode_batch([text])[0]
+        `path` is that file or its directory. Beside it go tokenizer_config.json, with the roles of special tokens, with what
+        it held when it was read, and with `max_length` as model_max_length where it says none; chat_template.jinja, if there
+        was one; and in generation_config.json the ids that the other files do not tell. Under another name it stands alone.
+        """
+        file = Path(path).expanduser()
+        file = file / TOKENIZER_FILE if file.is_dir() else file
+        if file.name == TOKENIZER_FILE:
+            _write_json(file.with_name(SETTINGS_FILE), self._settings(max_length))
+            if self._beside.template is not None:
+                write_whole(file.with_name(TEMPLATE_FILE), self._beside.template)
+            told = self._guessed | self._beside.named
+            told |= {"start": told["eos"]} if "eos" in told else {}
+            if untold := {key: token for key, token in self.ids().items() if token != told.get(IDS[key])}:
+                _write_json(file.with_name(IDS_FILE), read_object(file.with_name(IDS_FILE)) | untold)
+        write_whole(file, self._backend.to_str(pretty=True))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def _settings(self, max_length: int | None) -> dict[str, Any]:
+        """What tokenizer_config.json is to hold: what was read, or else the special tokens that are known by name."""
+        added = self._backend.get_added_tokens_decoder()
+        own = {f"{role}_token": added[token].content for role, token in self._guessed.items() if token in added}
+        room = {} if max_length is None else {"model_max_length": max_length}
+        read = self._beside.settings or own | {"clean_up_tokenization_spaces": False}
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | room | read
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Token ids of a text, without an end token. Raises ConfigError for a character that the tokenizer does not have.
+
+        With `special_tokens` names of special tokens in the text are these tokens, and the tokenizer's template stands
+        around it, as when transformers' tokenizer is called with the text.
+        """
+        return self.encode_batch([text], special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int]]:
         """Token ids of each text, made on all cores."""
+        backend = self._marking if special_tokens else self._backend
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         except Exception as error:  # the library raises nothing narrower
             raise self._unencodable(texts, error) from None
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids: special tokens left out, bytes that are no UTF-8 shown as replacement characters."""
-        return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=True))
+    @functools.cached_property
+    def _marking(self) -> "tokenizers.Tokenizer":
+        """A second backend, to which names of special tokens are these: a switch of the first would meet other threads."""
+        backend = copy.deepcopy(self._backend)
+        backend.encode_special_tokens = bool(self._beside.settings.get("split_special_tokens"))
+        return backend
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, special tokens left out or by name; bytes that are no UTF-8 are replacement characters."""
+        text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens))
+        for spaced in SPACED if self._cleans else ():
+            text = text.replace(spaced, spaced.strip())
+        return text
+
+    @property
+    def prefix(self) -> list[int]:
+        """The tokens that the template puts before a text."""
+        return self._template[0]
+
+    @property
+    def suffix(self) -> list[int]:
+        """The tokens that the template puts after a text."""
+        return self._template[1]
+
+    @functools.cached_property
+    def _template(self) -> tuple[list[int], list[int]]:
+        if not self._backend.num_special_tokens_to_add(False):
+            return [], []
+        found = self._marking.encode(self._backend.id_to_token(self.end_token))  # any text that can surely be encoded
+        places = [place for place, added in enumerate(found.special_tokens_mask) if not added]
+        return found.ids[: places[0]], found.ids[places[-1] + 1 :]
+
+    def as_prompt(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+        """The tokens of a text as a decoder reads it to write on."""
+        return [*self.prefix, *map(int, ids)]
+
+    def as_source(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+        """The tokens of a text as an encoder-decoder reads it: in the template, and closed by the end token."""
+        end = [] if self.suffix[-1:] == [self.end_token] else [self.end_token]
+        return [*self.prefix, *map(int, ids), *self.suffix, *end]
+
+    def as_target(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+        """The tokens of a text as the decoder of an encoder-decoder reads it: after the start token and any forced token.
+
+        What it writes is the same without the start token, and with the end token.
+        """
+        forced = [] if self.forced_token is None else [self.forced_token]
+        return [self.start_token, *forced, *map(int, ids)]
 
     def shown(self, token: int) -> str:
         """A token by itself: a special one by its name, bytes that are no UTF-8 as \\xNN, an id without a token as <id>."""
         name = self._backend.id_to_token(token)
-        if name is None:
-            return f"<{token}>"
-        text = str(self._backend.decode([token], skip_special_tokens=False))
-        if "\N{REPLACEMENT CHARACTER}" not in text:
-            return text
-        values = {character: byte for byte, character in enumerate(byte_characters())}
-        raw = bytes.fromhex(name[3:5]) if name.startswith("<0x") else bytes(values[c] for c in name if c in values)
-        return raw.decode("utf-8", "backslashreplace") or text
+        if name is None or self._spelling.continuation:
+            return f"<{token}>" if name is None else name
+        return self._spelling.raw(name).decode("utf-8", "backslashreplace")
+
+    @functools.cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(json.loads(self._backend.to_str()))
 
     def special(self, role: str) -> int | None:
-        """The id of the token for a role of `ROLES` (cls, sep, mask); None where there is none."""
-        return next((self._vocab[name] for name in ROLES[role] if name in self._vocab), None)
+        """The id of the token for a role of `ROLES` (bos, eos, pad, unk, cls, sep, mask); None where there is none."""
+        return self._roles.get(role)
+
+    def ids(self) -> dict[str, int]:
+        """The ids that a Hugging Face config.json gives, by its keys, as far as they are known."""
+        known = self._roles | {"start": self.start_token}
+        return {key: known[role] for key, role in IDS.items() if role in known}
 
     def sentinels(self) -> list[int]:
         """The ids of <extra_id_0>, <extra_id_1> and so on, as many as there are in a row (T5, arXiv:1910.10683)."""
@@ -134,40 +222,26 @@ class Tokenizer:
         A word is a run of letters and digits with the white space before it; two tokens belong to one where the first
         ends and the second begins inside. Special tokens do neither.
         """
-        spec = json.loads(self._backend.to_str())
-        inside = (
-            _inside_byte if "ByteLevel" in _types(spec["decoder"]) | _types(spec["pre_tokenizer"]) else _inside_character
-        )
-        pieces = spec["model"]["type"] == "WordPiece"
         edges = np.zeros((self.vocab_size, 2), bool)
         ordinary = {*self.ordinary().tolist()}
         for token, index in self._vocab.items():
-            if token and index in ordinary:
-                edges[index] = (token.startswith("##"), True) if pieces else (inside(token[0]), inside(token[-1]))
+            if index in ordinary:
+                edges[index] = self._spelling.edges(token)
         return edges
 
     def token_bytes(self) -> np.ndarray:
         """How many UTF-8 bytes of text each token stands for: int32 [vocab_size], 0 for special tokens and unused ids."""
-        spec = json.loads(self._backend.to_str())
-        byte_level = "ByteLevel" in _types(spec["decoder"]) | _types(spec["pre_tokenizer"])
-        added = {entry["content"]: entry["special"] for entry in spec["added_tokens"]}
-        continuation = "##" if spec["model"]["type"] == "WordPiece" else ""
         sizes = np.zeros(self.vocab_size, np.int32)
         for token, index in self._vocab.items():
-            if token in added:
-                sizes[index] = 0 if added[token] else len(token.encode())
-            elif byte_level:
-                sizes[index] = len(token)  # one printable character stands for one byte
-            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                sizes[index] = 1  # byte fallback
-            else:
-                sizes[index] = len(token.replace("▁", " ").removeprefix(continuation).encode())
+            sizes[index] = self._spelling.size(token)
         return sizes
 
     def fingerprint(self) -> str:
-        """A digest that is equal for tokenizers that are equal in every setting."""
+        """A digest that is equal for tokenizers that are equal in every setting that training reads."""
         settings = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
-        return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+        ends, guess = [self.end_token, self.start_token, self.forced_token], self._guessed.get("eos")
+        said = "" if ends == [guess, guess, None] else json.dumps(ends)
+        return hashlib.blake2b((settings + said).encode(), digest_size=16).hexdigest()
 
     def _unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
         unseen = [char for char in sorted(set("".join(texts))) if char not in self._vocab]
@@ -180,25 +254,5 @@ class Tokenizer:
         )
 
 
-def byte_characters() -> list[str]:
-    """GPT-2's printable stand-in of each byte: Latin-1's own where it is visible, else the next code point from 256 on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
-
-
-def _inside_byte(character: str) -> bool:
-    """Whether a byte, by GPT-2's stand-in for it, is of a letter or digit; every byte beyond ASCII counts as one."""
-    code = ord(character)
-    return character.isalnum() or character == "_" if code < 128 else not 256 <= code < 290
-
-
-def _inside_character(character: str) -> bool:
-    return character.isalnum() or character == "_"
-
-
-def _types(part: Any) -> set[str]:
-    """The names of the components in one part of a tokenizer.json, sequences opened."""
-    if isinstance(part, dict):
-        return {str(part.get("type"))}.union(*(_types(value) for value in part.values()))
-    return set().union(*(_types(value) for value in part)) if isinstance(part, list) else set()
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

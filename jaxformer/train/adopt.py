@@ -1,14 +1,15 @@
-"""Beginning from another run's model: its shape and tokenizer are taken, its trunk is carried, another head is new."""
+"""Beginning from another model, a run's or a Hugging Face directory's: its shape and tokenizer are taken, its trunk is
+carried, another head is new."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from jaxformer.checkpoint import flat_leaves, load
+from jaxformer.checkpoint import flat_leaves, load, run_of
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.config_file import read_config
 from jaxformer.params import Params
 
 # What the new run decides for itself; all else about the model is the old run's.
@@ -22,20 +23,22 @@ def adopted(run: RunConfig) -> RunConfig:
         return run
     begun, origin = Path(run.run.dir) / "config.json", Path(run.run.init_from)
     if not begun.is_file() and not (origin / "config.json").is_file():
-        raise ConfigError(f"run.init_from={run.run.init_from!r} is not a run directory: it has no config.json.")
-    model = read_config(begun if begun.is_file() else origin / "config.json").model
+        raise ConfigError(
+            f"run.init_from={run.run.init_from!r} has no config.json: give a run directory, or one of a Hugging Face model."
+        )
+    model = run_of(begun.parent if begun.is_file() else origin).model
     model = dataclasses.replace(model, **{name: getattr(run.model, name) for name in OWN})
     path = run.tokenizer.path or str((begun.parent if begun.is_file() else origin) / "tokenizer.json")
     tokenizer = dataclasses.replace(run.tokenizer, path=path)
     return dataclasses.replace(run, model=model, tokenizer=tokenizer)
 
 
-def carried(run: RunConfig, params: Params) -> tuple[Params, str]:
+def carried(run: RunConfig, params: Params, mesh: Mesh | None = None) -> tuple[Params, str]:
     """`params` with every leaf of `run.init_from`'s that has its place here, and a sentence about what is new.
 
     Raises ConfigError where anything but a head has none.
     """
-    old = load(run.run.init_from)
+    old = load(run.run.init_from, mesh=mesh)
     found, wanted = flat_leaves(old.params), flat_leaves(params)
     fits = {path for path, leaf in wanted.items() if path in found and found[path].shape == leaf.shape}
     if old.config.output != run.model.output:

@@ -89,7 +89,7 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, An
         if state is None:
             state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
             if run.run.init_from:
-                params, sentence = carried(run, state.params)
+                params, sentence = carried(run, state.params, job.mesh)
                 state = state.replace(params=params)  # type: ignore[attr-defined]
                 say(sentence)
         elif int(state.step) < run.train.steps:
@@ -252,14 +252,15 @@ def _sample(job: Job, params: Params) -> tuple[str, str] | None:
     run, tokenizer = job.run, job.corpus.tokenizer
     if not run.run.sample_tokens:
         return None
-    prompt, source = tokenizer.encode(run.run.sample_prompt), {}
+    ids, source = tokenizer.encode(run.run.sample_prompt), {}
+    prompt = tokenizer.as_prompt(ids) or [tokenizer.end_token]
     if run.model.family == "encoder_decoder":
-        prompt, source = [], {"source": [[*prompt, tokenizer.end_token]]} if prompt else {}
-    prompt = prompt or [tokenizer.end_token]
+        prompt, source = tokenizer.as_target([]), {"source": [tokenizer.as_source(ids)]} if ids else {}
     room = min(run.run.sample_tokens, run.model.max_length - len(prompt))
     if room < 1 or run.model.output != "language" or (run.model.family == "encoder_decoder" and not source):
         return None
     rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_token}
     made = generate(params, run.model, [prompt], room, key=jax.random.key(run.run.seed), **source, **rules)
     between = " => " if source else ""
-    return run.run.sample_prompt + between, tokenizer.decode(made[0].tolist())
+    text = tokenizer.decode([*prompt, *made[0].tolist()])
+    return run.run.sample_prompt + between, text[len(tokenizer.decode(prompt)) :]

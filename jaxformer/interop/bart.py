@@ -1,0 +1,121 @@
+"""BART (arXiv:1910.13461), and what Marian shares with it."""
+
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.fields import PLAIN, Choice, Dropout, Field, Fixed, Inert, Key, Only, Ours, Present, Tied
+from jaxformer.interop.table import ROW, Row, linear, norm
+from jaxformer.interop.theirs import Theirs
+
+
+class Twice:
+    """Sizes that the file states for both stacks, and that are one here."""
+
+    keys = (("ffn_dim", "d_ff", 4096), ("attention_heads", "n_heads", 16))
+
+    def read(self, theirs: Theirs) -> Ours:
+        found = {}
+        for name, ours, default in self.keys:
+            found[ours] = theirs.get(f"encoder_{name}", default)
+            if theirs.get(f"decoder_{name}", default) != found[ours]:
+                theirs.only(f"decoder_{name}", (found[ours],))
+        return found
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {f"{side}_{name}": getattr(ours, field) for name, field, _ in self.keys for side in ("encoder", "decoder")}
+
+
+def fields(vocab_size: int) -> tuple[Field, ...]:
+    """The keys that both have."""
+    return (
+        Fixed(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
+        Key("vocab_size", "vocab_size", vocab_size),
+        Key("d_model", "d_model", 1024),
+        Key("encoder_layers", "n_encoder_layers", 12),
+        Key("decoder_layers", "n_layers", 12),
+        Twice(),
+        Key("max_position_embeddings", "max_length", 1024),
+        Choice("activation_function", "activation", PLAIN, "gelu"),
+        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
+        Present("final_logits_bias", "head_bias"),
+        Tied(True),
+        Dropout(("dropout", "attention_dropout")),
+        Inert(
+            (
+                "encoder_layerdrop",
+                "decoder_layerdrop",
+                "activation_dropout",
+                "classifier_dropout",
+                "classif_dropout",
+                "init_std",
+            )
+        ),
+        Inert(
+            (
+                "num_hidden_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "extra_pos_embeddings",
+                "force_bos_token_to_be_generated",
+            )
+        ),
+        Inert(("add_bias_logits", "gradient_checkpointing", "static_position_embeddings")),
+        # Of the first transformers with these models, whose code served others too.
+        *(Only(key, (False,), written=False) for key in ("normalize_before", "add_final_layer_norm")),
+    )
+
+
+def stack(side: str, ours: str) -> tuple[Row, ...]:
+    """The rows of one stack; `ours` goes before its paths."""
+    layer, parts = f"model.{side}.layers.{{}}.", {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
+    sublayers = {"self_attn": "attention"} | ({} if ours else {"encoder_attn": "cross"})
+    found = [
+        row
+        for name, block in sublayers.items()
+        for row in (
+            *(
+                row
+                for part, leaf in parts.items()
+                for row in linear(f"{layer}{name}.{part}", f"{ours}blocks.{block}.{leaf}")
+            ),
+            *norm(f"{layer}{name}_layer_norm", f"{ours}blocks.{block}_norm"),
+        )
+    ]
+    return (
+        *found,
+        *linear(layer + "fc1", f"{ours}blocks.ffn.up"),
+        *linear(layer + "fc2", f"{ours}blocks.ffn.down"),
+        *norm(layer + "final_layer_norm", f"{ours}blocks.ffn_norm"),
+        Row(f"model.{side}.embed_positions.weight", f"{ours}embed.positions"),
+        *norm(f"model.{side}.layernorm_embedding", f"{ours}embed.norm"),
+    )
+
+
+ROWS = (
+    Row("model.shared.weight", "embed.tokens"),
+    Row("lm_head.weight", "head.weight"),
+    Row("final_logits_bias", "head.bias", ROW),
+    *stack("encoder", "encoder."),
+    *stack("decoder", ""),
+)
+
+
+def copies(config: ModelConfig) -> tuple[Copy, ...]:
+    sides = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+    again = tuple(Copy(name, "model.shared.weight") for name in sides)
+    return (*again, *((Copy("lm_head.weight", "model.shared.weight", unties=True),) if config.tied_head else ()))
+
+
+BART = Family(
+    "bart",
+    {"BartForConditionalGeneration": {}},
+    (
+        *fields(50265),
+        Fixed(positions="learned", position_offset=2, embedding_norm=True),
+        Only("normalize_embedding", (True,), written=False),
+    ),
+    lambda config: ROWS,
+    prefix="model.",
+    copies=copies,
+)

@@ -1,0 +1,97 @@
+"""BERT (arXiv:1810.04805), and what RoBERTa shares with it."""
+
+from jaxformer.config import ModelConfig
+from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.fields import PLAIN, Choice, Classes, Dropout, Field, Fixed, Inert, Key, Only, Present, Tied
+from jaxformer.interop.table import Row, linear, norm
+
+
+def fields(**default: int) -> tuple[Field, ...]:
+    """The keys that both have; `default` has the values of keys that are left out."""
+    return (
+        Fixed(family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True, positions="learned"),
+        Key("vocab_size", "vocab_size", default["vocab_size"]),
+        Key("hidden_size", "d_model", 768),
+        Key("num_hidden_layers", "n_layers", 12),
+        Key("num_attention_heads", "n_heads", 12),
+        Key("intermediate_size", "d_ff", 3072),
+        Key("type_vocab_size", "token_types", 2),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        Only("position_embedding_type", ("absolute",)),
+        Tied(True),
+        Classes(),
+        Dropout(("hidden_dropout_prob", "attention_probs_dropout_prob")),
+        Inert(("classifier_dropout", "gradient_checkpointing")),
+    )
+
+
+def trunk(base: str) -> tuple[Row, ...]:
+    """All but the heads, under the name that the base model has."""
+    layer = base + ".encoder.layer.{}."
+    return (
+        Row(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
+        Row(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
+        Row(f"{base}.embeddings.token_type_embeddings.weight", "embed.types"),
+        *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
+        *linear(layer + "attention.self.query", "blocks.attention.q"),
+        *linear(layer + "attention.self.key", "blocks.attention.k"),
+        *linear(layer + "attention.self.value", "blocks.attention.v"),
+        *linear(layer + "attention.output.dense", "blocks.attention.out"),
+        *norm(layer + "attention.output.LayerNorm", "blocks.attention_norm"),
+        *linear(layer + "intermediate.dense", "blocks.ffn.up"),
+        *linear(layer + "output.dense", "blocks.ffn.down"),
+        *norm(layer + "output.LayerNorm", "blocks.ffn_norm"),
+    )
+
+
+OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
+
+
+def rows(config: ModelConfig) -> tuple[Row, ...]:
+    masked = (
+        *linear("cls.predictions.transform.dense", "head.dense"),
+        *norm("cls.predictions.transform.LayerNorm", "head.norm"),
+        Row("cls.predictions.decoder.weight", "head.weight"),
+        Row(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+        Row("cls.seq_relationship.weight", "next_sentence.weight"),
+        Row("cls.seq_relationship.bias", "next_sentence.bias"),
+    )
+    classes = (Row("classifier.weight", "head.weight"), Row("classifier.bias", "head.bias"))
+    head = masked if config.output == "masked" else classes
+    return (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head)
+
+
+def copies(config: ModelConfig) -> tuple[Copy, ...]:
+    """The output layer is stored again where it is tied; where not, its bias has a second name that is not read."""
+    if config.output != "masked":
+        return ()
+    if not config.tied_head:
+        return (Copy("cls.predictions.bias", "cls.predictions.decoder.bias", written=True, checked=False),)
+    return (
+        Copy("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight", unties=True),
+        Copy("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    )
+
+
+BERT = Family(
+    "bert",
+    {
+        "BertForPreTraining": {"head": "masked", "next_sentence": True},
+        "BertForMaskedLM": {"head": "masked"},
+        "BertForSequenceClassification": {"head": "classes"},
+        "BertForTokenClassification": {"head": "tags"},
+    },
+    (
+        *fields(vocab_size=30522),
+        Key("max_position_embeddings", "max_length", 512),
+        Choice("hidden_act", "activation", PLAIN, "gelu"),
+        Present("bert.pooler.dense.weight", "pooler"),
+        Present("cls.seq_relationship.weight", "next_sentence"),
+    ),
+    rows,
+    prefix="bert.",
+    copies=copies,
+    ignored=BUFFERS,
+    renamed=OLD_NORMS,
+)

@@ -1,0 +1,274 @@
+"""The rows of a config mapping: each reads keys of a config.json into fields of `ModelConfig`, and writes them back.
+
+A row that cannot state a config writes what comes nearest; reading it back and comparing shows the difference.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxformer.config import ModelConfig
+from jaxformer.interop.compare import bias_named
+from jaxformer.interop.theirs import Theirs
+
+Ours = dict[str, Any]
+
+PLAIN = {
+    **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"},
+    **{"swish": "silu", "relu2": "relu2", "tanh": "tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh"},
+    **{"gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh"},
+}
+GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "gelu": "geglu",
+} | {
+    **{"gelu_fast": "geglu_tanh", "gelu_accurate": "geglu_tanh", "gelu_python": "geglu", "gelu_python_tanh": "geglu_tanh"},
+    **{"relu": "reglu", "sigmoid": "glu"},
+}
+
+
+class Field(Protocol):
+    """One row: `read` gives our fields, `write` their keys for a config that `resolved` has filled in."""
+
+    def read(self, theirs: Theirs) -> Ours: ...
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that means what a field of ours means; `null` there is 0 here."""
+
+    theirs: str
+    ours: str
+    default: Any = None
+    old: str = ""  # what older files call it
+
+    def read(self, theirs: Theirs) -> Ours:
+        value = theirs.get(self.theirs, theirs.get(self.old, self.default) if self.old else self.default)
+        if value is None:
+            return {}
+        typed = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}[self.ours]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return {self.ours: float(value) if typed is float and whole else value}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: getattr(ours, self.ours)}
+
+
+@dataclass(frozen=True)
+class Cap(Key):
+    """A soft-cap, or another number, that is `null` where it is off."""
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: getattr(ours, self.ours) or None}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key whose values are named otherwise here."""
+
+    theirs: str
+    ours: str
+    values: Mapping[Any, Any]
+    default: Any
+
+    def read(self, theirs: Theirs) -> Ours:
+        value = theirs.get(self.theirs, self.default)
+        if isinstance(value, (list, dict)) or value not in self.values:
+            raise theirs.unsupported(self.theirs, value, self.values)
+        return {self.ours: self.values[value]}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        wanted = getattr(ours, self.ours)
+        named = [key for key, value in self.values.items() if value == wanted]
+        return {self.theirs: self.default if self.default in named or not named else named[0]}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key that has to have one value (the first given is written), since nothing here computes the others."""
+
+    theirs: str
+    allowed: tuple[Any, ...]
+    written: bool = True
+
+    def read(self, theirs: Theirs) -> Ours:
+        theirs.only(self.theirs, self.allowed)
+        return {}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: self.allowed[0]} if self.written else {}
+
+
+@dataclass(frozen=True)
+class Again:
+    """A key that repeats `key`, which another row reads, or has to where it is `checked`."""
+
+    theirs: str
+    key: str
+    ours: str
+    checked: bool = False
+
+    def read(self, theirs: Theirs) -> Ours:
+        stated = theirs.get(self.theirs)
+        if self.checked and stated is not None:
+            theirs.only(self.theirs, (theirs.get(self.key, stated),))
+        return {}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: getattr(ours, self.ours)}
+
+
+class Classes:
+    """How many classes a head has: as many as id2label names, else num_labels."""
+
+    def read(self, theirs: Theirs) -> Ours:
+        labels = theirs.get("id2label")
+        return {"n_classes": len(labels) if labels else theirs.get("num_labels", 2)}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {"num_labels": ours.n_classes} if ours.output in ("classes", "tags") else {}
+
+
+@dataclass(frozen=True)
+class Inert:
+    """Keys of a family that say nothing about its logits."""
+
+    keys: tuple[str, ...]
+
+    def read(self, theirs: Theirs) -> Ours:
+        theirs.asked.update(self.keys)
+        return {}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {}
+
+
+class Fixed:
+    """Fields of ours that the architecture always has."""
+
+    def __init__(self, **ours: Any) -> None:
+        self.ours = ours
+
+    def read(self, theirs: Theirs) -> Ours:
+        return dict(self.ours)
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Keys that all get our one rate; a run decides its own, so nothing is read."""
+
+    keys: tuple[str, ...]
+
+    def read(self, theirs: Theirs) -> Ours:
+        theirs.asked.update(self.keys)
+        return {}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return dict.fromkeys(self.keys, ours.dropout)
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Flags that each switch on biases; `always` are those without a flag."""
+
+    flags: Mapping[str, tuple[frozenset[str], bool]]  # key -> (what carries a bias, the default)
+    always: frozenset[str] = frozenset()
+
+    def read(self, theirs: Theirs) -> Ours:
+        carried = self.always.union(*(parts for key, (parts, default) in self.flags.items() if theirs.flag(key, default)))
+        return {"bias": bias_named(carried)}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {key: parts <= ours.biased for key, (parts, _) in self.flags.items()}
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Whether the output layer is the embedding; where a file has both and they differ, transformers 5 unties them too."""
+
+    default: bool
+
+    def read(self, theirs: Theirs) -> Ours:
+        return {"tied_head": theirs.flag("tie_word_embeddings", self.default)}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {"tie_word_embeddings": ours.tied_head}
+
+
+@dataclass(frozen=True)
+class Present:
+    """A field of ours that follows from a tensor being there."""
+
+    tensor: str
+    ours: str
+
+    def read(self, theirs: Theirs) -> Ours:
+        return {self.ours: self.tensor in theirs.names}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The number whose inverse root scales the products of queries and keys."""
+
+    theirs: str
+    default: float
+
+    def read(self, theirs: Theirs) -> Ours:
+        return {"attention_scale": theirs.get(self.theirs, self.default) ** -0.5}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        number = ours.attention_scale**-2
+        return {self.theirs: round(number) if math.isclose(number, round(number), rel_tol=1e-9) else number}
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers that see a window and layers that see all, by `layer_types` or by what stood for it before there was that key.
+
+    Every `every`-th layer sees all (0: none does), or as the key `period` has it.
+    """
+
+    default_layers: int
+    every: int = 0
+    period: str = ""
+    kinds: bool = True  # the architecture reads layer_types
+    switch: bool = False  # use_sliding_window has to be on, and max_window_layers tells where the windows begin
+
+    def read(self, theirs: Theirs) -> Ours:
+        layers, window = theirs.get("num_hidden_layers", self.default_layers), self._window(theirs)
+        kinds = theirs.get("layer_types") if self.kinds else None
+        each = theirs.get(f"_{self.period}", theirs.get(self.period, self.every)) if self.period else self.every
+        first = theirs.get("max_window_layers", 28) if self.switch else 0
+        if kinds is not None and (len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}):
+            raise theirs.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
+        if kinds is not None:
+            pattern = "".join("w" if kind == SLIDING else "f" for kind in kinds)
+        else:
+            pattern = "".join("f" if (each and (i + 1) % each == 0) or i < first else "w" for i in range(layers))
+        return {"window": window, "window_pattern": pattern} if window and "w" in pattern else {}
+
+    def _window(self, theirs: Theirs) -> int:
+        window = theirs.get("sliding_window", 4096) or 0
+        return window if not self.switch or theirs.flag("use_sliding_window", False) else 0
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        pattern = (ours.window_pattern * ours.n_layers)[: ours.n_layers]
+        kinds = [SLIDING if ours.window and letter == "w" else FULL for letter in pattern]
+        keys: dict[str, Any] = {"sliding_window": ours.window or None} | ({"layer_types": kinds} if self.kinds else {})
+        return keys | ({"use_sliding_window": bool(ours.window), "max_window_layers": ours.n_layers} if self.switch else {})

@@ -1,0 +1,58 @@
+"""Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786)."""
+
+import dataclasses
+
+from jaxformer.interop.fields import GATED, Biases, Cap, Choice, Fixed, Inert, Only, Scale, Tied, Windows
+from jaxformer.interop.llama import ATTENTION, LAYER, LLAMA, TRUNK, sizes
+from jaxformer.interop.rope import Rope
+from jaxformer.interop.table import norm
+
+LAYERS = 26
+SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": LAYERS, "head_dim": 256}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+ROWS = (
+    *TRUNK,
+    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
+    *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
+    *norm(LAYER + "pre_feedforward_layernorm", "blocks.ffn_norm"),
+    *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
+)
+COMMON = (
+    Fixed(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
+    Choice("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
+    Inert(("hidden_act",)),
+    Biases({"attention_bias": (ATTENTION, False)}),
+    Scale("query_pre_attn_scalar", 256),
+    Only("use_bidirectional_attention", (False, None)),
+    Tied(True),
+)
+
+GEMMA2 = dataclasses.replace(
+    LLAMA,
+    model_type="gemma2",
+    architectures={"Gemma2ForCausalLM": {}},
+    fields=(
+        *sizes(vocab_size=256000, max_position_embeddings=8192, **SIZES),
+        *COMMON,
+        Cap("attn_logit_softcapping", "attention_soft_cap", 50.0),
+        Cap("final_logit_softcapping", "logit_soft_cap", 30.0),
+        Rope(),
+        Windows(LAYERS, every=2),
+    ),
+    rows=lambda config: ROWS,
+)
+GEMMA3 = dataclasses.replace(
+    LLAMA,
+    model_type="gemma3_text",
+    architectures={"Gemma3ForCausalLM": {}},
+    fields=(
+        *sizes(vocab_size=262208, max_position_embeddings=131072, **SIZES),
+        *COMMON,
+        Fixed(query_key_norm="head"),
+        Only("attn_logit_softcapping", (None,)),  # transformers has the key and does not apply it
+        Cap("final_logit_softcapping", "logit_soft_cap"),
+        Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
+        Windows(LAYERS, every=6, period="sliding_window_pattern"),
+    ),
+    rows=lambda config: ROWS,
+)

@@ -1,0 +1,47 @@
+"""GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
+
+from jaxformer.interop.family import Family, tied_copy
+from jaxformer.interop.fields import PLAIN, Biases, Choice, Dropout, Fixed, Key, Tied
+from jaxformer.interop.llama import ATTENTION, FREQUENCIES
+from jaxformer.interop.rope import Length, Rope
+from jaxformer.interop.table import BY_HEAD, QKV, Row, linear, norm
+
+FIELDS = (
+    Fixed(norm="layer"),
+    Key("vocab_size", "vocab_size", 50432),
+    Key("hidden_size", "d_model", 6144),
+    Key("num_hidden_layers", "n_layers", 44),
+    Key("num_attention_heads", "n_heads", 64),
+    Key("intermediate_size", "d_ff", 24576),
+    Key("layer_norm_eps", "norm_eps", 1e-5),
+    Length(2048),
+    Choice("hidden_act", "activation", PLAIN, "gelu"),
+    Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
+    Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
+    Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
+    Tied(False),
+    Dropout(("attention_dropout", "hidden_dropout")),
+)
+
+LAYER = "gpt_neox.layers.{}."
+ROWS = (
+    Row("gpt_neox.embed_in.weight", "embed.tokens"),
+    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
+    *linear(LAYER + "attention.query_key_value", QKV, BY_HEAD),
+    *linear(LAYER + "attention.dense", "blocks.attention.out"),
+    *norm(LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
+    *linear(LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
+    *linear(LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
+    *norm("gpt_neox.final_layer_norm", "final_norm"),
+    Row("embed_out.weight", "head.weight"),
+)
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    {"GPTNeoXForCausalLM": {}},
+    FIELDS,
+    lambda config: ROWS,
+    prefix="gpt_neox.",
+    copies=tied_copy("embed_out.weight", "gpt_neox.embed_in.weight"),
+    ignored=(r"\.attention\.(masked_)?bias$", FREQUENCIES),
+)

@@ -1,0 +1,81 @@
+"""RoBERTa (arXiv:1907.11692): BERT without next sentences, its positions counted from behind the padding token's id."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, trunk
+from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.fields import Fixed, Only, Ours, Present
+from jaxformer.interop.table import Row, linear, norm
+from jaxformer.interop.theirs import Theirs
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
+
+    def read(self, theirs: Theirs) -> Ours:
+        padding, most = theirs.get("pad_token_id", 1), theirs.get("max_position_embeddings", 512)
+        if not isinstance(padding, int) or not 0 <= padding < most - 1:
+            raise theirs.unsupported("pad_token_id", padding, ["an id below max_position_embeddings - 1"])
+        return {"position_offset": padding + 1, "max_length": most - padding - 1}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        rows = ours.max_length + ours.position_offset
+        return {"pad_token_id": ours.position_offset - 1, "max_position_embeddings": rows}
+
+
+def rows(config: ModelConfig) -> tuple[Row, ...]:
+    masked = (
+        *linear("lm_head.dense", "head.dense"),
+        *norm("lm_head.layer_norm", "head.norm"),
+        Row("lm_head.decoder.weight", "head.weight"),
+        Row(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+        *linear("roberta.pooler.dense", "pooler.dense"),
+    )
+    classes = (
+        *linear("classifier.dense", "pooler.dense"),
+        Row("classifier.out_proj.weight", "head.weight"),
+        Row("classifier.out_proj.bias", "head.bias"),
+    )
+    tags = (
+        Row("classifier.weight", "head.weight"),
+        Row("classifier.bias", "head.bias"),
+        *linear("roberta.pooler.dense", "pooler.dense"),
+    )
+    return (*trunk("roberta"), *{"masked": masked, "classes": classes, "tags": tags}[config.output])
+
+
+def copies(config: ModelConfig) -> tuple[Copy, ...]:
+    """As BERT's."""
+    if config.output != "masked":
+        return ()
+    if not config.tied_head:
+        return (Copy("lm_head.bias", "lm_head.decoder.bias", written=True, checked=False),)
+    return (
+        Copy("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight", unties=True),
+        Copy("lm_head.decoder.bias", "lm_head.bias"),
+    )
+
+
+ROBERTA = Family(
+    "roberta",
+    {
+        "RobertaForMaskedLM": {"head": "masked"},
+        "RobertaForSequenceClassification": {"head": "classes"},
+        "RobertaForTokenClassification": {"head": "tags"},
+    },
+    (
+        *fields(vocab_size=50265),
+        Positions(),
+        Only("hidden_act", ("gelu",)),  # the masked head has this one whatever the layers have
+        Fixed(activation="gelu"),
+        Present("roberta.pooler.dense.weight", "pooler"),
+    ),
+    rows,
+    prefix="roberta.",
+    copies=copies,
+    ignored=BUFFERS,
+    renamed=OLD_NORMS,
+)

@@ -1,0 +1,105 @@
+"""T5 (arXiv:1910.10683), both of its versions."""
+
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.fields import Choice, Dropout, Fixed, Inert, Key, Ours
+from jaxformer.interop.table import LINEAR, Row
+from jaxformer.interop.theirs import Theirs
+
+FEED_FORWARD = {
+    **{"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu", "gelu": "gelu"},
+    **{"gelu_new": "gelu_tanh", "silu": "silu", "relu2": "relu2", "tanh": "tanh", "gated-sigmoid": "glu"},
+    **{"gated-gelu_new": "geglu_tanh", "gated-gelu_pytorch_tanh": "geglu_tanh", "gated-swish": "swiglu", "swish": "silu"},
+}
+
+
+class Layers:
+    """`num_layers` of the encoder, num_decoder_layers of the decoder, which are as many where that is left out."""
+
+    def read(self, theirs: Theirs) -> Ours:
+        layers = theirs.get("num_layers", 6)
+        return {"n_encoder_layers": layers, "n_layers": theirs.get("num_decoder_layers") or layers}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {"num_layers": ours.encoder_layers, "num_decoder_layers": ours.n_layers}
+
+
+class Output:
+    """In a version 1 tie_word_embeddings ties, and has the output layer read the stream divided by sqrt(d_model).
+
+    Since 5 transformers takes the key for the second alone, and ties where no other output layer is stored.
+    """
+
+    def read(self, theirs: Theirs) -> Ours:
+        scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
+        tied = theirs.get("tie_word_embeddings") is not False or "lm_head.weight" not in theirs.names
+        return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        scaled = ours.logit_scale == "rsqrt"
+        return {"tie_word_embeddings": scaled or ours.tied_head, "scale_decoder_outputs": scaled}
+
+
+FIELDS = (
+    Fixed(family="encoder_decoder", norm="rms", positions="t5", attention_scale=1.0),
+    Key("vocab_size", "vocab_size", 32128),
+    Key("d_model", "d_model", 512),
+    Key("d_kv", "head_dim", 64),
+    Key("d_ff", "d_ff", 2048),
+    Layers(),
+    Key("num_heads", "n_heads", 8),
+    Key("relative_attention_num_buckets", "relative_buckets", 32),
+    Key("relative_attention_max_distance", "relative_distance", 128),
+    Key("layer_norm_epsilon", "norm_eps", 1e-6),
+    Key("n_positions", "max_length", 512),
+    Choice("feed_forward_proj", "activation", FEED_FORWARD, "relu"),
+    Output(),
+    Dropout(("dropout_rate",)),
+    Inert(("initializer_factor", "dense_act_fn", "is_gated_act", "classifier_dropout")),
+)
+
+
+def stack(theirs: str, ours: str, config: ModelConfig) -> tuple[Row, ...]:
+    """The rows of one stack; `ours` goes before its paths."""
+    layer = theirs + ".block.{}.layer."
+    sublayers = [("SelfAttention", "attention"), *([] if ours else [("EncDecAttention", "cross")])]
+    found = [
+        Row(f"{layer}{i}.{name}.{part}.weight", f"{ours}blocks.{block}.{'out' if part == 'o' else part}", LINEAR)
+        for i, (name, block) in enumerate(sublayers)
+        for part in "qkvo"
+    ]
+    found += [
+        Row(f"{layer}{i}.layer_norm.weight", f"{ours}blocks.{block}_norm.scale") for i, (_, block) in enumerate(sublayers)
+    ]
+    ffn, names = f"{layer}{len(sublayers)}", {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"}
+    found += [Row(f"{ffn}.DenseReluDense.{name}.weight", f"{ours}blocks.ffn.{leaf}", LINEAR) for leaf, name in names.items()]
+    return (
+        *found,
+        Row(f"{ffn}.layer_norm.weight", f"{ours}blocks.ffn_norm.scale"),
+        Row(f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{ours}relative_bias"),
+        Row(f"{theirs}.final_layer_norm.weight", f"{ours}final_norm.scale"),
+    )
+
+
+def rows(config: ModelConfig) -> tuple[Row, ...]:
+    ends = Row("shared.weight", "embed.tokens"), Row("lm_head.weight", "head.weight")
+    return (*ends, *stack("encoder", "encoder.", config), *stack("decoder", "", config))
+
+
+def copies(config: ModelConfig) -> tuple[Copy, ...]:
+    again = (Copy("encoder.embed_tokens.weight", "shared.weight"), Copy("decoder.embed_tokens.weight", "shared.weight"))
+    return (*again, *((Copy("lm_head.weight", "shared.weight", unties=True),) if config.tied_head else ()))
+
+
+T5 = Family(
+    "t5",
+    {"T5ForConditionalGeneration": {}},
+    FIELDS,
+    rows,
+    copies=copies,
+    ignored=(
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+    ),  # of a bug of 2019, never read
+)

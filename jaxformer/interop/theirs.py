@@ -1,0 +1,105 @@
+"""A config.json as it is read: every key is asked for by the row that knows it, and what is left is told."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxformer.config import ConfigError
+
+# Keys of any architecture that say nothing about what a model computes.
+SILENT = """
+_name_or_path _attn_implementation _attn_implementation_autoset _from_model_config _commit_hash architectures model_type
+auto_map torch_dtype dtype transformers_version use_cache cache_implementation initializer_range output_attentions
+output_hidden_states return_dict chunk_size_feed_forward gradient_checkpointing task_specific_params problem_type
+finetuning_task prefix tokenizer_class torchscript bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
+decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids suppress_tokens begin_suppress_tokens
+max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
+output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty language id2label label2id
+num_labels _num_labels is_encoder_decoder use_bfloat16 tf_legacy_loss attention_dropout hidden_dropout classifier_dropout
+pretraining_tp layer_types
+"""
+INERT = frozenset(SILENT.split())
+# Keys of any architecture that do: the values under which nothing is lost.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None, {}),
+    "is_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": (None, {}),
+    "cross_attention_hidden_size": (None,),
+}
+
+
+@dataclass
+class Theirs:
+    """The keys of one config.json, and the names of the tensors beside it, which some settings follow."""
+
+    values: Mapping[str, Any]
+    names: Collection[str] = ()
+    asked: set[str] = field(default_factory=set)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return self.values.get(key, default)
+
+    def only(self, key: str, allowed: tuple[Any, ...]) -> None:
+        """ConfigError where the key has a value that is not supported."""
+        value = self.get(key, allowed[0])
+        if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
+            raise self.unsupported(key, value, allowed)
+
+    def flag(self, key: str, default: bool) -> bool:
+        self.only(key, (default, not default))
+        return bool(self.values.get(key, default))
+
+    def table(self, key: str) -> dict[str, Any]:
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.unsupported(key, value, [None, {"rope_type": "default"}])
+        return value
+
+    def unsupported(self, key: str, value: Any, allowed: Collection[Any]) -> ConfigError:
+        shown = ", ".join(json.dumps(option) for option in allowed)
+        return ConfigError(
+            f"{key}={json.dumps(value)} is not supported for {self.architecture}: jaxformer computes it with {shown} alone."
+        )
+
+    @property
+    def architecture(self) -> str:
+        named = self.values.get("architectures") or [self.values.get("model_type", "this model")]
+        return str(named[0])
+
+    def unknown(self) -> list[str]:
+        """Keys that nobody asked for and that say something."""
+        return sorted(
+            key
+            for key, value in self.values.items()
+            if key not in self.asked and key not in INERT and key not in REQUIRED and value not in (None, False, [], {})
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of a JSON file. Raises ConfigError where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a JSON file ({error}): get it again from where the model came from.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} holds no JSON object, which a config.json is: get it again from where the model came from."
+        )
+    return found
+
+
+def is_pretrained(path: str | Path) -> bool:
+    """Whether a directory is a model's of Hugging Face, by its config.json, or by its weights where that is no run's."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return False
+    keys = {*read_json(file)}
+    return bool({"model_type", "architectures"} & keys) or ("run" not in keys and any(Path(path).glob("*.safetensors*")))

@@ -1,0 +1,71 @@
+"""Both sides at once: the same tokens through a model of ours and through transformers on its directory."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.interop.theirs import read_json
+from jaxformer.models.transformer import forward
+from jaxformer.params import Params
+
+LENGTH = 64  # positions compared
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`largest` difference of two logits, the standard `deviation` of theirs, and `kl` [T] in nats, of the worst row."""
+
+    largest: float
+    deviation: float
+    kl: np.ndarray
+
+
+def require_transformers() -> None:
+    """ConfigError where transformers or PyTorch is not installed."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--verify runs the model in transformers too, and {' and '.join(missing)} is not installed: "
+            "pip install torch transformers, or leave out --verify."
+        )
+
+
+def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
+    """Our logits beside those of transformers on `directory`, in float32: two rows of random tokens, one of them padded."""
+    import torch
+    import transformers
+
+    keys = read_json(directory / "config.json")
+    model = getattr(transformers, keys["architectures"][0]).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    padding = keys.get("pad_token_id") or 0
+    words = np.setdiff1d(np.arange(config.vocab_size), [padding])
+    tokens = np.random.default_rng(0).choice(words, (2, min(LENGTH, config.max_length)))
+    real = np.ones_like(tokens)
+    real[1, tokens.shape[1] * 3 // 4 :] = 0
+    tokens = np.where(real, tokens, padding)
+    given: dict[str, Any] = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(real)}
+    if config.family == "encoder_decoder":
+        given["decoder_input_ids"] = torch.tensor(tokens[:, : tokens.shape[1] // 2])
+        ours = forward(params, config, tokens[:, : tokens.shape[1] // 2], source=tokens, source_segment_ids=real)
+        real = np.ones_like(tokens[:, : tokens.shape[1] // 2])
+    else:
+        ours = forward(params, config, tokens, segment_ids=real)
+    with torch.no_grad():
+        found = model.eval()(**given)
+    theirs = (found.logits if hasattr(found, "logits") else found.prediction_logits).float().numpy()
+    return _compared(np.asarray(ours, np.float32), theirs, real.astype(bool))
+
+
+def _compared(ours: np.ndarray, theirs: np.ndarray, real: np.ndarray) -> Comparison:
+    if ours.ndim == 2:  # a class of each row
+        ours, theirs, real = ours[:, None], theirs[:, None], np.ones((len(ours), 1), bool)
+    logs = [side - np.logaddexp.reduce(side, axis=-1, keepdims=True) for side in (theirs.astype(float), ours.astype(float))]
+    kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
+    largest = np.abs(ours - theirs)[real].max()
+    return Comparison(float(largest), float(theirs[real].std()), np.where(real, np.maximum(kl, 0), 0).max(axis=0))

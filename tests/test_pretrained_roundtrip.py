@@ -1,0 +1,90 @@
+"""What transformers saved, read and written again, is what transformers saved, and transformers reads it."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import torch
+import transformers as tf
+from pretrained import directory, each, filled, folder, inputs, loaded, logits, reference, tensors
+from pretrained_variants import FAMILY, VARIANTS
+
+import jaxformer as jf
+
+ONE_OF_EACH = list(FAMILY.values())
+
+
+@functools.cache
+def saved(name, dtype=None):
+    place, model = folder(name, f"ours {dtype}"), loaded(name)
+    jf.save_pretrained(place, model.params, model.config, model.tokenizer, **({"dtype": dtype} if dtype else {}))
+    return place
+
+
+def reread(place):
+    """transformers' model of a directory, by the class that its config.json names, once nothing was missing or left over."""
+    fields = json.loads((place / "config.json").read_text())
+    model, told = getattr(tf, fields["architectures"][0]).from_pretrained(
+        place, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), told
+    return model.eval()
+
+
+def assert_same_leaves(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map_with_path(
+        lambda path, a, b: np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path)), found, expected
+    )
+
+
+def assert_same_tensors(found, expected):
+    assert {name: (w.shape, w.dtype) for name, w in found.items()} == {n: (w.shape, w.dtype) for n, w in expected.items()}
+    assert [name for name, w in expected.items() if not torch.equal(found[name], w)] == []
+
+
+@each(VARIANTS)
+def test_the_tensors_written_are_bit_for_bit_those_that_transformers_wrote(name):
+    assert_same_tensors(tensors(saved(name)), tensors(directory(name)))
+
+
+@each(VARIANTS)
+def test_transformers_reads_what_is_written_and_computes_the_same(name):
+    model, expected = reread(saved(name)), logits(reference(name), inputs(name))
+    assert np.abs(logits(model, inputs(name)) - expected).max() <= 1e-6 * expected.std()
+
+
+@each(VARIANTS)
+def test_reading_what_was_written_gives_the_same_config_and_parameters(name):
+    again = jf.load(saved(name))
+    assert filled(again.config) == filled(loaded(name).config)
+    assert_same_leaves(again.params, loaded(name).params)
+
+
+@each(ONE_OF_EACH)
+def test_bfloat16_is_written_as_transformers_would_and_read_as_float32(name):
+    expected = {word: w.to(torch.bfloat16) for word, w in tensors(directory(name)).items()}
+    assert_same_tensors(tensors(saved(name, "bfloat16")), expected)
+    assert reread(saved(name, "bfloat16")).dtype == torch.bfloat16
+    again = jf.load(saved(name, "bfloat16"))
+    assert filled(again.config) == filled(loaded(name).config)
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype("bfloat16").astype("float32")), loaded(name).params)
+    assert_same_leaves(again.params, rounded)
+
+
+@each(ONE_OF_EACH)
+def test_shards_are_read_as_one_file_is_and_written_for_transformers(name):
+    model, theirs, ours = loaded(name), folder(name, "theirs sharded"), folder(name, "ours sharded")
+    reference(name).save_pretrained(theirs, max_shard_size="20KB")
+    assert len(list(theirs.glob("*.safetensors"))) > 2
+    sharded = jf.load(theirs)
+    assert sharded.config == model.config
+    assert_same_leaves(sharded.params, model.params)
+    jf.save_pretrained(ours, model.params, model.config, model.tokenizer, shard_bytes=20_000)
+    index = json.loads((ours / "model.safetensors.index.json").read_text())
+    files = {path.name: path.stat().st_size for path in ours.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == set(files) and len(files) > 2
+    assert set(index["weight_map"]) == set(tensors(directory(name)))
+    assert_same_tensors(tensors(ours), tensors(directory(name)))
+    reread(ours)
