@@ -8,6 +8,7 @@ from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Ra
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"]
 Placement = Literal["pre", "post", "sandwich", "output"]
+Head = Literal["auto", "language", "masked", "classes", "tags", "none"]
 Biased = Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"]
 Initializer = Literal["gpt2", "truncated_normal", "xavier", "fan_in"]
 
@@ -70,7 +71,7 @@ class ModelConfig(Section):
     embedding_scale: Literal["none", "sqrt"] = "none"  # Token embeddings are multiplied by sqrt(d_model), or not.
     embedding_norm: bool = False  # A norm behind the embedding.
     token_types: Natural = 0  # Kinds of tokens with an embedding of their own (BERT: 2); 0 has none.
-    head: Literal["auto", "language", "masked", "classes", "tags"] = "auto"  # What is put out; auto: masked in an encoder.
+    head: Head = "auto"  # What is put out; auto: language, in an encoder masked; none: the residual stream itself.
     n_classes: Natural = 0  # Classes of the heads classes and tags; 0 takes those found in the data when a run is loaded.
     pooling: Literal["auto", "first", "last", "mean"] = "auto"  # What the head classes reads; auto: first, a decoder's last.
     pooler: bool = False  # An encoder keeps BERT's pooler under any head; the heads that read it have it anyway.

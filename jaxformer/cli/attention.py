@@ -76,7 +76,7 @@ def _inputs(model: Model, asked: Arguments) -> dict[str, np.ndarray]:
         target = asked.target
         written = _written(model, rows["source"], asked.beams) if target is None else tokens_of(model.tokenizer, target)
         rows["tokens"] = np.array(model.tokenizer.as_target(written), np.int32)
-    elif model.config.output == "language":
+    elif family == "decoder" and model.config.output in ("language", "none"):
         rows["tokens"] = np.array(prompt_of(model, asked.prompt), np.int32)
         if not rows["tokens"].size:
             raise ConfigError("the prompt is empty: give --prompt some text.")
@@ -116,7 +116,7 @@ def _texts(model: Model, tokens: np.ndarray) -> list[str]:
 
 def _candidates(model: Model, logits: np.ndarray) -> list[list[tuple[str, float]]]:
     """The leading (text, probability) at each of the logits' rows [T, V]; none where a text has one class."""
-    if logits.ndim == 1:
+    if logits.ndim == 1 or model.config.output == "none":
         return []
     over_tokens = model.config.output in ("language", "masked")
     shares = np.exp(logits - logits.max(-1, keepdims=True))

@@ -38,6 +38,9 @@ def run(arguments: Sequence[str]) -> int:
     asked = tyro.cli(Arguments, prog="jaxformer sample", args=arguments, use_underscores=True)
     model = open_run(asked.path, asked.step)
     writes = model.config.output == "language"
+    if model.config.output not in ANSWERS:
+        new = f"--run.init_from {asked.path} --model.head classes"
+        raise ConfigError(f"{asked.path} has no head, so there is nothing to sample: train one, as with {new}.")
     if asked.prompt is None and not (writes and model.config.family == "decoder"):
         raise ConfigError(f"{asked.path} is a model that reads a text first: give it one with --prompt.")
     if asked.beams and not writes:

@@ -62,6 +62,10 @@ def objective_of(run: RunConfig) -> str:
     family, head, asked = run.model.family, run.model.output, run.data.objective
     fitting = [known for known, row in OBJECTIVES.items() if family in row.families and head == row.head]
     name = fitting[0] if asked == "auto" and fitting else asked
+    if not fitting:
+        raise ConfigError(
+            f"a model with model.head={head} learns nothing: set model.head to language, masked, classes or tags."
+        )
     if name not in fitting:
         wanted = OBJECTIVES.get(name)
         needs = f" needs model.family {' or '.join(wanted.families)} and model.head={wanted.head}" if wanted else ""

@@ -117,5 +117,6 @@ BART = Family(
     ),
     lambda config: ROWS,
     prefix="model.",
+    bases=("BartModel",),
     copies=copies,
 )

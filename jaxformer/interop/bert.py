@@ -44,6 +44,13 @@ def trunk(base: str) -> tuple[Row, ...]:
     )
 
 
+def placed(base: str, config: ModelConfig, found: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows as the class with the head names them, or, without a head, the base model itself."""
+    if config.output != "none":
+        return found
+    return tuple(row._replace(theirs=row.theirs.removeprefix(f"{base}.")) for row in found)
+
+
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
 
@@ -58,8 +65,8 @@ def rows(config: ModelConfig) -> tuple[Row, ...]:
         Row("cls.seq_relationship.bias", "next_sentence.bias"),
     )
     classes = (Row("classifier.weight", "head.weight"), Row("classifier.bias", "head.bias"))
-    head = masked if config.output == "masked" else classes
-    return (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head)
+    head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
+    return placed("bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head))
 
 
 def copies(config: ModelConfig) -> tuple[Copy, ...]:
@@ -81,6 +88,7 @@ BERT = Family(
         "BertForMaskedLM": {"head": "masked"},
         "BertForSequenceClassification": {"head": "classes"},
         "BertForTokenClassification": {"head": "tags"},
+        "BertModel": {"head": "none"},
     },
     (
         *fields(vocab_size=30522),

@@ -40,5 +40,6 @@ BLOOM = Family(
     FIELDS,
     lambda config: ROWS,
     prefix="transformer.",
+    bases=("BloomModel",),
     copies=tied_copy("lm_head.weight", "transformer.word_embeddings.weight"),
 )

@@ -37,6 +37,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
     idle = ["dropout", "init", "dtype", "layer_loop", "remat", "attention_kernel"]
     idle += [] if config.positions == "learned" else ["max_length"]
     idle += [] if config.output in ("classes", "tags") else ["n_classes"]
+    idle += [] if config.output in ("language", "masked") else ["tied_head"]
     idle += [] if config.output == "classes" else ["pooling"]
     idle += [] if config.rope_scaling == "yarn" else ["rope_beta_fast", "rope_beta_slow", "rope_attention_factor"]
     idle += [] if config.rope_scaling == "llama3" else ["rope_low_frequency", "rope_high_frequency"]

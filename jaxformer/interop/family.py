@@ -1,7 +1,7 @@
 """What a family of Hugging Face models is: how its config.json maps to `ModelConfig`, and its tensors to our leaves."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,14 +34,16 @@ def tied_copy(head: str, embedding: str) -> Copies:
 
 @dataclass(frozen=True)
 class Family:
-    """`architectures` maps each class of transformers to the fields of ours that it stands for, the narrower first; `prefix`
-    is what older files leave out of names; `ignored` are patterns of buffers that files may hold and no one reads."""
+    """`architectures` maps each class of transformers to the fields of ours that it stands for, the narrower first; `bases`
+    are classes without a head that are read as the first of them, which ties it to the embedding; `prefix` is what files of
+    a base, and older ones, leave out of names; `ignored` are patterns of buffers that files may hold and no one reads."""
 
     model_type: str
     architectures: Mapping[str, Ours]
     fields: Sequence[Field]
     rows: Callable[[ModelConfig], tuple[Row, ...]]
     copies: Copies
+    bases: tuple[str, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
@@ -75,13 +77,17 @@ class Family:
         """What keeps an architecture from being exactly this config; nothing where it can state it."""
         if self.architectures[architecture].get("head", "language") != config.output:
             return [f"model.head={config.output!r}"]
-        names = {tensor.name for tensor in self.tensors(config)}
+        written = self.named(tensor.name for tensor in self.tensors(config))
         try:
-            stated = self.read(Theirs(self.write(config, architecture), names), architecture)
+            stated = self.read(Theirs(self.write(config, architecture), written), architecture)
         except ConfigError as error:
             return [str(error)]
         left = unplaced(self.tensors(config), model_specs(config))
         return differences(config, stated) or [f"no tensor for {path}" for path in left]
+
+    def named(self, names: Iterable[str]) -> set[str]:
+        """Names as they are and as the class with a head has them."""
+        return {name for found in names for name in (found, self.prefix + found)}
 
     def tensors(self, config: ModelConfig) -> list[Tensor]:
         return tensors(self.rows(config), model_specs(config))

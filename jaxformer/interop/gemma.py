@@ -31,6 +31,7 @@ GEMMA2 = dataclasses.replace(
     LLAMA,
     model_type="gemma2",
     architectures={"Gemma2ForCausalLM": {}},
+    bases=("Gemma2Model",),
     fields=(
         *sizes(vocab_size=256000, max_position_embeddings=8192, **SIZES),
         *COMMON,
@@ -45,6 +46,7 @@ GEMMA3 = dataclasses.replace(
     LLAMA,
     model_type="gemma3_text",
     architectures={"Gemma3ForCausalLM": {}},
+    bases=("Gemma3TextModel",),
     fields=(
         *sizes(vocab_size=262208, max_position_embeddings=131072, **SIZES),
         *COMMON,

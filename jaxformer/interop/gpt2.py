@@ -43,6 +43,7 @@ GPT2 = Family(
     FIELDS,
     lambda config: ROWS,
     prefix="transformer.",
+    bases=("GPT2Model",),
     copies=tied_copy("lm_head.weight", "transformer.wte.weight"),
     ignored=(r"\.attn\.(masked_)?bias$",),
 )

@@ -42,6 +42,7 @@ GPT_NEOX = Family(
     FIELDS,
     lambda config: ROWS,
     prefix="gpt_neox.",
+    bases=("GPTNeoXModel",),
     copies=tied_copy("embed_out.weight", "gpt_neox.embed_in.weight"),
     ignored=(r"\.attention\.(masked_)?bias$", FREQUENCIES),
 )

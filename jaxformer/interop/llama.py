@@ -62,6 +62,7 @@ LLAMA = Family(
     ),
     lambda config: ROWS,
     prefix="model.",
+    bases=("LlamaModel",),
     copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
     ignored=(FREQUENCIES,),
 )

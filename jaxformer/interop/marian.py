@@ -9,6 +9,7 @@ MARIAN = dataclasses.replace(
     BART,
     model_type="marian",
     architectures={"MarianMTModel": {}},
+    bases=("MarianModel",),
     fields=(
         *fields(58101),
         Fixed(positions="sinusoidal", sinusoid_order="half"),

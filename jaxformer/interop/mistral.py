@@ -12,5 +12,6 @@ MISTRAL = dataclasses.replace(
     LLAMA,
     model_type="mistral",
     architectures={"MistralForCausalLM": {}},
+    bases=("MistralModel",),
     fields=(*sizes(**SIZES), Fixed(norm="rms"), SILU, Rope(), Windows(32, kinds=False), Tied(False)),
 )

@@ -17,6 +17,7 @@ OLMO2 = dataclasses.replace(
     LLAMA,
     model_type="olmo2",
     architectures={"Olmo2ForCausalLM": {}},
+    bases=("Olmo2Model",),
     fields=(
         *sizes(vocab_size=50304, rms_norm_eps=1e-5),
         Fixed(norm="rms", norm_placement="output", query_key_norm="width"),

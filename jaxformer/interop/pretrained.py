@@ -40,6 +40,7 @@ FAMILIES: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, BERT, ROBERTA, T5, BART, MARIAN),
 )
 ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
+BASES = {name: next(iter(family.architectures)) for family in FAMILIES for name in family.bases}
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000
 SHOWN = 12  # names in a message
@@ -85,7 +86,7 @@ def _opened(directory: Path) -> tuple[Family, ModelConfig, tuple[str, ...], Tens
     values = read_json(path)
     family, architecture = _architecture(path, values)
     files = TensorFiles(directory)
-    theirs = Theirs(values, {*files.entries, *(family.prefix + name for name in files.entries)})
+    theirs = Theirs(values, family.named(files.entries))
     try:
         config = family.read(theirs, architecture)
         model_specs(config)
@@ -108,11 +109,11 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
     named = values.get("architectures") or [
         name for name, family in ARCHITECTURES.items() if family.model_type == values.get("model_type")
     ]
-    known = [name for name in named if name in ARCHITECTURES]
+    known = [BASES.get(name, name) for name in named if name in ARCHITECTURES or name in BASES]
     if not known or (len(named) > 1 and not values.get("architectures")):
         what = f"architectures={json.dumps(named)}" if named else f"model_type={json.dumps(values.get('model_type'))}"
         raise ConfigError(
-            f"{path}: {what} is not one that jaxformer computes; those are {', '.join(ARCHITECTURES)}. "
+            f"{path}: {what} is not one that jaxformer computes; those are {', '.join([*ARCHITECTURES, *BASES])}. "
             'Name one in its "architectures" if the model is one.'
         )
     return ARCHITECTURES[known[0]], known[0]

@@ -13,12 +13,14 @@ QWEN2 = dataclasses.replace(
     LLAMA,
     model_type="qwen2",
     architectures={"Qwen2ForCausalLM": {}},
+    bases=("Qwen2Model",),
     fields=(*sizes(**SIZES), *COMMON, Fixed(bias="qkv")),
 )
 QWEN3 = dataclasses.replace(
     LLAMA,
     model_type="qwen3",
     architectures={"Qwen3ForCausalLM": {}},
+    bases=("Qwen3Model",),
     fields=(
         *sizes(**SIZES, head_dim=128),
         *COMMON,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, trunk
+from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, placed, trunk
 from jaxformer.interop.family import Copy, Family
 from jaxformer.interop.fields import Fixed, Only, Ours, Present
 from jaxformer.interop.table import Row, linear, norm
@@ -32,19 +32,16 @@ def rows(config: ModelConfig) -> tuple[Row, ...]:
         *norm("lm_head.layer_norm", "head.norm"),
         Row("lm_head.decoder.weight", "head.weight"),
         Row(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-        *linear("roberta.pooler.dense", "pooler.dense"),
     )
     classes = (
         *linear("classifier.dense", "pooler.dense"),
         Row("classifier.out_proj.weight", "head.weight"),
         Row("classifier.out_proj.bias", "head.bias"),
     )
-    tags = (
-        Row("classifier.weight", "head.weight"),
-        Row("classifier.bias", "head.bias"),
-        *linear("roberta.pooler.dense", "pooler.dense"),
-    )
-    return (*trunk("roberta"), *{"masked": masked, "classes": classes, "tags": tags}[config.output])
+    tags = (Row("classifier.weight", "head.weight"), Row("classifier.bias", "head.bias"))
+    pooler = linear("roberta.pooler.dense", "pooler.dense") if config.output != "classes" else ()
+    head = {"masked": masked, "classes": classes, "tags": tags}.get(config.output, ())
+    return placed("roberta", config, (*trunk("roberta"), *pooler, *head))
 
 
 def copies(config: ModelConfig) -> tuple[Copy, ...]:
@@ -65,6 +62,7 @@ ROBERTA = Family(
         "RobertaForMaskedLM": {"head": "masked"},
         "RobertaForSequenceClassification": {"head": "classes"},
         "RobertaForTokenClassification": {"head": "tags"},
+        "RobertaModel": {"head": "none"},
     },
     (
         *fields(vocab_size=50265),

@@ -216,7 +216,7 @@ def matched(
         modern = name
         for pattern, new in renamed:
             modern = re.sub(pattern, new, modern)
-        for candidate in (name, modern, prefix + modern):
+        for candidate in (name, modern, prefix + modern, modern.removeprefix(prefix)):
             if candidate in wanted:
                 found[candidate] = name
                 break

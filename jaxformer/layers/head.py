@@ -4,6 +4,7 @@ language   the next token                       x
 masked     the token that was hidden            norm(act(x W + b))                        (BERT, arXiv:1810.04805)
 tags       a class of each token                x
 classes    a class of each row                  tanh(pooled W + b) in an encoder, pooled in a decoder
+none       the residual stream, and no matrix
 """
 
 import math
@@ -25,7 +26,8 @@ def head_specs(config: ModelConfig) -> Specs:
     """Rows named pooler, head and next_sentence, those that the config has."""
     make = INITIALIZERS[config.init](config)
     d, over_tokens = config.d_model, config.output in ("language", "masked")
-    if not over_tokens and config.n_classes < 2:
+    over_classes = config.output in ("classes", "tags")
+    if over_classes and config.n_classes < 2:
         raise ConfigError(f"model.n_classes={config.n_classes} with model.head={config.output!r}: give at least 2.")
     size, axis = (config.vocab_size, "vocab") if over_tokens else (config.n_classes, "classes")
     square = Spec((d, d), ("embed", "hidden"), make.weight, inputs=("embed",))
@@ -41,7 +43,7 @@ def head_specs(config: ModelConfig) -> Specs:
     if config.output == "masked":
         own |= dense | {"norm": norm_specs(config)}
     pooled = config.pooler or config.next_sentence or (config.output == "classes" and config.family == "encoder")
-    table = {"pooler": dense if pooled else {}, "head": own}
+    table = {"pooler": dense if pooled else {}, "head": own if over_tokens or over_classes else {}}
     table["next_sentence"] = matrix(2, "classes", bias=True) if config.next_sentence else {}
     return {name: rows for name, rows in table.items() if rows}
 
@@ -87,7 +89,9 @@ def output_layer(params: Params, config: ModelConfig, y: jax.Array, name: str = 
 
 
 def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places: Places) -> Float[Array, "B Q V"]:
-    """Logits, float32: [B, T, D] -> [B, T, V], or [B, 1, C] for a class of the row."""
+    """Logits, float32: [B, T, D] -> [B, T, V], or [B, 1, C] for a class of the row, or [B, T, D] where there is no head."""
+    if config.output == "none":
+        return x.astype(jnp.float32)
     y = readout(params, config, x, places)
     logits = contract("BTD,VD->BTV", y, head_matrix(params, config), to=("batch", None, "vocab"), dtype=jnp.float32)
     bias = params.get("head", {}).get("bias")

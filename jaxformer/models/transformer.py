@@ -58,7 +58,8 @@ def forward(
     source_segment_ids: SourceRows = None,
     token_types: Rows = None,
 ) -> Float[Array, "B *_ V"]:
-    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of each row.
+    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of each row; without a head
+    (`model.head="none"`) the residual stream [B, T, D].
 
     `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions` [B, T] int default to
     counting from the start of each segment. An encoder-decoder takes the target as `tokens` and the `source` [B, S] with

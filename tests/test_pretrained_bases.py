@@ -1,0 +1,119 @@
+"""Models without a head: the encoders give their vectors; the others, whose output layer is the embedding, their logits."""
+
+import copy
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from pretrained import batch_for, folder, ours, outputs, perturbed, real, tensors
+from pretrained_tokenizers import saved
+from pretrained_variants import BART, BERT, BLOOM, GEMMA, GPT2, LLAMA, NEOX, ROBERTA, T5
+from safetensors.torch import save_file
+
+import jaxformer as jf
+from jaxformer.cli import main
+
+ENCODERS = {
+    "bert": (tf.BertModel, BERT, {}),
+    "bert without a pooler": (tf.BertModel, BERT, {"add_pooling_layer": False}),
+    "roberta": (tf.RobertaModel, ROBERTA, {}),
+}
+TIED = {"tie_word_embeddings": True}
+WRITERS = {  # the base and the class that ties its output layer to the embedding
+    "gpt2": (tf.GPT2Model, tf.GPT2LMHeadModel, GPT2),
+    "llama": (tf.LlamaModel, tf.LlamaForCausalLM, LLAMA | TIED),
+    "gemma3": (tf.Gemma3TextModel, tf.Gemma3ForCausalLM, GEMMA | TIED | {"attn_logit_softcapping": None}),
+    "gpt-neox": (tf.GPTNeoXModel, tf.GPTNeoXForCausalLM, NEOX | TIED),
+    "bloom": (tf.BloomModel, tf.BloomForCausalLM, BLOOM),
+    "t5": (tf.T5Model, tf.T5ForConditionalGeneration, T5),
+    "bart": (tf.BartModel, tf.BartForConditionalGeneration, BART),
+}
+
+
+def config_of(architecture, settings):
+    config = architecture.config_class(**copy.deepcopy(settings))
+    config._attn_implementation = "eager"
+    return config
+
+
+@functools.cache
+def encoder(name):
+    architecture, settings, more = ENCODERS[name]
+    torch.manual_seed(0)
+    model = perturbed(architecture(config_of(architecture, settings), **more), 1)
+    model.save_pretrained(folder(name, "base"))
+    return model, folder(name, "base")
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_without_a_head_gives_its_vectors_there_and_back(name):
+    model, place = encoder(name)
+    batch = batch_for(model)
+    expected = outputs(model, batch).last_hidden_state.numpy()
+    loaded = jf.load(place)
+    assert loaded.config.output == "none" and ("pooler" in loaded.params) == ("without" not in name)
+    tokens, rest = ours(batch, loaded.config)
+    found = np.asarray(jf.forward(loaded.params, loaded.config, tokens, **rest))
+    assert found.dtype == np.float32 and np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
+    jf.save_pretrained(folder(name, "again"), loaded.params, loaded.config)
+    assert json.loads((folder(name, "again") / "config.json").read_text())["architectures"] == [type(model).__name__]
+    theirs, again = tensors(place), tensors(folder(name, "again"))
+    assert theirs.keys() == again.keys() and all(torch.equal(theirs[key], again[key]) for key in theirs)
+
+
+def test_names_with_the_prefix_of_a_head_are_the_base_too():
+    _, place = encoder("bert")
+    other = folder("bert", "prefixed")
+    save_file(
+        {f"bert.{name}": tensor for name, tensor in tensors(place).items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    (other / "config.json").write_text((place / "config.json").read_text())
+    assert jax.tree.all(jax.tree.map(np.array_equal, jf.load(other).params, jf.load(place).params))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_base_is_read_as_the_model_whose_output_layer_is_its_embedding(name):
+    base, whole, settings = WRITERS[name]
+    torch.manual_seed(0)
+    model = perturbed(whole(config_of(whole, settings)), 1)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.zero_()  # which the base has not
+    stripped = t5_base(model) if name == "t5" else getattr(model, model.base_model_prefix)
+    stripped.save_pretrained(folder(name, "base"))
+    assert json.loads((folder(name, "base") / "config.json").read_text())["architectures"] == [base.__name__]
+    batch = batch_for(model)
+    expected = outputs(model, batch).logits.numpy()
+    loaded = jf.load(folder(name, "base"))
+    tokens, rest = ours(batch, loaded.config)
+    found = np.asarray(jf.forward(loaded.params, loaded.config, tokens, **rest))
+    assert np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
+
+
+def t5_base(model):
+    base = tf.T5Model(model.config)
+    base.load_state_dict({name: w for name, w in model.state_dict().items() if name != "lm_head.weight"})
+    return base
+
+
+def test_an_output_layer_that_is_not_there_is_named():
+    tf.LlamaModel(config_of(tf.LlamaForCausalLM, LLAMA)).save_pretrained(folder("llama", "headless"))
+    with pytest.raises(jf.ConfigError, match=r"lm_head\.weight: not in model\.safetensors"):
+        jf.load(folder("llama", "headless"))
+
+
+def test_a_model_without_a_head_says_what_it_cannot_do(tmp_path, capsys):
+    place = shutil.copytree(encoder("bert")[1], tmp_path / "model")
+    shutil.copy(saved("bert") / "tokenizer.json", place)
+    loaded = jf.load(place)
+    with pytest.raises(jf.ConfigError, match="head 'none' does not write text"):
+        jf.generate(loaded.params, loaded.config, [[5, 6]], 3, temperature=0)
+    assert main(["sample", str(place), "--prompt", "a"]) == 2
+    assert "has no head" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("a b c")
+    assert main(["evaluate", str(place), "--data.validation", str(tmp_path / "text.txt")]) == 2
+    assert "model.head=none learns nothing" in capsys.readouterr().err
