@@ -138,8 +138,9 @@ def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None,
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
+        hub = f" (to get one: hf download {path} --local-dir DIRECTORY)" * (not folder.exists())
         raise ConfigError(
-            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face model directory."
+            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face model directory{hub}."
         )
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     if is_pretrained(folder):

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import jaxformer as jf
 from jaxformer.cli import main
+from jaxformer.interop.verify import compare
 
 ENCODERS = {
     "bert": (tf.BertModel, BERT, {}),
@@ -98,6 +99,14 @@ def t5_base(model):
     base = tf.T5Model(model.config)
     base.load_state_dict({name: w for name, w in model.state_dict().items() if name != "lm_head.weight"})
     return base
+
+
+def test_verify_compares_a_base_with_the_class_that_it_is_read_as():
+    tf.GPT2Model(config_of(tf.GPT2LMHeadModel, GPT2)).save_pretrained(folder("gpt2", "verified"))
+    for place in (encoder("bert")[1], folder("gpt2", "verified")):
+        loaded = jf.load(place)
+        found = compare(place, loaded.params, loaded.config)
+        assert found.largest <= 2e-4 * found.deviation
 
 
 def test_an_output_layer_that_is_not_there_is_named():

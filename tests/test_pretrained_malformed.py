@@ -135,7 +135,10 @@ MALFORMED = {
     "biases that are not there": (keys(attention_bias=True), [ONE, "model.layers.0.self_attn.q_proj.bias"]),
     "a switch as text": (keys(tie_word_embeddings="yes"), [CONFIG, "tie_word_embeddings"]),
     "an unknown architecture": (keys(architectures=["MambaForCausalLM"], model_type="mamba"), [CONFIG, "MambaForCausalLM"]),
-    "an architecture without a head": (keys(architectures=["LlamaModel"]), [CONFIG, "LlamaModel"]),
+    "a head that is not computed": (
+        keys(architectures=["LlamaForSequenceClassification"]),
+        [CONFIG, "LlamaForSequenceClassification"],
+    ),
     "no architecture": (keys(architectures=None, model_type=None), [CONFIG, "architectures"]),
     "an architecture of another model": (keys(architectures=["GPT2LMHeadModel"]), [CONFIG, "transformer.wte.weight"]),
     "no config": (without_config, [CONFIG]),

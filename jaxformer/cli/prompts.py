@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.files import ROLES
+from jaxformer.tokenizer.files import ROLES, without_tokenizer
 
 if TYPE_CHECKING:
     from jaxformer.data.forms import Form
@@ -34,7 +34,7 @@ def open_run(path: Path, step: int | None) -> Model:
 
     model = load(path, step)
     if model.tokenizer is None:
-        raise ConfigError(f"{path} has no tokenizer.json, so there is no text to read or write.")
+        raise without_tokenizer(path)
     labels = model.labels or tuple(f"class {index}" for index in range(model.config.n_classes))
     return Model(model.params, model.config, model.tokenizer, labels, run_of(path))
 

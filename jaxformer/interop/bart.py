@@ -62,7 +62,7 @@ def fields(vocab_size: int) -> tuple[Field, ...]:
         ),
         Inert(("add_bias_logits", "gradient_checkpointing", "static_position_embeddings")),
         # Of the first transformers with these models, whose code served others too.
-        *(Only(key, (False,), written=False) for key in ("normalize_before", "add_final_layer_norm")),
+        *(Only(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
     )
 
 
@@ -113,7 +113,7 @@ BART = Family(
     (
         *fields(50265),
         Fixed(positions="learned", position_offset=2, embedding_norm=True),
-        Only("normalize_embedding", (True,), written=False),
+        Only("normalize_embedding", (True,)),
     ),
     lambda config: ROWS,
     prefix="model.",

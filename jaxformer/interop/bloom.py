@@ -15,7 +15,7 @@ FIELDS = (
     Only("apply_residual_connection_post_layernorm", (False,)),
     Tied(True),
     Dropout(("hidden_dropout", "attention_dropout")),
-    Only("slow_but_exact", (False,), written=False),  # leaves out biases where pretraining_tp is above 1
+    Only("slow_but_exact", (False,)),  # leaves out biases where pretraining_tp is above 1
     Inert(("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")),
     Inert(("pretraining_pp", "skip_bias_add", "skip_bias_add_qkv", "n_inner")),
 )

@@ -26,7 +26,8 @@ def resolved(config: ModelConfig) -> ModelConfig:
     scale = config.attention_scale or config.head_width**-0.5
     fields["attention_scale"] = float(f"{scale:.9g}")
     pattern = (config.window_pattern * config.n_layers)[: config.n_layers]
-    fields |= {"window_pattern": pattern} if config.window and "w" in pattern else {"window": 0, "window_pattern": "w"}
+    windows = config.window > 0 and "w" in pattern
+    fields |= {"window_pattern": pattern} if windows else {"window": 0, "window_pattern": "w"}
     carried = config.biased if config.norm == "layer" else config.biased - {"norm"}
     fields["bias"] = bias_named(carried)
     if config.positions == "rope" and config.rope_scaling != "none":
@@ -34,6 +35,8 @@ def resolved(config: ModelConfig) -> ModelConfig:
     if config.rope_scaling == "yarn":
         factor = config.rope_attention_factor or 1 + 0.1 * math.log(config.rope_factor)
         fields["rope_attention_factor"] = float(f"{factor:.9g}")
+    if windows and config.positions == "rope" and config.rope_scaling == "none":
+        fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
     idle = ["dropout", "init", "dtype", "layer_loop", "remat", "attention_kernel"]
     idle += [] if config.positions == "learned" else ["max_length"]
     idle += [] if config.output in ("classes", "tags") else ["n_classes"]
@@ -42,7 +45,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
     idle += [] if config.rope_scaling == "yarn" else ["rope_beta_fast", "rope_beta_slow", "rope_attention_factor"]
     idle += [] if config.rope_scaling == "llama3" else ["rope_low_frequency", "rope_high_frequency"]
     idle += [] if config.rope_scaling != "none" else ["rope_original_length"]
-    idle += [] if config.window and "w" in pattern else ["rope_window_theta"]
+    idle += [] if windows else ["rope_window_theta"]
     for scheme, prefix in (("rope", "rope_"), ("t5", "relative_"), ("sinusoidal", "sinusoid_")):
         if config.positions != scheme:
             idle += [entry.name for entry in dataclasses.fields(config) if entry.name.startswith(prefix)]

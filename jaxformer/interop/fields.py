@@ -4,7 +4,6 @@ A row that cannot state a config writes what comes nearest; reading it back and 
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,21 +14,14 @@ from jaxformer.interop.theirs import Theirs
 
 Ours = dict[str, Any]
 
+# Activations by the names that transformers has for them; of a gate likewise.
 PLAIN = {
     **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"},
     **{"swish": "silu", "relu2": "relu2", "tanh": "tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh"},
     **{"gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh"},
 }
-GATED = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "gelu": "geglu",
-} | {
-    **{"gelu_fast": "geglu_tanh", "gelu_accurate": "geglu_tanh", "gelu_python": "geglu", "gelu_python_tanh": "geglu_tanh"},
-    **{"relu": "reglu", "sigmoid": "glu"},
-}
+OF_GATES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu", "relu": "reglu"}
+GATED = {name: OF_GATES[plain] for name, plain in PLAIN.items() if plain in OF_GATES} | {"sigmoid": "glu"}
 
 
 class Field(Protocol):
@@ -96,14 +88,13 @@ class Only:
 
     theirs: str
     allowed: tuple[Any, ...]
-    written: bool = True
 
     def read(self, theirs: Theirs) -> Ours:
         theirs.only(self.theirs, self.allowed)
         return {}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: self.allowed[0]} if self.written else {}
+        return {self.theirs: self.allowed[0]}
 
 
 @dataclass(frozen=True)
@@ -205,6 +196,19 @@ class Tied:
         return {"tie_word_embeddings": ours.tied_head}
 
 
+class Divided:
+    """Heads have to divide the width, or transformers refuses the config, whatever a head's own width is."""
+
+    def read(self, theirs: Theirs) -> Ours:
+        width, heads = theirs.get("hidden_size", 0), theirs.get("num_attention_heads", 1)
+        if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
+            raise theirs.unsupported("num_attention_heads", heads, [f"a divisor of hidden_size={width}"])
+        return {}
+
+    def write(self, ours: ModelConfig) -> dict[str, Any]:
+        return {}
+
+
 @dataclass(frozen=True)
 class Present:
     """A field of ours that follows from a tensor being there."""
@@ -221,7 +225,7 @@ class Present:
 
 @dataclass(frozen=True)
 class Scale:
-    """The number whose inverse root scales the products of queries and keys."""
+    """The whole number whose inverse root scales the products of queries and keys."""
 
     theirs: str
     default: float
@@ -230,8 +234,7 @@ class Scale:
         return {"attention_scale": theirs.get(self.theirs, self.default) ** -0.5}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        number = ours.attention_scale**-2
-        return {self.theirs: round(number) if math.isclose(number, round(number), rel_tol=1e-9) else number}
+        return {self.theirs: round(ours.attention_scale**-2)}
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -253,7 +256,7 @@ class Windows:
     def read(self, theirs: Theirs) -> Ours:
         layers, window = theirs.get("num_hidden_layers", self.default_layers), self._window(theirs)
         kinds = theirs.get("layer_types") if self.kinds else None
-        each = theirs.get(f"_{self.period}", theirs.get(self.period, self.every)) if self.period else self.every
+        each = theirs.get(self.period, self.every) if self.period else self.every
         first = theirs.get("max_window_layers", 28) if self.switch else 0
         if kinds is not None and (len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}):
             raise theirs.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxformer.interop.fields import GATED, Biases, Cap, Choice, Fixed, Inert, Only, Scale, Tied, Windows
+from jaxformer.interop.fields import GATED, Biases, Cap, Choice, Divided, Fixed, Inert, Only, Scale, Tied, Windows
 from jaxformer.interop.llama import ATTENTION, LAYER, LLAMA, TRUNK, sizes
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.table import norm
@@ -18,6 +18,7 @@ ROWS = (
     *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
 )
 COMMON = (
+    Divided(),
     Fixed(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
     Choice("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
     Inert(("hidden_act",)),

@@ -1,13 +1,14 @@
 """GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, Biases, Choice, Dropout, Fixed, Key, Tied
+from jaxformer.interop.fields import PLAIN, Biases, Choice, Divided, Dropout, Fixed, Key, Tied
 from jaxformer.interop.llama import ATTENTION, FREQUENCIES
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import BY_HEAD, QKV, Row, linear, norm
 
 FIELDS = (
     Fixed(norm="layer"),
+    Divided(),
     Key("vocab_size", "vocab_size", 50432),
     Key("hidden_size", "d_model", 6144),
     Key("num_hidden_layers", "n_layers", 44),

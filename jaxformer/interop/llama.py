@@ -1,7 +1,7 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share with it."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import GATED, Biases, Choice, Dropout, Field, Fixed, Key, Tied
+from jaxformer.interop.fields import GATED, Biases, Choice, Divided, Dropout, Field, Fixed, Key, Tied
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import Row, linear, norm
 
@@ -54,6 +54,7 @@ LLAMA = Family(
     {"LlamaForCausalLM": {}},
     (
         *sizes(),
+        Divided(),
         Fixed(norm="rms"),
         SILU,
         Rope(),

@@ -15,7 +15,7 @@ MARIAN = dataclasses.replace(
         Fixed(positions="sinusoidal", sinusoid_order="half"),
         Only("share_encoder_decoder_embeddings", (True,)),
         Again("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
-        Only("normalize_embedding", (False,), written=False),
+        Only("normalize_embedding", (False,)),
     ),
     ignored=(r"(en|de)coder\.embed_positions\.weight$",),
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from jaxformer.interop.qwen import QWEN2, QWEN3
 from jaxformer.interop.roberta import ROBERTA
 from jaxformer.interop.safetensors import TensorFiles, write_tensors
 from jaxformer.interop.t5 import T5
-from jaxformer.interop.table import Tensor, leaf_reader, matched, tensor_of
+from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.interop.theirs import Theirs, is_pretrained, read_json
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, map_specs
@@ -84,7 +85,7 @@ def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "flo
 def _opened(directory: Path) -> tuple[Family, ModelConfig, tuple[str, ...], TensorFiles]:
     path = directory / "config.json"
     values = read_json(path)
-    family, architecture = _architecture(path, values)
+    family, architecture = stated_architecture(path, values)
     files = TensorFiles(directory)
     theirs = Theirs(values, family.named(files.entries))
     try:
@@ -105,7 +106,8 @@ def _opened(directory: Path) -> tuple[Family, ModelConfig, tuple[str, ...], Tens
     return family, _untied(family, config, files), labels, files
 
 
-def _architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
+def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
+    """The architecture that a config.json is read as. Raises ConfigError for one that is not computed here."""
     named = values.get("architectures") or [
         name for name, family in ARCHITECTURES.items() if family.model_type == values.get("model_type")
     ]
@@ -130,7 +132,11 @@ def _untied(family: Family, config: ModelConfig, files: TensorFiles) -> ModelCon
 
 
 def _equal(files: TensorFiles, a: str, b: str) -> bool:
-    return files.entries[a].shape == files.entries[b].shape and np.array_equal(files.read(a), files.read(b))
+    """Whether two tensors are, without either being in memory as a whole."""
+    shape = files.entries[a].shape
+    step = max(1, PIECE // math.prod(shape[1:]))
+    rows = (slice(at, at + step) for at in range(0, shape[0], step))
+    return shape == files.entries[b].shape and all(np.array_equal(files.read(a, cut), files.read(b, cut)) for cut in rows)
 
 
 def _held(directory: Path, family: Family, config: ModelConfig, plan: list[Tensor], files: TensorFiles) -> dict[str, str]:

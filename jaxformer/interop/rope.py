@@ -50,7 +50,7 @@ class Rope:
         if self.fraction:
             keys[self.fraction[0]] = ours.rope_fraction
         if self.local:
-            keys[self.local[0]] = ours.rope_window_theta or ours.rope_theta
+            keys[self.local[0]] = ours.rope_window_theta or ours.rope_theta  # without a window, where none reads it
         if ours.rope_scaling != "none":
             keys["rope_scaling"] = {"rope_type": ours.rope_scaling, "factor": ours.rope_factor}
             names = FURTHER[ours.rope_scaling].items()
@@ -76,7 +76,7 @@ def _scaling(theirs: Theirs, entry: dict[str, Any], allowed: tuple[str, ...]) ->
         if key not in COMMON | {*further} | extra and value is not None and not (key == "truncate" and value is True):
             raise theirs.unsupported(f"rope_parameters.{key}", value, [None])
     most = theirs.get("max_position_embeddings", 2048)
-    original = entry.get("original_max_position_embeddings") or theirs.get("original_max_position_embeddings") or most
+    original = entry.get("original_max_position_embeddings") or most
     factor = entry.get("factor")
     factor = float(factor if factor is not None else most / original if kind == "yarn" else 1)
     found = {name: float(entry[key]) for key, name in further.items() if entry.get(key) is not None}

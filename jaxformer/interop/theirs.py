@@ -19,7 +19,7 @@ max_length min_length do_sample early_stopping num_beams num_beam_groups diversi
 typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
 output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty language id2label label2id
 num_labels _num_labels is_encoder_decoder use_bfloat16 tf_legacy_loss attention_dropout hidden_dropout classifier_dropout
-pretraining_tp layer_types
+pretraining_tp layer_types _sliding_window_pattern
 """
 INERT = frozenset(SILENT.split())
 # Keys of any architecture that do: the values under which nothing is lost.

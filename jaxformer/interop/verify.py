@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.interop.pretrained import stated_architecture
 from jaxformer.interop.theirs import read_json
 from jaxformer.models.transformer import forward
 from jaxformer.params import Params
 
 LENGTH = 64  # positions compared
+OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")  # the first that a model of theirs has is what ours gives
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
     import torch
     import transformers
 
-    keys = read_json(directory / "config.json")
-    model = getattr(transformers, keys["architectures"][0]).from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+    file = directory / "config.json"
+    keys = read_json(file)
+    _, architecture = stated_architecture(file, keys)
+    model = getattr(transformers, architecture).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     padding = keys.get("pad_token_id") or 0
     words = np.setdiff1d(np.arange(config.vocab_size), [padding])
     tokens = np.random.default_rng(0).choice(words, (2, min(LENGTH, config.max_length)))
@@ -58,7 +60,7 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
         ours = forward(params, config, tokens, segment_ids=real)
     with torch.no_grad():
         found = model.eval()(**given)
-    theirs = (found.logits if hasattr(found, "logits") else found.prediction_logits).float().numpy()
+    theirs = next(found[name] for name in OUTPUTS if name in found).float().numpy()
     return _compared(np.asarray(ours, np.float32), theirs, real.astype(bool))
 
 

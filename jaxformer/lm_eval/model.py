@@ -25,6 +25,7 @@ from jaxformer.generate.decode import decode, prepared, start
 from jaxformer.generate.sampling import Sampling
 from jaxformer.lm_eval.scores import scores
 from jaxformer.params import Params
+from jaxformer.tokenizer.files import without_tokenizer
 
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
@@ -73,7 +74,7 @@ class JaxformerLM(TemplateLM):
                 "next token: give it a decoder that is a language model."
             )
         if model.tokenizer is None:
-            raise ConfigError(f"{path} has no tokenizer.json, so there is no text to read or write.")
+            raise without_tokenizer(path)
         self.params, self.tokenizer = model.params, model.tokenizer
         settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
         self.config = dataclasses.replace(config, layer_loop="scan", **settings)  # the least to compile for many shapes

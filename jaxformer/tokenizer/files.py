@@ -108,9 +108,21 @@ def write_whole(path: Path, text: str) -> None:
             draft.unlink()
 
 
+def without_tokenizer(folder: Path | str) -> ConfigError:
+    """What to say where text is to be read or written, and a model's directory has no tokenizer.json."""
+    file = Path(folder) / TOKENIZER_FILE
+    if _others(file):
+        return missing(file)
+    return ConfigError(f"{folder} has no {TOKENIZER_FILE}, so there is no text to read or write.")
+
+
+def _others(file: Path) -> list[str]:
+    return sorted({path.name for form in OTHER_FORMS for path in file.parent.glob(form)})
+
+
 def missing(file: Path) -> ConfigError:
     """What to say where there is no tokenizer.json."""
-    others = sorted({path.name for form in OTHER_FORMS for path in file.parent.glob(form)})
+    others = _others(file)
     if file.name != TOKENIZER_FILE or not others:
         return ConfigError(f"{file} does not exist: set tokenizer.path to a tokenizer.json, or leave it empty.")
     return ConfigError(
