@@ -63,6 +63,16 @@ def test_a_row_stops_at_its_end_token_and_the_others_go_on():
         assert (after[first[row] :] == end).all()
 
 
+def test_a_row_stops_at_whichever_of_several_end_tokens_comes_first():
+    params, config, prompt = weights_and_tokens("llama")
+    free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
+    several = (int(free[0, 6]), int(free[1, 3]))
+    stopped = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=several))
+    for row, found in zip(free, stopped, strict=True):
+        at = next(place for place, token in enumerate(row) if token in several)
+        np.testing.assert_array_equal(found, [*row[: at + 1], *[several[0]] * (11 - at)])
+
+
 def test_the_same_key_gives_the_same_text_and_another_key_another():
     params, config, prompt = weights_and_tokens("llama")
     a, b, c = (jf.generate(params, config, prompt, max_new_tokens=20, key=jax.random.key(k)) for k in (0, 0, 1))

@@ -175,7 +175,6 @@ WRONG = {
         ({"eos_token": "<none>"}, r"eos_token is '<none>', which is not in the vocabulary"),
         ({"bos_token": 5}, r"bos_token is 5: a token is its text"),
         ({"pad_token": {"lstrip": True}}, r"pad_token is .*: a token is its text"),
-        ({"image_token": "<image>"}, r"image_token is '<image>', which is not in the vocabulary"),
         ({"extra_special_tokens": ["<none>"]}, r"extra_special_tokens\[0\] is '<none>', which is not in"),
         ({"additional_special_tokens": 5}, r"additional_special_tokens is 5, and must be a list"),
         ({"added_tokens_decoder": {"9": {"content": "</s>"}}}, r"added_tokens_decoder\[9\] is '</s>', which is token 2 of"),
@@ -261,3 +260,28 @@ def test_a_token_of_a_plain_vocabulary_stands_for_its_own_bytes() -> None:
     backend.add_tokens(["<new>"])
     backend.add_special_tokens(["</s>"])
     assert Tokenizer(backend).token_bytes().tolist() == [4, 0, 5]
+
+
+def test_a_setting_that_is_named_like_a_token_and_is_none_is_carried(tmp_path: Path) -> None:
+    """CodeLlama's fill_token is where its class splits a text."""
+    folder = copied(saved("llama2"), tmp_path / "there", fill_token="<FILL_ME>")
+    Tokenizer.load(folder).save(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["fill_token"] == "<FILL_ME>"
+
+
+def test_all_tokens_that_end_a_text_are_read_and_written(tmp_path: Path) -> None:
+    folder = copied(saved("llama2"), tmp_path / "there")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 9]}))
+    found = Tokenizer.load(folder)
+    assert found.end_token == 2 and found.end_tokens == (2, 5, 9) and found.ids()["eos_token_id"] == [2, 5, 9]
+    found.save(tmp_path)
+    assert Tokenizer.load(tmp_path).end_tokens == (2, 5, 9)
+
+
+def test_roles_that_a_class_of_transformers_knows_are_written_where_the_file_names_none(tmp_path: Path) -> None:
+    folder = copied(saved("bert"), tmp_path / "there")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, "model_max_length": 512}))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    Tokenizer.load(folder).save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.cls_token, theirs.sep_token, theirs.mask_token, theirs.pad_token) == ("[CLS]", "[SEP]", "[MASK]", "[PAD]")

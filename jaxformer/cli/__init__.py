@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 COMMANDS = {
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(mistake + "usage:\n" + "\n".join(lines), file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 2
     keep_memory()
+    warnings.showwarning = _note
     from jaxformer.config import ConfigError
 
     try:
@@ -43,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _note(message: Warning | str, *where: object, **more: object) -> None:
+    """A warning as a command prints it, without the line of code that it came from."""
+    print(f"note: {message}", file=sys.stderr)
 
 
 def keep_memory() -> None:

@@ -56,7 +56,7 @@ def _write(model: Model, asked: Arguments) -> None:
     from jaxformer.generate.beam import beam_search
     from jaxformer.generate.decode import stream_tokens
 
-    given: dict[str, Any] = {"end_token": model.tokenizer.end_token, "vocab_size": model.tokenizer.vocab_size}
+    given: dict[str, Any] = {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
     if asks := model.config.family == "encoder_decoder":
         given["source"] = [source_of(model, asked.prompt or "")]
     start = model.tokenizer.as_target([]) if asks else prompt_of(model, asked.prompt or "")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generate.decode import Stream, prepared, start
-from jaxformer.generate.sampling import within
+from jaxformer.generate.sampling import EndToken, ends, filler, within
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import Places
@@ -25,7 +25,7 @@ class Search:
     beams: int = 5  # unfinished texts kept at every step
     keep: int = 0  # texts returned; 0 means as many as beams, and fewer let the search stop earlier
     length_penalty: float = 0.6  # alpha: 0 ranks by probability, which favours the short
-    end_token: int | None = None  # a text is finished with it
+    end_token: EndToken = None  # a text is finished with it, or with any of several
     vocab_size: int | None = None  # ids from here on are padding of the table and never chosen
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: 
     batch, beams = stream.logits.shape[0], rules.beams
     keep = rules.keep or beams
     cache, logits, places = _repeated((stream.cache, stream.logits, stream.places), beams)
-    tokens = jnp.full((batch, beams, n), rules.end_token or 0, jnp.int32)
+    tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     one = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)  # the beams begin as one
     live = _Live(tokens, jnp.broadcast_to(one, (batch, beams)), logits)
     over = Beams(tokens[:, :keep], jnp.full((batch, keep), -jnp.inf))
@@ -122,10 +122,10 @@ def _extend(live: _Live, over: Beams, rules: Search, i: jax.Array) -> tuple[_Liv
     logs, index = jax.lax.top_k(logs.reshape(batch, -1), 2 * beams)
     parents, new = index // ids.shape[-1], _at(ids.reshape(batch, -1), index)
     tokens = _at(live.tokens, parents).at[:, :, i].set(new)
-    ends = jnp.zeros(new.shape, bool) if rules.end_token is None else new == rules.end_token
+    over_now = ends(new, rules.end_token)
     first = jnp.arange(2 * beams) < beams  # further down an end is not yet one of the best
-    over = _best(over, Beams(tokens, jnp.where(ends & first, logs / rules.penalty(i + 1), -jnp.inf)))
-    logs, chosen = jax.lax.top_k(jnp.where(ends, -jnp.inf, logs), beams)
+    over = _best(over, Beams(tokens, jnp.where(over_now & first, logs / rules.penalty(i + 1), -jnp.inf)))
+    logs, chosen = jax.lax.top_k(jnp.where(over_now, -jnp.inf, logs), beams)
     rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
     return _Live(_at(tokens, chosen), logs, live.logits), over, rows
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.generate.sampling import Sampling, draw
+from jaxformer.generate.sampling import Sampling, draw, ends, filler
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import Places, places_of
@@ -52,7 +52,7 @@ def generate(
 
     `segment_ids` [B, T] are 0 on padding, on the left or the right. An encoder-decoder reads `source` [B, S], with its
     `source_segment_ids`, and continues a prompt that begins with its start token. `sampling` are the fields of `Sampling`:
-    temperature (0 is greedy), top_k, top_p, end_token, vocab_size; after a row's end token the rest of the row repeats it.
+    temperature (0 is greedy), top_k, top_p, end_token (or several), vocab_size; behind a row's end is the (first) end token.
     `key` may be left out where sampling is greedy. Raises ConfigError for an empty prompt or one that leaves no room.
     """
     rules = Sampling(**sampling)
@@ -177,8 +177,8 @@ def prepared(params: Params, config: ModelConfig) -> Params:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
 def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream) -> tuple[jax.Array, Stream]:
     """`n` more tokens [B, n]; fewer steps are run where all rows end."""
-    filler = 0 if rules.end_token is None else rules.end_token
-    made = jnp.full((stream.logits.shape[0], n), filler, jnp.int32)
+    blank = filler(rules.end_token)
+    made = jnp.full((stream.logits.shape[0], n), blank, jnp.int32)
 
     def going(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
@@ -187,9 +187,9 @@ def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream:
     def one(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
         i, made, stream = carry
         key, now = jax.random.split(stream.key)
-        token = jnp.where(stream.done, filler, draw(stream.logits, now, rules))
+        token = jnp.where(stream.done, blank, draw(stream.logits, now, rules))
         x, cache = hidden(params, config, Inputs(token[:, None], stream.places), stream.cache)
-        done = stream.done if rules.end_token is None else stream.done | (token == rules.end_token)
+        done = stream.done | ends(token, rules.end_token)
         after = Places(stream.places.positions + 1, stream.places.segments)
         logits = head(params, config, x, stream.places)[:, 0]
         return i + 1, made.at[:, i].set(token), Stream(cache, logits, after, done, key)  # type: ignore[arg-type]

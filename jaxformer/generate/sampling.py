@@ -7,6 +7,18 @@ import jax.numpy as jnp
 
 from jaxformer.config import ConfigError
 
+EndToken = int | tuple[int, ...] | None
+
+
+def ends(tokens: jax.Array, end_token: EndToken) -> jax.Array:
+    """Which of the tokens are an end."""
+    return jnp.isin(tokens, jnp.array([] if end_token is None else end_token, jnp.int32))
+
+
+def filler(end_token: EndToken) -> int:
+    """What fills a row behind its end."""
+    return (end_token[0] if isinstance(end_token, tuple) else end_token) or 0
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -15,7 +27,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the likeliest tokens that reach this probability together (arXiv:1904.09751)
-    end_token: int | None = None  # a row stops after it
+    end_token: EndToken = None  # a row stops after it, or after any of several
     vocab_size: int | None = None  # ids from here on are padding of the table and never drawn
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ def translate(
         "beams": beams,
         "keep": 1,
         "length_penalty": length_penalty,
-        "end_token": tokenizer.end_token,
+        "end_token": tokenizer.end_tokens,
         "vocab_size": tokenizer.vocab_size,
     }
     sources = [tokenizer.as_source(ids[:most_read]) for ids in encoded]

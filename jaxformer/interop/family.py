@@ -68,7 +68,8 @@ class Family:
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """Their keys of our config."""
         ours, keys = resolved(dataclasses.replace(config)), {"architectures": [architecture], "model_type": self.model_type}
-        ours = dataclasses.replace(ours, dropout=config.dropout, max_length=config.max_length)
+        kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
+        ours = dataclasses.replace(ours, **kept)
         for row in self.fields:
             keys |= row.write(ours)
         return keys

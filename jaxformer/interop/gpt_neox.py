@@ -1,7 +1,7 @@
 """GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, Biases, Choice, Divided, Dropout, Fixed, Key, Tied
+from jaxformer.interop.fields import PLAIN, Again, Biases, Choice, Divided, Dropout, Fixed, Key, Tied
 from jaxformer.interop.llama import ATTENTION, FREQUENCIES
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import BY_HEAD, QKV, Row, linear, norm
@@ -19,6 +19,8 @@ FIELDS = (
     Choice("hidden_act", "activation", PLAIN, "gelu"),
     Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
     Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
+    Again("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
+    Again("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
     Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
     Tied(False),
     Dropout(("attention_dropout", "hidden_dropout")),

@@ -57,7 +57,7 @@ class Pretrained(NamedTuple):
 
 def pretrained_config(directory: Path) -> ModelConfig:
     """The config of a model directory. Raises ConfigError as `load_pretrained` does."""
-    return _opened(directory)[1]
+    return _opened(directory).config
 
 
 def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "float32") -> Pretrained:
@@ -68,7 +68,13 @@ def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "flo
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-    family, config, labels, files = _opened(directory)
+    family, config, labels, files, unknown = _opened(directory)
+    if unknown:
+        warnings.warn(
+            f"{directory}/config.json has keys that change nothing in {family.model_type}, in transformers or here: "
+            f"{', '.join(unknown)}.",
+            stacklevel=3,
+        )
     plan = family.tensors(config)
     names = _held(directory, family, config, plan, files)
     part = leaf_reader(plan, names, files.read)
@@ -82,7 +88,17 @@ def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "flo
     return Pretrained(map_specs(leaf, model_specs(config)), config, labels)
 
 
-def _opened(directory: Path) -> tuple[Family, ModelConfig, tuple[str, ...], TensorFiles]:
+class Opened(NamedTuple):
+    """A model directory before a tensor was read; `unknown` are keys of its config.json that no row asked for."""
+
+    family: Family
+    config: ModelConfig
+    labels: tuple[str, ...]
+    files: TensorFiles
+    unknown: list[str]
+
+
+def _opened(directory: Path) -> Opened:
     path = directory / "config.json"
     values = read_json(path)
     family, architecture = stated_architecture(path, values)
@@ -95,28 +111,23 @@ def _opened(directory: Path) -> tuple[Family, ModelConfig, tuple[str, ...], Tens
         said = str(error)
         theirs_too = [f"model.{ours} is {key} there" for ours, key in family.keys().items() if f"{ours}=" in said]
         raise ConfigError(f"{path}: {said}" + f"\n({', '.join(theirs_too)})" * bool(theirs_too)) from None
-    if unknown := theirs.unknown():
-        warnings.warn(
-            f"{path} has keys that {architecture} does not know, in transformers or here, and that change nothing: "
-            f"{', '.join(unknown)}.",
-            stacklevel=4,
-        )
     named = values.get("id2label") if config.output in ("classes", "tags") else None
     labels = tuple(str(named[key]) for key in sorted(named, key=int)) if named else ()
-    return family, _untied(family, config, files), labels, files
+    return Opened(family, _untied(family, config, files), labels, files, theirs.unknown())
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
     """The architecture that a config.json is read as. Raises ConfigError for one that is not computed here."""
-    named = values.get("architectures") or [
-        name for name, family in ARCHITECTURES.items() if family.model_type == values.get("model_type")
-    ]
-    known = [BASES.get(name, name) for name in named if name in ARCHITECTURES or name in BASES]
-    if not known or (len(named) > 1 and not values.get("architectures")):
-        what = f"architectures={json.dumps(named)}" if named else f"model_type={json.dumps(values.get('model_type'))}"
+    kind, named = values.get("model_type"), values.get("architectures") or []
+    alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
+    known = [BASES.get(name, name) for name in named or alike if name in ARCHITECTURES or name in BASES]
+    if not known or (not named and len(known) > 1):
+        what = f"architectures={json.dumps(named)}" if named else f'no "architectures", and model_type={json.dumps(kind)}'
+        kinds = [f"{family.model_type} ({next(iter(family.architectures))})" for family in FAMILIES]
+        those = f"of {kind} those are {', '.join(alike)}" if alike else f"those are of the model types {', '.join(kinds)}"
         raise ConfigError(
-            f"{path}: {what} is not one that jaxformer computes; those are {', '.join([*ARCHITECTURES, *BASES])}. "
-            'Name one in its "architectures" if the model is one.'
+            f"{path} has {what}, which does not name one that jaxformer computes: {those}. "
+            'Write it into "architectures" if the model is one.'
         )
     return ARCHITECTURES[known[0]], known[0]
 

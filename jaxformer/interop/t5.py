@@ -98,7 +98,7 @@ T5 = Family(
     {"T5ForConditionalGeneration": {}},
     FIELDS,
     rows,
-    bases=("T5Model",),
+    bases=("T5Model", "T5WithLMHeadModel"),
     copies=copies,
     ignored=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",

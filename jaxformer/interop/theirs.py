@@ -19,7 +19,10 @@ max_length min_length do_sample early_stopping num_beams num_beam_groups diversi
 typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
 output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty language id2label label2id
 num_labels _num_labels is_encoder_decoder use_bfloat16 tf_legacy_loss attention_dropout hidden_dropout classifier_dropout
-pretraining_tp layer_types _sliding_window_pattern
+pretraining_tp layer_types _sliding_window_pattern output_past n_special predict_special_tokens max_sequence_length
+is_llama_config transformers.js_config unsloth_fixed unsloth_version directionality pooler_fc_size
+pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type sentence_transformers
+sbert_ce_default_activation_function
 """
 INERT = frozenset(SILENT.split())
 # Keys of any architecture that do: the values under which nothing is lost.

@@ -27,8 +27,8 @@ def head_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
     d, over_tokens = config.d_model, config.output in ("language", "masked")
     over_classes = config.output in ("classes", "tags")
-    if over_classes and config.n_classes < 2:
-        raise ConfigError(f"model.n_classes={config.n_classes} with model.head={config.output!r}: give at least 2.")
+    if over_classes and not config.n_classes:
+        raise ConfigError(f"model.n_classes=0 with model.head={config.output!r}: give their number.")
     size, axis = (config.vocab_size, "vocab") if over_tokens else (config.n_classes, "classes")
     square = Spec((d, d), ("embed", "hidden"), make.weight, inputs=("embed",))
     dense: Specs = {"dense": square, "dense_bias": Spec((d,), ("hidden",), zeros)}

@@ -195,7 +195,7 @@ class JaxformerLM(TemplateLM):
             )
         drawn = bool(asked.pop("do_sample"))
         asked["temperature"] = asked.get("temperature", 1.0) if drawn else 0.0
-        return Sampling(end_token=self.eot_token_id, vocab_size=self.tokenizer.vocab_size, **asked)
+        return Sampling(end_token=self.tokenizer.end_tokens, vocab_size=self.tokenizer.vocab_size, **asked)
 
     def _written(self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling) -> list[str]:
         """The texts, cut at their stops; writing ends once each has one, or after `count` tokens."""

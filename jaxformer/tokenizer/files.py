@@ -23,7 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 ROLES = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),
     "eos": (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]"),
-    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
     "unk": ("<unk>", "[UNK]"),
     "cls": ("[CLS]", "<s>", "<|cls|>"),
     "sep": ("[SEP]", "</s>", "<|sep|>"),
@@ -49,12 +49,14 @@ class Beside:
     """What the files beside a tokenizer.json say.
 
     `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for, `ids` those of roles
-    that a model's own files give by number; `template` is the text of chat_template.jinja.
+    that a model's own files give by number, `ends` all that these say to end a text; `template` is the text of
+    chat_template.jinja.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     named: dict[str, int] = field(default_factory=dict)
     ids: dict[str, int] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
     template: str | None = None
 
     @classmethod
@@ -70,11 +72,13 @@ class Beside:
             settings |= {key: _typed(value) for key, value in found.items() if value is not None or key not in settings}
         contents = {role: _content(value) for role in ROLES if (value := settings.get(f"{role}_token")) is not None}
         named = {role: token for role, content in contents.items() if (token := backend.token_to_id(content)) is not None}
-        ids: dict[str, int] = {}
+        ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
             ids |= _numbers(backend, read_object(folder / name), folder / name)
+        first = {role: several[0] for role, several in ids.items()}
         template = folder / TEMPLATE_FILE
-        return cls(settings, named, ids, template.read_text(encoding="utf-8") if template.is_file() else None)
+        ends = tuple(ids.get("eos", ()))
+        return cls(settings, named, first, ends, template.read_text(encoding="utf-8") if template.is_file() else None)
 
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
         """Whether a decoded text loses the spaces before punctuation: not with BPE, whose spaces are those of the text."""
@@ -125,6 +129,11 @@ def missing(file: Path) -> ConfigError:
     others = _others(file)
     if file.name != TOKENIZER_FILE or not others:
         return ConfigError(f"{file} does not exist: set tokenizer.path to a tokenizer.json, or leave it empty.")
+    if any(name.endswith(".spm") for name in others) and "merges.txt" not in others:
+        return ConfigError(
+            f"{file.parent} has no tokenizer.json, but {', '.join(others)}, which only Marian's own tokenizer reads: "
+            "make token ids with that of transformers, and call the model from Python."
+        )
     return ConfigError(
         f"{file.parent} has no tokenizer.json, but {', '.join(others)}: write one with transformers, "
         f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})."
@@ -149,7 +158,7 @@ def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
                 "the two files do not belong together."
             )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for where, value in _special(settings, file):
+    for where, value in _special(backend, settings, file):
         content = _content(value, where)
         if backend.token_to_id(content) is None:
             raise ConfigError(
@@ -161,13 +170,18 @@ def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
             backend.add_tokens([AddedToken(content, special=True, **flags)])
 
 
-def _special(settings: dict[str, Any], file: Path) -> list[tuple[str, Any]]:
+def _is_token(backend: "tokenizers.Tokenizer", value: Any) -> bool:
+    """Whether a setting names a token: CodeLlama's fill_token is none, but what its class splits a text at."""
+    return isinstance(value, str | dict) and backend.token_to_id(_content(value)) is not None
+
+
+def _special(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> list[tuple[str, Any]]:
     """The special tokens that a file names, each with where it stands."""
     roles = {f"{role}_token" for role in ROLES}
     found = [
         (f"{file}: {key}", value)
         for key, value in settings.items()
-        if value is not None and (key in roles or (key.endswith("_token") and isinstance(value, str | dict)))
+        if value is not None and (key in roles or (key.endswith("_token") and _is_token(backend, value)))
     ]
     for key in EXTRA:
         more = settings.get(key) or []
@@ -192,14 +206,14 @@ def _content(value: Any, where: str = "") -> str:
     return content
 
 
-def _numbers(backend: "tokenizers.Tokenizer", found: dict[str, Any], file: Path) -> dict[str, int]:
-    """The roles that a model's file gives by number, the first where it gives several; ids without a token are padding."""
-    ids: dict[str, int] = {}
+def _numbers(backend: "tokenizers.Tokenizer", found: dict[str, Any], file: Path) -> dict[str, list[int]]:
+    """The roles that a model's file gives by one number or by several; ids without a token are padding."""
+    ids: dict[str, list[int]] = {}
     for key, role in IDS.items():
         values = found[key] if isinstance(found.get(key), list) else [found.get(key)]
         for value in values:
             if value is not None and type(value) is not int:
                 raise ConfigError(f"{file}: {key} is {found[key]!r}, and must be the id of a token.")
             if value is not None and value >= 0 and backend.id_to_token(value) is not None:
-                ids.setdefault(role, value)
+                ids.setdefault(role, []).append(value)
     return ids

@@ -40,8 +40,8 @@ SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 class Tokenizer:
     """Text to token ids and back. Names of special tokens in a text are encoded as the plain text they are.
 
-    `end_token` ends a document, and what a model writes; `start_token` begins what the decoder of an encoder-decoder reads,
-    and `forced_token`, where there is one (BART), is then the first that it writes.
+    `end_token` ends a document, and what a model writes, as do others of `end_tokens`; `start_token` begins what the decoder
+    of an encoder-decoder reads, and `forced_token`, where there is one (BART), is then the first that it writes.
     Raises ConfigError where no token can end a document.
     """
 
@@ -62,6 +62,7 @@ class Tokenizer:
                 "add one of them to its added_tokens, or take another tokenizer."
             )
         self.end_token: int = self._roles["eos"]
+        self.end_tokens = tuple(dict.fromkeys([self.end_token, *self._beside.ends]))
         self.start_token: int = self._roles.get("start", self.end_token)
         self.forced_token: int | None = self._roles.get("forced")
         self.vocab_size: int = max(self._vocab.values()) + 1
@@ -115,10 +116,12 @@ class Tokenizer:
     def _settings(self, max_length: int | None) -> dict[str, Any]:
         """What tokenizer_config.json is to hold: what was read, or else the special tokens that are known by name."""
         added = self._backend.get_added_tokens_decoder()
-        own = {f"{role}_token": added[token].content for role, token in self._guessed.items() if token in added}
+        roles = {f"{role}_token": added[self._roles[role]].content for role in ROLES if self._roles.get(role) in added}
         room = {} if max_length is None else {"model_max_length": max_length}
-        read = self._beside.settings or own | {"clean_up_tokenization_spaces": False}
-        return {"tokenizer_class": "PreTrainedTokenizerFast"} | room | read
+        read = self._beside.settings
+        own = {} if "tokenizer_class" in read else roles  # else its class knows them
+        clean = {} if read else {"clean_up_tokenization_spaces": False}
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | room | clean | own | read
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of a text, without an end token. Raises ConfigError for a character that the tokenizer does not have.
@@ -201,9 +204,10 @@ class Tokenizer:
         """The id of the token for a role of `ROLES` (bos, eos, pad, unk, cls, sep, mask); None where there is none."""
         return self._roles.get(role)
 
-    def ids(self) -> dict[str, int]:
-        """The ids that a Hugging Face config.json gives, by its keys, as far as they are known."""
-        known = self._roles | {"start": self.start_token}
+    def ids(self) -> dict[str, int | list[int]]:
+        """The ids that a Hugging Face config.json gives, by its keys, as far as they are known; a list of several ends."""
+        known: dict[str, Any] = self._roles | {"start": self.start_token}
+        known |= {"eos": [*self.end_tokens]} if len(self.end_tokens) > 1 else {}
         return {key: known[role] for key, role in IDS.items() if role in known}
 
     def sentinels(self) -> list[int]:

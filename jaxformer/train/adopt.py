@@ -58,6 +58,10 @@ def with_classes(run: RunConfig, labels: tuple[str, ...]) -> RunConfig:
     model: ModelConfig = run.model
     if model.output not in ("classes", "tags"):
         return run
+    if len(labels) < 2:
+        raise ConfigError(
+            f"the data has {len(labels)} label, and at least 2 make something to learn: look at data.label_field."
+        )
     if model.n_classes and model.n_classes < len(labels):
         raise ConfigError(f"model.n_classes={model.n_classes} is less than the data's {len(labels)} labels: set it to 0.")
     return dataclasses.replace(run, model=dataclasses.replace(model, n_classes=model.n_classes or len(labels)))

@@ -259,7 +259,7 @@ def _sample(job: Job, params: Params) -> tuple[str, str] | None:
     room = min(run.run.sample_tokens, run.model.max_length - len(prompt))
     if room < 1 or run.model.output != "language" or (run.model.family == "encoder_decoder" and not source):
         return None
-    rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_token}
+    rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_tokens}
     made = generate(params, run.model, [prompt], room, key=jax.random.key(run.run.seed), **source, **rules)
     between = " => " if source else ""
     text = tokenizer.decode([*prompt, *made[0].tolist()])

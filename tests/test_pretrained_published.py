@@ -1,0 +1,106 @@
+"""Directories as their authors published them load without a warning, are the same models, and go back to transformers."""
+
+import json
+import warnings
+
+import jax
+import pytest
+import torch
+import transformers as tf
+from pretrained import assert_close, batch_for, logits, our_logits, perturbed
+from pretrained_tokenizers import change, saved
+from published import CASES
+from safetensors.torch import load_file, save_file
+
+import jaxformer as jf
+from jaxformer.tokenizer import Tokenizer
+
+
+def published(name, place):
+    """The directory, made of a random model of that config."""
+    hub, tensors = CASES[name]
+    (place / "config.json").write_text(json.dumps(hub))
+    kind = getattr(tf, hub["architectures"][0])
+    torch.manual_seed(3)
+    perturbed(kind(kind.config_class.from_pretrained(place)), seed=5).save_pretrained(place)
+    held = tensors(load_file(place / "model.safetensors"))
+    save_file({key: w.contiguous() for key, w in held.items()}, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps(hub))
+    return place
+
+
+def theirs_of(place):
+    """transformers' model of a directory; of a BART without a head the one that writes."""
+    named = json.loads((place / "config.json").read_text())["architectures"][0]
+    kind = getattr(tf, named.replace("BartModel", "BartForConditionalGeneration"))
+    return kind.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_published_directory_is_read_in_silence_and_written_for_transformers(name, tmp_path):
+    place = published(name, tmp_path)
+    theirs = theirs_of(place)
+    batch = batch_for(theirs, seed=7)
+    expected = logits(theirs, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = jf.load(place)
+    assert_close(our_logits(model, batch), expected, batch)
+    if model.labels:
+        assert model.labels == tuple(CASES[name][0]["id2label"].values())
+    jf.save_pretrained(tmp_path / "out", model.params, model.config, labels=model.labels)
+    assert_close(logits(theirs_of(tmp_path / "out"), batch), expected, batch)
+
+
+def placed(kind, place, settings, **keys):
+    """A tokenizer.json with these settings beside it, in a directory with these keys in its config.json; and the ids."""
+    (place / "tokenizer.json").write_text((saved(kind) / "tokenizer.json").read_text())
+    change(place / "tokenizer_config.json", settings)
+    change(place / "config.json", keys)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "settings"),
+    [
+        ("gpt2", "gpt2", {"model_max_length": 1024}),
+        ("bert", "bert", {"do_lower_case": True, "model_max_length": 512}),
+        ("bart", "roberta", {"model_max_length": 512}),
+        ("bart", "bart", {"model_max_length": 1024}),
+    ],
+    ids=["gpt2", "bert", "roberta", "bart"],
+)
+def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(kind, family, settings, tmp_path):
+    """Their tokenizer_config.json names no special token."""
+    place = placed(
+        kind, tmp_path, settings, model_type=family, **({"bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else {})
+    )
+    named = tf.AutoTokenizer.from_pretrained(place).special_tokens_map
+    Tokenizer.load(place).save(tmp_path / "out" / "tokenizer.json")
+    again = tf.AutoTokenizer.from_pretrained(tmp_path / "out").special_tokens_map
+    roles = {f"{role}_token" for role in ("eos", "pad", "cls", "sep", "mask")} & {*named}
+    assert {role: again.get(role) for role in roles} == {role: named[role] for role in roles}
+
+
+def test_a_marker_that_is_no_token_of_the_vocabulary_is_no_mistake(tmp_path):
+    """CodeLlama's fill_token stands in texts, which are split at it."""
+    place = placed("llama2", tmp_path, {"eos_token": "</s>", "bos_token": "<s>", "fill_token": "<FILL_ME>"})
+    assert Tokenizer.load(place).decode([2], skip_special_tokens=False) == "</s>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "ends"),
+    [("llama3", "<|eot_id|>", [1, 2]), ("llama2", "</s>", [2, 5])],
+    ids=["llama-3.1-8b-instruct", "gemma-3-1b-it"],
+)
+def test_all_ids_that_end_a_text_are_written_again(kind, named, ends, tmp_path):
+    """An instructed model has several, and the tokenizer's own need not be the one that it writes."""
+    place = placed(kind, tmp_path, {"eos_token": named})
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    config = jf.ModelConfig(vocab_size=900, d_model=8, n_layers=1, n_heads=2, norm="rms", activation="swiglu")
+    tokenizer = Tokenizer.load(place)
+    assert tokenizer.shown(tokenizer.end_token) == named
+    params = jf.init(config, jax.random.key(0))
+    jf.save_pretrained(tmp_path / "out", params, config, tokenizer)
+    said = [json.loads(path.read_text()).get("eos_token_id") for path in (tmp_path / "out").glob("*config.json")]
+    assert ends in [sorted(ids) for ids in said if isinstance(ids, list)]

@@ -1,0 +1,176 @@
+"""A run and a model directory as each other's settings: what a new run takes and what it decides, how a directory is read
+as a run, and how it is written as one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxformer as jf
+from jaxformer.checkpoint import run_of, save_run
+from jaxformer.config import ModelConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config_file import to_json
+from jaxformer.layers import rope
+from jaxformer.layers.norm import norm_specs
+from jaxformer.layers.positions import rotate
+from jaxformer.params import init_params
+from jaxformer.train.adopt import adopted, carried, with_classes
+
+SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
+BERT = SMALL | dict(family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu")
+BERT |= dict(embedding_norm=True, token_types=2, positions="learned", max_length=9)
+# Of every setting of a model another value than its default; those that a new run decides for itself stand in OWN.
+OTHER = SMALL | dict(n_kv_heads=1, head_dim=6, value_dim=4, max_length=77, rope_theta=3.0, rope_pairing="interleaved")
+OTHER |= dict(rope_fraction=0.5, window=3, window_pattern="wf", rope_window_theta=5.0, attention_scale=0.3, norm="rms1p")
+OTHER |= dict(attention_soft_cap=2.0, attention_sinks=True, query_key_norm="head", norm_placement="sandwich", norm_eps=0.1)
+OTHER |= dict(
+    residual="parallel", activation="geglu", bias="qkv", embedding_scale="sqrt", embedding_norm=True, init="xavier"
+)
+OTHER |= dict(token_types=2, tied_head=True, head_bias=True, logit_scale="rsqrt", logit_soft_cap=4.0, init="xavier")
+OWN = dict(head="classes", n_classes=3, pooling="mean", dropout=0.25, dtype="bfloat16", layer_loop="scan", remat="full")
+OWN |= dict(attention_kernel="xla")
+
+
+def written(place: Path, config: ModelConfig, **more) -> Path:
+    """A model directory of this config."""
+    jf.save_pretrained(place, jf.init(config, jax.random.key(0)), config, **more)
+    return place
+
+
+def a_run(place: Path, **model) -> Path:
+    """A run directory that has not begun to train."""
+    place.mkdir()
+    (place / "config.json").write_text(to_json(RunConfig(model=ModelConfig(**model))))
+    return place
+
+
+def beginning(place: Path, origin: Path, **model) -> RunConfig:
+    return RunConfig(run=RunSettings(dir=str(place), init_from=str(origin)), model=ModelConfig(**model))
+
+
+def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
+    origin = a_run(tmp_path / "old", **OTHER | dict(head_bias=False))
+    found = adopted(beginning(tmp_path / "new", origin, **OWN))
+    for entry in dataclasses.fields(ModelConfig):
+        value = OWN.get(entry.name, (OTHER | dict(head_bias=False)).get(entry.name, entry.default))
+        assert getattr(found.model, entry.name) == value, entry.name
+    assert found.tokenizer.path == str(origin / "tokenizer.json")
+
+
+def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own_model(tmp_path):
+    origin, begun = a_run(tmp_path / "old", **SMALL), a_run(tmp_path / "begun", **SMALL | dict(d_model=16))
+    named = dataclasses.replace(beginning(tmp_path / "new", origin), tokenizer=TokenizerConfig(path="mine.json"))
+    assert adopted(named).tokenizer.path == "mine.json"
+    again = adopted(beginning(begun, origin))
+    assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
+
+
+@pytest.mark.parametrize("missing", ["blocks.ffn.down_bias", "embed.types"])
+def test_a_trunk_that_does_not_fit_is_refused_with_its_leaves(missing, tmp_path):
+    old = ModelConfig(**BERT)
+    new = dataclasses.replace(old, **(dict(bias="attention") if "bias" in missing else dict(token_types=3)))
+    origin = written(tmp_path / "old", dataclasses.replace(old, tied_head=True))
+    run = RunConfig(run=RunSettings(init_from=str(origin)), model=dataclasses.replace(new, tied_head=True))
+    with pytest.raises(jf.ConfigError, match=missing):
+        carried(run, jf.init(run.model, jax.random.key(1)))
+
+
+def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_carried(tmp_path):
+    old = ModelConfig(**BERT, head="tags", n_classes=3, pooler=True)
+    origin = written(tmp_path / "old", old, architecture="BertForTokenClassification")
+    run = RunConfig(run=RunSettings(init_from=str(origin)), model=dataclasses.replace(old, head="classes", pooler=False))
+    start, before = jf.init(run.model, jax.random.key(1)), jf.load(origin).params
+    found, said = carried(run, start)
+    assert np.array_equal(found["head"]["weight"], start["head"]["weight"])
+    assert np.array_equal(found["pooler"]["dense"], before["pooler"]["dense"])
+    assert said.endswith("new: head.bias, head.weight.")
+    same, said = carried(dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, same, before)) and said.endswith("new: none.")
+
+
+def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
+    origin = a_run(tmp_path / "settings", **BERT, next_sentence=True)
+    assert not adopted(beginning(tmp_path / "new", origin)).model.next_sentence
+    old = ModelConfig(**BERT, next_sentence=True, tied_head=True)
+    place = written(tmp_path / "old", old)
+    new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
+    run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
+    found, said = carried(run, jf.init(new, jax.random.key(1)))
+    assert "pooler" not in found and "next_sentence" not in found and said.endswith("new: head.bias, head.weight.")
+    assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
+
+
+def test_fewer_classes_than_the_data_names_are_refused():
+    run = RunConfig(model=ModelConfig(**BERT, head="classes", n_classes=3))
+    with pytest.raises(jf.ConfigError, match="n_classes=3 is less than the data's 4 labels"):
+        with_classes(run, ("a", "b", "c", "d"))
+    assert with_classes(run, ("a", "b")).model.n_classes == 3
+
+
+LLAMA = dict(norm="rms", activation="swiglu")
+T5 = dict(family="encoder_decoder", positions="t5", attention_scale=1.0, activation="relu", tied_head=True)
+
+
+@pytest.mark.parametrize(
+    "model, length, objective",
+    [
+        (SMALL | LLAMA | dict(max_length=40), 40, "auto"),
+        (SMALL | LLAMA | dict(max_length=4096), 1024, "auto"),
+        (SMALL | T5 | dict(max_length=40), 40, "pairs"),
+    ],
+    ids=["short", "long", "of a source"],
+)
+def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(model, length, objective, tmp_path):
+    found = run_of(written(tmp_path / "model", ModelConfig(**model)))
+    assert (found.data.sequence_length, found.data.objective, found.data.train) == (length, objective, "")
+    assert found.run.dir == found.tokenizer.path == str(tmp_path / "model")
+
+
+def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_labels(tmp_path):
+    labels = ("bad", "fair", "good")
+    origin = written(tmp_path / "model", ModelConfig(**BERT, head="classes", n_classes=3), labels=labels)
+    model, place = jf.load(origin), tmp_path / "run"
+    place.mkdir()
+    save_run(place, model, origin)
+    again, run = jf.load(place), run_of(place)
+    assert again.labels == model.labels == labels and again.config == model.config == run.model
+    assert run.run.dir == run.tokenizer.path == str(place)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))
+    assert json.loads((place / "data.json").read_text()) == {"labels": [*labels]}
+
+
+SCALED = {
+    "none": {},
+    "linear": dict(rope_scaling="linear", rope_factor=3.0),
+    "yarn": dict(rope_scaling="yarn", rope_factor=3.0),
+}
+BASES = SMALL | dict(window=3, window_pattern="wf", rope_window_theta=7.0, rope_fraction=0.5, head_dim=8, n_layers=3)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_a_layer_with_a_window_turns_by_its_own_base_which_nothing_stretches(scaling):
+    config = ModelConfig(**BASES | SCALED[scaling])
+    x, positions = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)), jax.numpy.arange(9)[None]
+    near = jax.numpy.concatenate([rope(x[..., :4], positions, 7.0), x[..., 4:]], -1)
+    far = rotate(dataclasses.replace(config, rope_window_theta=0.0), x, positions)
+    for found, expected in ((rotate(config, x, positions, 3), near), (rotate(config, x, positions, 0), far)):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_layers_of_two_bases_are_the_same_in_a_scan(scaling):
+    config = ModelConfig(**BASES | SCALED[scaling])
+    params, tokens = jf.init(config, jax.random.key(0)), np.arange(9)[None]
+    params = jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(1), leaf.shape), params)
+    found = jf.forward(params, dataclasses.replace(config, layer_loop="scan"), tokens)
+    np.testing.assert_allclose(found, jf.forward(params, config, tokens), atol=2e-5 * float(abs(found).max()))
+
+
+def test_a_norm_around_1_begins_as_the_plain_one():
+    def start(kind):
+        return init_params(norm_specs(ModelConfig(**SMALL, norm=kind)), jax.random.key(0))["scale"]
+
+    assert not start("rms1p").any() and (start("rms") == 1).all()
