@@ -215,3 +215,16 @@ def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
             assert np.array_equal(leaf, other.astype("bfloat16"))
     with pytest.raises(jf.ConfigError, match="dtype='int4' is not one of"):
         jf.load(path, dtype="int4")
+
+
+def test_a_head_of_other_classes_is_not_carried(base):
+    """A class is its name, not its place: the data sorts them, and a published model need not."""
+    _, there = made(base, "classes")
+    other = shutil.copytree(there, base / "other_classes")
+    keys = json.loads((other / "config.json").read_text())
+    assert keys["id2label"] == {"0": "n", "1": "y"}
+    (other / "config.json").write_text(json.dumps(keys | {"id2label": {"0": "y", "1": "n"}, "label2id": {"y": 0, "n": 1}}))
+    settings = dict(model__head="classes", optimizer__learning_rate=0.0, train__steps=1, run__init_from=other)
+    ours, theirs = leaves(run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)), leaves(other)
+    assert np.array_equal(ours["blocks.ffn.up"], theirs["blocks.ffn.up"])
+    assert not np.array_equal(ours["head.weight"], theirs["head.weight"])

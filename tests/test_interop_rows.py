@@ -1,5 +1,6 @@
 """The rows of the configs' mapping one by one, on keys alone: what is left out, what is refused, what is written."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -62,6 +63,14 @@ def test_every_key_of_the_references_config_is_known(kind):
     theirs = Theirs(stated(kind), NAMES)
     FAMILY[kind].read(theirs, next(iter(FAMILY[kind].architectures)))
     assert theirs.unknown() == []
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_rate_of_dropout_is_written_by_keys_that_the_reference_has(kind):
+    config = dataclasses.replace(read(kind), dropout=0.28125)
+    written = FAMILY[kind].write(config, next(iter(FAMILY[kind].architectures)))
+    keys = {key for key, value in written.items() if value == 0.28125}
+    assert keys and keys <= stated(kind).keys()
 
 
 LAYERS = [  # which layers have a window, by what stood for it before there was layer_types and since

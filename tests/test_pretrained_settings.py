@@ -11,9 +11,13 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.checkpoint import run_of, save_run
+from jaxformer.cli import convert
 from jaxformer.config import ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import to_json
+from jaxformer.interop import verify
 from jaxformer.layers import rope
+from jaxformer.layers.head import head, output_layer, pooled, readout
+from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.positions import rotate
 from jaxformer.params import init_params
@@ -174,3 +178,51 @@ def test_a_norm_around_1_begins_as_the_plain_one():
         return init_params(norm_specs(ModelConfig(**SMALL, norm=kind)), jax.random.key(0))["scale"]
 
     assert not start("rms1p").any() and (start("rms") == 1).all()
+
+
+def test_a_bias_of_the_language_head_is_in_its_loss_as_in_its_logits():
+    config = ModelConfig(**SMALL, head_bias=True)
+    params, places = jf.init(config, jax.random.key(0)), Places(np.arange(5)[None], None)
+    params["head"]["bias"] = jax.numpy.linspace(-1, 1, config.vocab_size)
+    x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
+    rows, matrix = output_layer(params, config, readout(params, config, x, places))
+    np.testing.assert_allclose(rows @ matrix.T, head(params, config, x, places), atol=1e-5)
+
+
+def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():
+    config = ModelConfig(**BERT, head="none", dtype="bfloat16")
+    assert jf.forward(jf.init(config, jax.random.key(0)), config, np.arange(5)[None]).dtype == np.float32
+
+
+@pytest.mark.parametrize("family, place", [("decoder", 3), ("encoder", 1)])
+def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_first_in_an_encoder(family, place):
+    config = ModelConfig(**SMALL, family=family, head="classes", n_classes=2)
+    x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
+    found = pooled({}, config, x, Places(np.arange(5)[None], np.array([[0, 1, 1, 1, 0]])))
+    np.testing.assert_allclose(found[:, 0], x[:, place], atol=1e-6)
+
+
+REFUSED = [
+    (dict(rope_window_theta=5.0, window=3, positions="alibi"), "needs model.positions='rope'"),
+    *((dict(head_bias=True, head=head, n_classes=2), f"the head '{head}' has a bias") for head in ("classes", "tags")),
+    (dict(head_bias=True, head="none"), "head_bias=True is for the language head"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", REFUSED, ids=str)
+def test_a_setting_that_would_do_nothing_is_refused(changes, reason):
+    with pytest.raises(jf.ConfigError, match=reason):
+        ModelConfig(**SMALL | changes)
+
+
+@pytest.mark.parametrize(
+    "dtype, inward, largest, status",
+    [("float32", False, 1e-5, 0), ("float32", False, 1.0, 1), ("bfloat16", False, 1.0, 0), ("bfloat16", True, 1.0, 1)],
+)
+def test_only_weights_that_were_rounded_may_be_apart(dtype, inward, largest, status, monkeypatch, capsys):
+    """What is read is as it lies there, whatever dtype was asked for."""
+    monkeypatch.setattr(verify, "compare", lambda *_: verify.Comparison(largest, 1.0, np.zeros(3)))
+    asked = convert.Arguments(Path("source"), Path("target"), dtype=dtype)
+    model = jf.Loaded({}, ModelConfig(**SMALL), None)
+    assert convert._verified(model, asked.source if inward else asked.target, asked) == status
+    assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)

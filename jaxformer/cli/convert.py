@@ -56,9 +56,8 @@ def _write_run(model: "Loaded", asked: Arguments) -> None:
     from jaxformer.checkpoint import save_run
 
     save_run(asked.target, model, asked.source)
-    print(
-        f"{asked.target}: a run of {model.config.family} {_size(model)}, to sample from or to begin from (--run.init_from)"
-    )
+    use = ", to sample from or to begin from (--run.init_from)" if model.tokenizer else ", without a tokenizer"
+    print(f"{asked.target}: a run of {model.config.family} {_size(model)}{use}")
 
 
 def _write_pretrained(model: "Loaded", asked: Arguments, limit: int) -> None:

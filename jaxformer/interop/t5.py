@@ -38,8 +38,7 @@ class Output:
         return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        scaled = ours.logit_scale == "rsqrt"
-        return {"tie_word_embeddings": scaled or ours.tied_head, "scale_decoder_outputs": scaled}
+        return {"tie_word_embeddings": ours.tied_head, "scale_decoder_outputs": ours.logit_scale == "rsqrt"}
 
 
 FIELDS = (

@@ -41,6 +41,8 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
     import torch
     import transformers
 
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     file = directory / "config.json"
     keys = read_json(file)
     _, architecture = stated_architecture(file, keys)

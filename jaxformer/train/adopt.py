@@ -33,15 +33,16 @@ def adopted(run: RunConfig) -> RunConfig:
     return dataclasses.replace(run, model=model, tokenizer=tokenizer)
 
 
-def carried(run: RunConfig, params: Params, mesh: Mesh | None = None) -> tuple[Params, str]:
+def carried(run: RunConfig, params: Params, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> tuple[Params, str]:
     """`params` with every leaf of `run.init_from`'s that has its place here, and a sentence about what is new.
 
+    A head of classes is carried where these are the data's `labels`, in their order.
     Raises ConfigError where anything but a head has none.
     """
     old = load(run.run.init_from, mesh=mesh)
     found, wanted = flat_leaves(old.params), flat_leaves(params)
     fits = {path for path, leaf in wanted.items() if path in found and found[path].shape == leaf.shape}
-    if old.config.output != run.model.output:
+    if old.config.output != run.model.output or (old.labels and old.labels != labels):
         fits = {path for path in fits if path.partition(".")[0] != "head"}
     lost = [path for path in [*wanted, *found] if path not in fits and path.partition(".")[0] not in HEADS]
     if lost:

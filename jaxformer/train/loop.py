@@ -89,7 +89,7 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, An
         if state is None:
             state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
             if run.run.init_from:
-                params, sentence = carried(run, state.params, job.mesh)
+                params, sentence = carried(run, state.params, job.mesh, job.corpus.labels)
                 state = state.replace(params=params)  # type: ignore[attr-defined]
                 say(sentence)
         elif int(state.step) < run.train.steps:
