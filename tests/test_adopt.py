@@ -111,3 +111,10 @@ def test_no_run_to_begin_from_is_said(base):
 
 def under(changes: dict) -> dict:
     return {name.replace(".", "__"): value for name, value in changes.items()}
+
+
+def test_one_label_is_nothing_to_learn(base):
+    text = base / "one.tsv"
+    text.write_text("text\tlabel\n" + "".join(f"good {k}\ty\n" for k in range(60)))
+    with pytest.raises(jf.ConfigError, match="the data has 1 label"):
+        run(base, "one", data__train=text, model__family="encoder", model__head="classes")

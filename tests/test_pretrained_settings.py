@@ -8,19 +8,25 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from pretrained_tokenizers import saved
 
 import jaxformer as jf
 from jaxformer.checkpoint import run_of, save_run
 from jaxformer.cli import convert
 from jaxformer.config import ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import to_json
+from jaxformer.evaluate import evaluate_run
 from jaxformer.interop import verify
 from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.positions import rotate
-from jaxformer.params import init_params
+from jaxformer.models.transformer import specs
+from jaxformer.params import init_params, map_specs
+from jaxformer.sharding import MESH_AXES, parameter_sharding
+from jaxformer.tokenizer import Tokenizer
 from jaxformer.train.adopt import adopted, carried, with_classes
 
 SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
@@ -91,8 +97,9 @@ def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_
     assert np.array_equal(found["head"]["weight"], start["head"]["weight"])
     assert np.array_equal(found["pooler"]["dense"], before["pooler"]["dense"])
     assert said.endswith("new: head.bias, head.weight.")
-    same, said = carried(dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)))
-    assert jax.tree.all(jax.tree.map(np.array_equal, same, before)) and said.endswith("new: none.")
+    for labels, new in ((jf.load(origin).labels, "none"), (jf.load(origin).labels[::-1], "head.bias, head.weight")):
+        same, said = carried(dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)), labels=labels)
+        assert jax.tree.all(jax.tree.map(np.array_equal, same, before)) == (new == "none") and said.endswith(f"new: {new}.")
 
 
 def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
@@ -105,6 +112,18 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     found, said = carried(run, jf.init(new, jax.random.key(1)))
     assert "pooler" not in found and "next_sentence" not in found and said.endswith("new: head.bias, head.weight.")
     assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
+
+
+def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
+    tokenizer = Tokenizer.load(saved("bert"))
+    config = ModelConfig(
+        **BERT | dict(vocab_size=tokenizer.vocab_size, max_length=32, pooler=True), head="classes", n_classes=2
+    )
+    params = jf.init(config, jax.random.key(0))
+    params["head"]["bias"] = np.array([-9.0, 9.0], np.float32)  # all is "bad"
+    jf.save_pretrained(tmp_path / "model", params, config, tokenizer, labels=("good", "bad"))
+    (tmp_path / "text.tsv").write_text("text\tlabel\n" + "the cat sat\tbad\n" * 3)
+    assert evaluate_run(tmp_path / "model", str(tmp_path / "text.tsv"))["val_accuracy"] == 1
 
 
 def test_fewer_classes_than_the_data_names_are_refused():
@@ -144,6 +163,11 @@ def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_lab
     assert run.run.dir == run.tokenizer.path == str(place)
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))
     assert json.loads((place / "data.json").read_text()) == {"labels": [*labels]}
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs(model.config))
+    for found in (jf.load(path, mesh=mesh, dtype="bfloat16").params for path in (origin, place)):
+        assert jax.tree.all(jax.tree.map(lambda leaf, there: leaf.sharding == there, found, places))
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"bfloat16"}
 
 
 SCALED = {
@@ -226,3 +250,38 @@ def test_only_weights_that_were_rounded_may_be_apart(dtype, inward, largest, sta
     model = jf.Loaded({}, ModelConfig(**SMALL), None)
     assert convert._verified(model, asked.source if inward else asked.target, asked) == status
     assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    "text, size", [("500M", 5e8), ("5G", 5e9), ("1.5K", 1500), ("7", 7), ("2 gb", 2e9), ("0", 0), ("0.0G", 0), ("G", 0)]
+)
+def test_a_size_of_a_file_is_a_number_of_bytes_above_0(text, size):
+    if size:
+        assert convert._bytes(text) == size
+        return
+    with pytest.raises(jf.ConfigError, match="is no number of bytes"):
+        convert._bytes(text)
+
+
+def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(jf.ConfigError, match="is not empty"):
+        convert.run([str(tmp_path / "model"), str(tmp_path / "file")])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_both_sides_are_compared_by_the_kl_of_ours_from_theirs_where_no_padding_is():
+    ours, theirs = np.random.default_rng(0).normal(size=(2, 2, 3, 5)).astype(np.float32)
+    real = np.array([[True, True, False], [True, False, False]])
+    p, q = (np.exp(side) / np.exp(side).sum(-1, keepdims=True) for side in (theirs, ours))
+    kl = (p * np.log(p / q)).sum(-1)
+    found = verify._compared(ours, theirs, real)
+    np.testing.assert_allclose(found.kl, [kl[:, 0].max(), kl[0, 1], 0], atol=1e-6)
+    assert found.largest == np.abs(ours - theirs)[real].max() and found.deviation == theirs[real].std()
+
+
+def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):
+    config = ModelConfig(**BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True))
+    place = written(tmp_path / "model", config, architecture="RobertaForMaskedLM")
+    found = verify.compare(place, jf.load(place).params, config)
+    assert found.largest < convert.CLOSE * found.deviation
