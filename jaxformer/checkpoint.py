@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import read_config, to_json
-from jaxformer.interop.theirs import is_pretrained
+from jaxformer.interop.theirs import check_dtype, is_pretrained
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
 from jaxformer.sharding import parameter_sharding
@@ -142,6 +142,7 @@ def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None,
         raise ConfigError(
             f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face model directory{hub}."
         )
+    check_dtype(dtype)
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     if is_pretrained(folder):
         if step is not None:

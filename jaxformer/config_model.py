@@ -1,5 +1,6 @@
 """The settings of a model: its family, its shape, and which row of each table of variants it uses."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -131,6 +132,20 @@ class ModelConfig(Section):
     def rotated_width(self) -> int:
         """Dimensions of a head that RoPE turns; they turn in pairs, so an odd number takes one more with it."""
         return int(self.head_width * min(self.rope_fraction, 1.0))
+
+    @property
+    def original_length(self) -> int:
+        """The length that RoPE is stretched from."""
+        return self.rope_original_length or self.max_length
+
+    @property
+    def rope_scale(self) -> float:
+        """What rotated queries and keys are multiplied by (YaRN, arXiv:2309.00071)."""
+        return self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0
+
+    def windows(self, layers: int) -> list[int]:
+        """The window of each of so many layers, 0 where it sees all."""
+        return [self.window if self.window_pattern[i % len(self.window_pattern)] == "w" else 0 for i in range(layers)]
 
     def conflicts(self) -> list[str]:
         found = []

@@ -213,8 +213,8 @@ def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
         for leaf, other in zip(jax.tree.leaves(found.params), jax.tree.leaves(plain.params), strict=True):
             assert leaf.sharding.mesh == mesh and leaf.dtype == jax.numpy.bfloat16
             assert np.array_equal(leaf, other.astype("bfloat16"))
-    with pytest.raises(jf.ConfigError, match="dtype='int4' is not one of"):
-        jf.load(path, dtype="int4")
+        with pytest.raises(jf.ConfigError, match="dtype='int4' is not one of"):
+            jf.load(path, dtype="int4")
 
 
 def test_a_head_of_other_classes_is_not_carried(base):

@@ -23,6 +23,7 @@ from pretrained import (
     rewrite,
 )
 from pretrained_variants import BERT, FAMILY, THETA, VARIANTS
+from published import both
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
@@ -51,15 +52,6 @@ def older_norms(held):
 
 def less(*words):
     return lambda held: {name: w for name, w in held.items() if not any(word in name for word in words)}
-
-
-def both(*changes):
-    def changed(held):
-        for change in changes:
-            held = change(held)
-        return held
-
-    return changed
 
 
 MASK = torch.ones(1, 1, 128, 128).tril()

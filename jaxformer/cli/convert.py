@@ -4,12 +4,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import tyro
 
 from jaxformer.config import ConfigError
+from jaxformer.interop.theirs import Dtype
 from jaxformer.report import human_count
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Arguments:
     source: Annotated[Path, tyro.conf.Positional]  # A run directory, or a Hugging Face model directory.
     target: Annotated[Path, tyro.conf.Positional]  # The other of the two; made where it does not exist.
     verify: bool = False  # Run both sides on the same tokens, and print how far apart they are (needs transformers).
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # Of the weights in a model directory.
+    dtype: Dtype = "float32"  # Of the weights in a model directory.
     shard_size: str = "5G"  # Most bytes of one file of weights, as in 500M or 5G.
     architecture: str | None = None  # As what to write a run, as in MistralForCausalLM; the plainest that is exactly it.
     step: int | None = None  # Checkpoint of a run to read; the newest where it is not given.

@@ -3,10 +3,12 @@
 from typing import Any
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import PLAIN, Choice, Dropout, Field, Fixed, Inert, Key, Only, Ours, Present, Tied
 from jaxformer.interop.table import ROW, Row, linear, norm
 from jaxformer.interop.theirs import Theirs
+
+SIDES = ("encoder", "decoder")
 
 
 class Twice:
@@ -23,7 +25,7 @@ class Twice:
         return found
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {f"{side}_{name}": getattr(ours, field) for name, field, _ in self.keys for side in ("encoder", "decoder")}
+        return {f"{side}_{name}": getattr(ours, field) for name, field, _ in self.keys for side in SIDES}
 
 
 def fields(vocab_size: int) -> tuple[Field, ...]:
@@ -101,12 +103,6 @@ ROWS = (
 )
 
 
-def copies(config: ModelConfig) -> tuple[Copy, ...]:
-    sides = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
-    again = tuple(Copy(name, "model.shared.weight") for name in sides)
-    return (*again, *((Copy("lm_head.weight", "model.shared.weight", unties=True),) if config.tied_head else ()))
-
-
 BART = Family(
     "bart",
     {"BartForConditionalGeneration": {}},
@@ -118,5 +114,5 @@ BART = Family(
     lambda config: ROWS,
     prefix="model.",
     bases=("BartModel",),
-    copies=copies,
+    copies=tied_copy("lm_head.weight", "model.shared.weight", *(f"model.{side}.embed_tokens.weight" for side in SIDES)),
 )

@@ -1,7 +1,7 @@
 """BERT (arXiv:1810.04805), and what RoBERTa shares with it."""
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.family import Copies, Copy, Family
 from jaxformer.interop.fields import PLAIN, Choice, Classes, Dropout, Field, Fixed, Inert, Key, Only, Present, Tied
 from jaxformer.interop.table import Row, linear, norm
 
@@ -69,16 +69,17 @@ def rows(config: ModelConfig) -> tuple[Row, ...]:
     return placed("bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head))
 
 
-def copies(config: ModelConfig) -> tuple[Copy, ...]:
+def masked_copies(head: str, embedding: str) -> Copies:
     """The output layer is stored again where it is tied; where not, its bias has a second name that is not read."""
-    if config.output != "masked":
-        return ()
-    if not config.tied_head:
-        return (Copy("cls.predictions.bias", "cls.predictions.decoder.bias", written=True, checked=False),)
-    return (
-        Copy("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight", unties=True),
-        Copy("cls.predictions.decoder.bias", "cls.predictions.bias"),
-    )
+
+    def copies(config: ModelConfig) -> tuple[Copy, ...]:
+        if config.output != "masked":
+            return ()
+        if not config.tied_head:
+            return (Copy(f"{head}.bias", f"{head}.decoder.bias", written=True, checked=False),)
+        return Copy(f"{head}.decoder.weight", embedding, unties=True), Copy(f"{head}.decoder.bias", f"{head}.bias")
+
+    return copies
 
 
 BERT = Family(
@@ -99,7 +100,7 @@ BERT = Family(
     ),
     rows,
     prefix="bert.",
-    copies=copies,
+    copies=masked_copies("cls.predictions", "bert.embeddings.word_embeddings.weight"),
     ignored=BUFFERS,
     renamed=OLD_NORMS,
 )

@@ -1,7 +1,6 @@
 """When two configs are the same function: what an export has to keep."""
 
 import dataclasses
-import math
 from typing import Any
 
 from jaxformer.config import ModelConfig
@@ -25,16 +24,16 @@ def resolved(config: ModelConfig) -> ModelConfig:
         fields["n_encoder_layers"] = config.encoder_layers
     scale = config.attention_scale or config.head_width**-0.5
     fields["attention_scale"] = float(f"{scale:.9g}")
-    pattern = (config.window_pattern * config.n_layers)[: config.n_layers]
-    windows = config.window > 0 and "w" in pattern
+    each = config.windows(config.n_layers)
+    windows = any(each)
+    pattern = "".join("w" if window else "f" for window in each)
     fields |= {"window_pattern": pattern} if windows else {"window": 0, "window_pattern": "w"}
     carried = config.biased if config.norm == "layer" else config.biased - {"norm"}
     fields["bias"] = bias_named(carried)
     if config.positions == "rope" and config.rope_scaling != "none":
-        fields["rope_original_length"] = config.rope_original_length or config.max_length
+        fields["rope_original_length"] = config.original_length
     if config.rope_scaling == "yarn":
-        factor = config.rope_attention_factor or 1 + 0.1 * math.log(config.rope_factor)
-        fields["rope_attention_factor"] = float(f"{factor:.9g}")
+        fields["rope_attention_factor"] = float(f"{config.rope_scale:.9g}")
     if windows and config.positions == "rope" and config.rope_scaling == "none":
         fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
     idle = ["dropout", "init", "dtype", "layer_loop", "remat", "attention_kernel"]

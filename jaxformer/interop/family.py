@@ -27,9 +27,10 @@ class Copy(NamedTuple):
 Copies = Callable[[ModelConfig], tuple[Copy, ...]]
 
 
-def tied_copy(head: str, embedding: str) -> Copies:
-    """The output layer, which files may hold though it is tied."""
-    return lambda config: (Copy(head, embedding, unties=True),) if config.tied_head else ()
+def tied_copy(head: str, embedding: str, *again: str) -> Copies:
+    """The output layer, which files may hold though it is tied, and other names under which they repeat the embedding."""
+    others = tuple(Copy(name, embedding) for name in again)
+    return lambda config: (*others, *((Copy(head, embedding, unties=True),) if config.tied_head else ()))
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """Their keys of our config."""
-        ours, keys = resolved(dataclasses.replace(config)), {"architectures": [architecture], "model_type": self.model_type}
+        ours, keys = resolved(config), {"architectures": [architecture], "model_type": self.model_type}
         kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
         ours = dataclasses.replace(ours, **kept)
         for row in self.fields:

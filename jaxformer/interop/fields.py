@@ -271,7 +271,6 @@ class Windows:
         return window if not self.switch or theirs.flag("use_sliding_window", False) else 0
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        pattern = (ours.window_pattern * ours.n_layers)[: ours.n_layers]
-        kinds = [SLIDING if ours.window and letter == "w" else FULL for letter in pattern]
+        kinds = [SLIDING if window else FULL for window in ours.windows(ours.n_layers)]
         keys: dict[str, Any] = {"sliding_window": ours.window or None} | ({"layer_types": kinds} if self.kinds else {})
         return keys | ({"use_sliding_window": bool(ours.window), "max_window_layers": ours.n_layers} if self.switch else {})

@@ -31,7 +31,7 @@ from jaxformer.interop.roberta import ROBERTA
 from jaxformer.interop.safetensors import TensorFiles, write_tensors
 from jaxformer.interop.t5 import T5
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
-from jaxformer.interop.theirs import Theirs, is_pretrained, read_json
+from jaxformer.interop.theirs import Theirs, check_dtype, is_pretrained, read_json
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, map_specs
 from jaxformer.sharding import parameter_sharding
@@ -42,7 +42,6 @@ FAMILIES: tuple[Family, ...] = (
 )
 ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in FAMILIES for name in family.bases}
-DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000
 SHOWN = 12  # names in a message
 
@@ -66,8 +65,6 @@ def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "flo
     The host holds one leaf at a time. Raises ConfigError for an architecture or an option that is not computed here, and for
     tensors that do not fit config.json, each by its name and file.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     family, config, labels, files, unknown = _opened(directory)
     if unknown:
         warnings.warn(
@@ -222,8 +219,8 @@ def save_pretrained(
     directory, table = Path(path), model_specs(config)
     check_params(table, params)
     family, name = architecture_of(config, architecture)
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
+    if dtype is not None:
+        check_dtype(dtype)
     if (directory / "config.json").is_file() and not is_pretrained(directory):
         raise ConfigError(f"{directory} holds a config.json of something else (a run?): choose another directory.")
     leaves = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in jax.tree.leaves_with_path(params)}

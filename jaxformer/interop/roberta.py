@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, placed, trunk
-from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, masked_copies, placed, trunk
+from jaxformer.interop.family import Family
 from jaxformer.interop.fields import Fixed, Only, Ours, Present
 from jaxformer.interop.table import Row, linear, norm
 from jaxformer.interop.theirs import Theirs
@@ -44,18 +44,6 @@ def rows(config: ModelConfig) -> tuple[Row, ...]:
     return placed("roberta", config, (*trunk("roberta"), *pooler, *head))
 
 
-def copies(config: ModelConfig) -> tuple[Copy, ...]:
-    """As BERT's."""
-    if config.output != "masked":
-        return ()
-    if not config.tied_head:
-        return (Copy("lm_head.bias", "lm_head.decoder.bias", written=True, checked=False),)
-    return (
-        Copy("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight", unties=True),
-        Copy("lm_head.decoder.bias", "lm_head.bias"),
-    )
-
-
 ROBERTA = Family(
     "roberta",
     {
@@ -73,7 +61,7 @@ ROBERTA = Family(
     ),
     rows,
     prefix="roberta.",
-    copies=copies,
+    copies=masked_copies("lm_head", "roberta.embeddings.word_embeddings.weight"),
     ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base, which the class head has not
     renamed=OLD_NORMS,
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import Choice, Dropout, Fixed, Inert, Key, Ours
 from jaxformer.interop.table import LINEAR, Row
 from jaxformer.interop.theirs import Theirs
@@ -87,18 +87,13 @@ def rows(config: ModelConfig) -> tuple[Row, ...]:
     return (*ends, *stack("encoder", "encoder.", config), *stack("decoder", "", config))
 
 
-def copies(config: ModelConfig) -> tuple[Copy, ...]:
-    again = (Copy("encoder.embed_tokens.weight", "shared.weight"), Copy("decoder.embed_tokens.weight", "shared.weight"))
-    return (*again, *((Copy("lm_head.weight", "shared.weight", unties=True),) if config.tied_head else ()))
-
-
 T5 = Family(
     "t5",
     {"T5ForConditionalGeneration": {}},
     FIELDS,
     rows,
     bases=("T5Model", "T5WithLMHeadModel"),
-    copies=copies,
+    copies=tied_copy("lm_head.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ignored=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),  # of a bug of 2019, never read

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxformer.config import ConfigError
 
@@ -82,6 +82,15 @@ class Theirs:
             for key, value in self.values.items()
             if key not in self.asked and key not in INERT and key not in REQUIRED and value not in (None, False, [], {})
         )
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]  # what weights are stored as, and read as
+
+
+def check_dtype(name: str) -> None:
+    """ConfigError for a dtype that no weights have."""
+    if name not in get_args(Dtype):
+        raise ConfigError(f"dtype={name!r} is not one of {', '.join(get_args(Dtype))}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -42,13 +42,13 @@ def norm_specs(config: ModelConfig) -> Specs:
 
 
 NORMS = {
-    "rms1p": lambda params, x, eps: rms_norm(x, 1 + params["scale"], eps),
-    "rms": lambda params, x, eps: rms_norm(x, params["scale"], eps),
-    "layer": lambda params, x, eps: layer_norm(x, params["scale"], params.get("bias"), eps),
-    "none": lambda params, x, eps: x,
+    "rms": lambda params, config, x: rms_norm(x, scale_of(config, params["scale"]), config.norm_eps),
+    "rms1p": lambda params, config, x: rms_norm(x, scale_of(config, params["scale"]), config.norm_eps),
+    "layer": lambda params, config, x: layer_norm(x, params["scale"], params.get("bias"), config.norm_eps),
+    "none": lambda params, config, x: x,
 }
 
 
 def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """The config's norm: [..., D] -> [..., D]."""
-    return NORMS[config.norm](params, x, config.norm_eps)
+    return NORMS[config.norm](params, config, x)

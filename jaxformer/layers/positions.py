@@ -57,10 +57,6 @@ def rope(
     return jnp.concatenate([turned, x[..., width:]], axis=-1) if width < x.shape[-1] else turned
 
 
-def _original_length(config: ModelConfig) -> int:
-    return config.rope_original_length or config.max_length
-
-
 def _plain(config: ModelConfig, positions: jax.Array) -> jax.Array:
     return rope_frequencies(config.rotated_width, config.rope_theta)
 
@@ -73,7 +69,7 @@ def _linear(config: ModelConfig, positions: jax.Array) -> jax.Array:
 def _dynamic(config: ModelConfig, positions: jax.Array) -> jax.Array:
     """The base grows with the longest position of the call, once that exceeds the original length L: with s the factor and
     n the length, theta (s n / L - s + 1)^(W / (W - 2)). Keys that a cache holds keep the base they were turned with."""
-    original, width, s = _original_length(config), config.rotated_width, config.rope_factor
+    original, width, s = config.original_length, config.rotated_width, config.rope_factor
     length = jnp.maximum(jnp.max(positions) + 1, original)
     return rope_frequencies(width, config.rope_theta * (s * length / original - s + 1) ** (width / max(width - 2, 1)))
 
@@ -81,7 +77,7 @@ def _dynamic(config: ModelConfig, positions: jax.Array) -> jax.Array:
 def _yarn(config: ModelConfig, positions: jax.Array) -> jax.Array:
     """Pairs that turn more than beta_fast times within the original length stay, those under beta_slow turn slower by the
     factor, those between by a mixture linear in their index (arXiv:2309.00071)."""
-    width, original = config.rotated_width, _original_length(config)
+    width, original = config.rotated_width, config.original_length
 
     def index(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
@@ -96,7 +92,7 @@ def _yarn(config: ModelConfig, positions: jax.Array) -> jax.Array:
 def _llama3(config: ModelConfig, positions: jax.Array) -> jax.Array:
     """As YaRN's, but mixed linearly in the turns within the original length (Llama 3.1, arXiv:2407.21783)."""
     plain = _plain(config, positions)
-    turns = _original_length(config) * plain / (2 * math.pi)
+    turns = config.original_length * plain / (2 * math.pi)
     low, high = config.rope_low_frequency, config.rope_high_frequency
     kept = jnp.clip((turns - low) / max(high - low, 1e-9), 0, 1)
     return plain * kept + plain / config.rope_factor * (1 - kept)
@@ -118,15 +114,10 @@ def rotate(
     if config.positions != "rope":
         return x
     frequencies = FREQUENCIES[config.rope_scaling](config, positions)
-    scale: Any = 1.0
-    if config.rope_scaling == "yarn":
-        scale = config.rope_attention_factor or 0.1 * math.log(config.rope_factor) + 1
-    if config.rope_window_theta and not isinstance(window, int):  # a layer of a scan
-        near = window < FAR
-        local = rope_frequencies(config.rotated_width, config.rope_window_theta)
+    scale: Any = config.rope_scale
+    if config.rope_window_theta:  # in a scan the window is an array
+        near, local = (window > 0) & (window < FAR), rope_frequencies(config.rotated_width, config.rope_window_theta)
         frequencies, scale = jnp.where(near, local, frequencies), jnp.where(near, 1.0, scale)
-    elif config.rope_window_theta and window:
-        frequencies, scale = rope_frequencies(config.rotated_width, config.rope_window_theta), 1.0
     turned = rope(x, positions, pairing=config.rope_pairing, frequencies=frequencies)
     if config.rope_scaling != "yarn":
         return turned
