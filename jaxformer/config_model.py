@@ -143,10 +143,6 @@ class ModelConfig(Section):
         """What rotated queries and keys are multiplied by (YaRN, arXiv:2309.00071)."""
         return self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0
 
-    def windows(self, layers: int) -> list[int]:
-        """The window of each of so many layers, 0 where it sees all."""
-        return [self.window if self.window_pattern[i % len(self.window_pattern)] == "w" else 0 for i in range(layers)]
-
     def conflicts(self) -> list[str]:
         found = []
         if not self.head_dim and self.d_model % self.n_heads:

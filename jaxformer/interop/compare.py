@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.config_model import BIASED
+from jaxformer.models.stack import windows
 
 
 def bias_named(carried: frozenset[str]) -> str:
@@ -24,17 +25,17 @@ def resolved(config: ModelConfig) -> ModelConfig:
         fields["n_encoder_layers"] = config.encoder_layers
     scale = config.attention_scale or config.head_width**-0.5
     fields["attention_scale"] = float(f"{scale:.9g}")
-    each = config.windows(config.n_layers)
-    windows = any(each)
+    each = windows(config, config.n_layers)
+    near = any(each)
     pattern = "".join("w" if window else "f" for window in each)
-    fields |= {"window_pattern": pattern} if windows else {"window": 0, "window_pattern": "w"}
+    fields |= {"window_pattern": pattern} if near else {"window": 0, "window_pattern": "w"}
     carried = config.biased if config.norm == "layer" else config.biased - {"norm"}
     fields["bias"] = bias_named(carried)
     if config.positions == "rope" and config.rope_scaling != "none":
         fields["rope_original_length"] = config.original_length
     if config.rope_scaling == "yarn":
         fields["rope_attention_factor"] = float(f"{config.rope_scale:.9g}")
-    if windows and config.positions == "rope" and config.rope_scaling == "none":
+    if near and config.positions == "rope" and config.rope_scaling == "none":
         fields["rope_window_theta"] = config.rope_window_theta or config.rope_theta
     idle = ["dropout", "init", "dtype", "layer_loop", "remat", "attention_kernel"]
     idle += [] if config.positions == "learned" else ["max_length"]
@@ -44,7 +45,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
     idle += [] if config.rope_scaling == "yarn" else ["rope_beta_fast", "rope_beta_slow", "rope_attention_factor"]
     idle += [] if config.rope_scaling == "llama3" else ["rope_low_frequency", "rope_high_frequency"]
     idle += [] if config.rope_scaling != "none" else ["rope_original_length"]
-    idle += [] if windows else ["rope_window_theta"]
+    idle += [] if near else ["rope_window_theta"]
     for scheme, prefix in (("rope", "rope_"), ("t5", "relative_"), ("sinusoidal", "sinusoid_")):
         if config.positions != scheme:
             idle += [entry.name for entry in dataclasses.fields(config) if entry.name.startswith(prefix)]

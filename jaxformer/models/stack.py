@@ -61,6 +61,12 @@ def run_stack(
     return x, cache
 
 
+def windows(config: ModelConfig, layers: int) -> list[int]:
+    """The window of each layer, 0 where it sees all."""
+    pattern = config.window_pattern
+    return [config.window if pattern[i % len(pattern)] == "w" else 0 for i in range(layers)]
+
+
 def layers_of(blocks: Params | list[Params]) -> list[Params]:
     """The params of each layer; a list is what they are already."""
     return blocks if isinstance(blocks, list) else unstack(blocks, jax.tree.leaves(blocks)[0].shape[0])
@@ -71,7 +77,7 @@ def _with_cache(
 ) -> tuple[jax.Array, KVCache]:
     pages: list[Page] = []
     layers = layers_of(blocks)
-    for i, (layer, window) in enumerate(zip(layers, config.windows(len(layers)), strict=True)):
+    for i, (layer, window) in enumerate(zip(layers, windows(config, len(layers)), strict=True)):
         x, page = block(layer, config, x, view._replace(window=window), cache.page(i, view.queries), source)
         pages.append(page)  # type: ignore[arg-type]
     return x, cache.with_pages(pages)
@@ -96,7 +102,7 @@ def _unrolled(
     probe: Probe,
 ) -> jax.Array:
     layers = layers_of(blocks)
-    for i, (layer, window) in enumerate(zip(layers, config.windows(len(layers)), strict=True)):
+    for i, (layer, window) in enumerate(zip(layers, windows(config, len(layers)), strict=True)):
         run = _recomputed(config, view._replace(window=window), source, probe.within(str(i)))
         x = run(x, layer, None if key is None else jax.random.fold_in(key, i))
     return x
@@ -106,7 +112,7 @@ def _scanned(
     blocks: Params, config: ModelConfig, x: jax.Array, view: View, source: Source | None, key: jax.Array | None
 ) -> jax.Array:
     depth = jax.tree.leaves(blocks)[0].shape[0]
-    each = config.windows(depth)
+    each = windows(config, depth)
     alike = len(set(each)) == 1
 
     def body(x: jax.Array, item: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
