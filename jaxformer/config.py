@@ -40,6 +40,10 @@ class RunSettings(Section):
     sample_tokens: Natural = 128  # Length of that sample; 0 prints none.
 
 
+Packing = Literal["stream", "documents", "best_fit"]
+Pattern = Literal["gpt2", "llama3"]
+Undecodable = Literal["refuse", "replace", "skip"]
+Malformed = Literal["refuse", "skip"]
 Objective = Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"]
 
 
@@ -49,14 +53,17 @@ class DataConfig(Section):
 
     section = "data"
 
-    train: str = "stdlib"  # A .txt, .jsonl or .tsv file (or .gz, .zst), a glob, 'train.{de,en}', or a named source (stdlib).
+    train: str = "stdlib"  # A file, directory, glob, 'train.{de,en}', '-', 'datasets:NAME' or stdlib; several apart by ';'.
+    weights: str = ""  # Shares of several sources, as in '0.7 0.3'; from step 1000 on others: '0.7 0.3; 1000: 0.5 0.5'.
+    epochs: str = ""  # In place of weights: how often each source is read while the others are, as in '1 4'.
     validation: str = ""  # Likewise; empty holds out a part of data.train that training never sees.
     validation_fraction: Annotated[float, Bounds(0, 1)] = 0.1  # The part held out where data.validation is empty.
     sequence_length: Count = 256  # Tokens of one row of a batch.
-    packing: Literal["stream", "documents"] = "stream"  # Rows cut from one stream, or documents kept apart by segment ids.
+    length_warmup: str = ""  # Shorter rows at first, as in '64; 500: 128; 1000: 256': as many tokens a step, in more rows.
+    packing: Packing = "stream"  # Rows cut from one stream; documents kept apart by segment ids; or best_fit, none cut.
     objective: Objective = "auto"  # What is learnt of the data; auto: causal, masked or spans, as the model's family has it.
     source_length: Natural = 0  # Tokens of one row of sources for an encoder-decoder; 0 means as many as sequence_length.
-    text_field: str = "text"  # The field of a .jsonl or .tsv record that holds the text.
+    text_field: str = "text"  # The field of a .jsonl or .tsv record, or the column of a .parquet file, that holds the text.
     pair_field: str = ""  # The field of a second text to classify beside the first, where there is one.
     source_field: str = "source"  # The field of what is given: the source of a pair, the question of an answer.
     target_field: str = "target"  # The field of what is to be written: the target of a pair, the answer.
@@ -64,6 +71,8 @@ class DataConfig(Section):
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15  # The part of the tokens that masked and spans hide.
     span_length: Annotated[float, Bounds(1)] = 3.0  # Mean length of a hidden span.
     mask_units: Literal["tokens", "words"] = "tokens"  # What masked hides at a time: single tokens, or whole words.
+    undecodable: Undecodable = "refuse"  # Bytes that are not UTF-8; skip leaves the document out.
+    malformed: Malformed = "refuse"  # Records that are not JSON, or lack the field.
     cache_dir: str = "~/.cache/jaxformer/data"  # Where tokenized text is kept and found again.
     prefetch: Natural = 2  # Batches prepared ahead on a thread; 0 prepares each when it is asked for.
 
@@ -77,6 +86,7 @@ class TokenizerConfig(Section):
     kind: Literal["bpe", "bytes", "characters"] = "bpe"  # Byte-level BPE trained on data.train, raw bytes, or characters.
     path: str = ""  # A tokenizer.json to use instead of making one.
     vocab_size: Annotated[int, Bounds(257)] = 4096  # Entries of a trained BPE, special tokens counted in.
+    pattern: Pattern = "gpt2"  # How a trained BPE parts text into words: as GPT-2's, or as Llama 3's, numbers by 3 digits.
     training_bytes: Count = 20_000_000  # Bytes of data.train, spread evenly over it, that the BPE is trained on.
 
 
