@@ -48,7 +48,7 @@ class Bare:
     def __init__(self, job: Job, steps: int) -> None:
         self.job = job
         self.batches = [place_batch(job.batches[i], job.mesh) for i in range(steps)]
-        self.advance = loop._compile(job, lambda text: None)
+        self.advance = loop.compile_step(job, job.run.data.sequence_length, lambda text: None)
 
     def seconds(self) -> float:
         """From the end of the first step to that of the last, from a fresh state."""

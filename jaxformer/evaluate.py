@@ -121,10 +121,10 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
     run = _on_text(run_of(path), Path(path), validation)
     if data.objective_of(run) != "pairs":
         raise ConfigError(f"{path} learnt data.objective={data.objective_of(run)}: only a model of pairs translates.")
-    model, split = load(path, step), data.prepare(run).validation_split
-    if split is None or model.tokenizer is None:
+    model, records = load(path, step), [piece.record for piece in data.prepare(run).validation_records()]
+    if not records or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
-    sources, references = ([str(piece.record[side]) for piece in split.pieces()] for side in (0, 1))
+    sources, references = ([str(record[side]) for record in records] for side in (0, 1))
     outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
 
@@ -146,8 +146,9 @@ def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective =
             f"{path} was trained elsewhere, and has held out no text: name some, as in --data.validation PATH."
         )
     if text:
-        data.find_source(text, "data.validation", data.fields_of(run))
-    texts = dataclasses.replace(run.data, train=text, validation=text) if text else run.data
+        data.find_texts(dataclasses.replace(run.data, validation=text), "data.validation", data.fields_of(run))
+    alone = dataclasses.replace(run.data, train=text, validation=text, weights="", epochs="", length_warmup="")
+    texts = alone if text else run.data
     return dataclasses.replace(
         run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(path / "tokenizer.json"))
     )

@@ -1,6 +1,7 @@
 """Bad input: exit status 2, one clear message that names what, where, what is allowed and what to do, and nothing lost."""
 
 import fcntl
+import gzip
 import os
 import sys
 from pathlib import Path
@@ -121,6 +122,29 @@ def test_a_text_that_cannot_be_used_is_named_with_the_place(
         path.write_bytes(content)
     parts = [part.replace("data.train", setting) for part in parts]
     train_refused(capsys, tmp_path, {setting: path, "data.cache_dir": tmp_path / "cache"}, [*parts, str(path)])
+
+
+FILES: dict[str, tuple[bytes, list[str]]] = {
+    "broken.jsonl": (b'{"text": "a"}\n{"text": ', ["broken.jsonl, line 2 is not JSON", "data.malformed=skip"]),
+    "body.jsonl": (b'{"body": "a"}\n', ["body.jsonl, line 1 has no field 'text'", "'body'", "data.text_field", "skip"]),
+    "latin.txt": (
+        b"caf\xe9",
+        ["latin.txt is not UTF-8", "byte 0xe9 at offset 3", "iconv", "data.undecodable=replace or skip"],
+    ),
+    "cut.txt.gz": (
+        gzip.compress(os.urandom(999).hex().encode())[:-4],
+        ["cut.txt.gz is truncated", "Make or fetch it again"],
+    ),
+    "cut.parquet": (b"PAR1 and no more", ["cut.parquet is truncated or damaged", "make or fetch it again"]),
+    "words.csv": (b"a,b", ["data.train", "words.csv is not a .txt", "write the columns to a .tsv"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_with_a_fault_is_named_with_the_place_and_the_remedy(name: str, tmp_path: Path, capsys: Capture) -> None:
+    content, parts = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    train_refused(capsys, tmp_path, {"data.train": tmp_path / name, "data.cache_dir": tmp_path / "cache"}, parts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file that exists and cannot be read, for root too")

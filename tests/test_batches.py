@@ -1,55 +1,24 @@
 """Batches: a function of seed and step that loses no token, mixes no document, and is shared by any number of processes."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import PACKINGS, SIZES, assert_shared, data, rows_of, same, stored, targets
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data import Batch, Batches, EvaluationBatches, TokenStore, open_or_build, store
+from jaxformer.data import Batches, EvaluationBatches, TokenStore
 from jaxformer.data import evaluation_batches as batches_of_rows
-from jaxformer.data.rows import CausalRows
-from jaxformer.data.sources import Piece
-from jaxformer.tokenizer import byte_tokenizer
-
-BYTES = byte_tokenizer()
-SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
-
-
-@contextmanager
-def stored(sizes: list[int]) -> Iterator[TokenStore]:
-    """A store of documents of these sizes, in shards of about 20 tokens."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "SHARD_CHARACTERS", 20)
-        letters = (chr(97 + place % 26) for place in range(sum(sizes)))
-        pieces = [Piece("".join(islice(letters, size)), str(index), True) for index, size in enumerate(sizes)]
-        yield open_or_build(Path(folder), lambda: pieces, BYTES)
 
 
 def batches_of(made: TokenStore, data: DataConfig, *rest: int) -> Batches:
-    return Batches(CausalRows(made, data), data, *rest)
+    return Batches(rows_of(made, data), data, *rest)
 
 
 def evaluation_batches(made: TokenStore, data: DataConfig, *rest: int) -> EvaluationBatches:
-    return batches_of_rows(CausalRows(made, data), data, *rest)
-
-
-def data(length: int, packing: str = "stream", prefetch: int = 0) -> DataConfig:
-    return DataConfig(sequence_length=length, packing=packing, prefetch=prefetch)  # type: ignore[arg-type]
-
-
-def targets(batches: list[Batch]) -> list[int]:
-    return [int(token) for batch in batches for token in batch["targets"][batch["weights"] > 0]]
-
-
-def same(left: Batch, right: Batch) -> bool:
-    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+    return batches_of_rows(rows_of(made, data), data, *rest)
 
 
 @settings(max_examples=25, deadline=None)
@@ -74,7 +43,7 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
         # A document's segment begins with the end token before it, and what it predicts ends with its own.
         lengths = [sizes[0], *(size + 1 for size in sizes[1:]), 1]
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        rows = CausalRows(made, data(length, "documents"))
+        rows = rows_of(made, data(length, "documents"))
         weighted = 0
         for index in range(len(rows)):
             row = rows[index]
@@ -88,7 +57,7 @@ def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: 
         assert weighted == made.tokens - 1
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_arrays_are_the_documented_ones(packing: str) -> None:
     with stored([30, 30]) as made:
         batch = batches_of(made, data(8, packing), 2, 1)[0]
@@ -96,52 +65,49 @@ def test_arrays_are_the_documented_ones(packing: str) -> None:
             "tokens": "int32",
             "targets": "int32",
             "weights": "float32",
-        } | ({"segment_ids": "int32"} if packing == "documents" else {})
+        } | ({"segment_ids": "int32"} if packing != "stream" else {})
         assert all(array.shape == (2, 8) and array.flags.c_contiguous for array in batch.values())
-        assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all()
+        inside = np.diff(batch.get("segment_ids", np.ones((2, 8)))) == 0
+        assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1])[inside].all()
 
 
 @settings(max_examples=12, deadline=None)
 @given(SIZES.filter(lambda sizes: sum(sizes) > 8), st.integers(0, 2**40), st.integers(0, 1000))
 def test_two_and_four_processes_read_together_what_one_reads(sizes: list[int], seed: int, step: int) -> None:
     with stored(sizes) as made:
-        for packing in ("stream", "documents"):
-            whole = batches_of(made, data(6, packing), 4, seed)[step]
-            for count in (2, 4):
-                shares = [batches_of(made, data(6, packing), 4, seed, index, count)[step] for index in range(count)]
-                joined = {name: np.empty_like(array) for name, array in whole.items()}
-                for index, share in enumerate(shares):
-                    for name in joined:
-                        joined[name][index::count] = share[name]
-                assert same(joined, whole)
+        for packing in PACKINGS:
+            assert_shared(lambda *place: batches_of(made, data(6, packing), 4, seed, *place), [step])  # noqa: B023
         split = [list(evaluation_batches(made, data(6), 4, index, 2)) for index in range(2)]
         for batch, left, right in zip(evaluation_batches(made, data(6), 4), *split, strict=True):
             assert (batch["targets"][0::2] == left["targets"]).all() and (batch["targets"][1::2] == right["targets"]).all()
 
 
-def test_a_batch_is_a_function_of_seed_and_step() -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_batch_is_a_function_of_seed_and_step(packing: str) -> None:
     with stored([40] * 10) as made:
-        first, again = (batches_of(made, data(8), 4, 7) for _ in range(2))
+        first, again = (batches_of(made, data(8, packing), 4, 7) for _ in range(2))
         assert all(same(first[step], again[step]) for step in (30, 0, 7))
-        assert not same(first[0], batches_of(made, data(8), 4, 8)[0])
+        assert not same(first[0], batches_of(made, data(8, packing), 4, 8)[0])
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(prefetch: int) -> None:
+def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(packing: str, prefetch: int) -> None:
     with stored([40] * 10) as made:
-        batches = batches_of(made, data(8, "documents", prefetch), 4, 7)
+        batches = batches_of(made, data(8, packing, prefetch), 4, 7)
         for start in (0, 5, 1_000_003):
             found = list(islice(batches.iterate(start), 6))
             assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
 
 
-def test_each_epoch_has_every_row_in_another_order() -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_each_epoch_has_every_row_in_another_order(packing: str) -> None:
     with stored([40] * 10) as made:
-        batches = batches_of(made, data(8), 1, 3)
+        batches = batches_of(made, data(8, packing), 1, 3)
         rows = [bytes(batches[step]["tokens"].astype(np.uint8)) for step in range(2 * batches.examples)]
         first, second = rows[: batches.examples], rows[batches.examples :]
         assert sorted(first) == sorted(second) and first != second and first != sorted(first)
-        other = batches_of(made, data(8), 1, 4)  # the next seed's first epoch is not this seed's second
+        other = batches_of(made, data(8, packing), 1, 4)  # the next seed's first epoch is not this seed's second
         assert [bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)] != second
 
 

@@ -44,6 +44,12 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
     assert records(tmp_path / "a.jsonl.gz") == records(tmp_path / "a.tsv") == records(tmp_path / "a.{de,en}") == expected
 
 
+def test_blank_lines_are_no_records_but_blank_fields_are(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n  \n{"source": "", "target": "a"}\n\t\n')
+    (tmp_path / "a.tsv").write_text("source\ttarget\n\n  \n\ta\n\t\n")
+    assert records(tmp_path / "a.jsonl") == [("", "a")] and records(tmp_path / "a.tsv") == [("", "a"), ("", "")]
+
+
 def test_words_and_tags_are_lists_or_apart_by_spaces(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ["a", "b c"], "label": [0, "X"]}\n{"text": "a b", "label": "0 X"}\n')
     assert records(tmp_path / "a.jsonl", TAGS) == [(("a", "b c"), ("0", "X")), (("a", "b"), ("0", "X"))]
@@ -134,6 +140,9 @@ def test_pieces_of_packages_do_not_name_them_and_are_split_by_file(tmp_path: Pat
         text, label = map(str, piece.record)
         assert label not in text.lower() and text.count("\n") in range(9, 41) and piece.document.startswith(f"{label}/")
     assert 0.03 < len(held_out) / len(train) < 0.3
+    names = [file.name for file in source.files if file.name.startswith("asyncio/")]
+    places = sorted(map(source.place, names))
+    assert places == [(rank + 0.5) / len(names) for rank in range(len(names))] and places != list(map(source.place, names))
 
 
 def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> RunConfig:

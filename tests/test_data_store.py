@@ -1,11 +1,14 @@
 """The store: made once whatever interrupts it, reused while nothing changed, and read without its size being felt."""
 
 import gzip
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
@@ -19,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import TokenStore, corpus, gzip_bits_per_byte, open_or_build, prepare, store
+from jaxformer.data import Corpus, TokenStore, gzip_bits_per_byte, open_or_build, prepare, store, tokenizing, vocabulary
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
@@ -42,13 +45,11 @@ def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12), st.integers(1, 40), st.data())
 def test_the_store_is_the_documents_one_after_the_other(texts: list[str], shard: int, data: st.DataObject) -> None:
-    import tempfile
-
     expected = [token for text in texts for token in (*text.encode(), BYTES.end_token)]
     begins = np.cumsum([len(text.encode()) + 1 for text in texts])
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "SHARD_CHARACTERS", shard)
-        patch.setattr(store, "BATCH_CHARACTERS", 16)
+        patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
+        patch.setattr(tokenizing, "BATCH_CHARACTERS", 16)
         open_or_build(Path(folder), lambda: pieces_of(texts), BYTES)
         made = TokenStore.open(Path(folder))
         assert made is not None
@@ -71,14 +72,14 @@ def test_ids_take_two_bytes_as_long_as_they_fit(
 ) -> None:
     tokenizer = byte_tokenizer()
     monkeypatch.setattr(tokenizer, "vocab_size", size)
-    monkeypatch.setattr(tokenizer, "end_token", size - 1)
+    monkeypatch.setattr(type(tokenizer), "end_token", size - 1)
     made = open_or_build(tmp_path, lambda: pieces_of(["abc"]), tokenizer)
     assert made.read(3, 4).tolist() == [size - 1]
     assert (tmp_path / "00000.tokens").stat().st_size == 4 * width
 
 
 def test_interrupted_work_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SHARD_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100)
     texts = [f"{index:050d}" for index in range(20)]
 
     def torn() -> Iterator[Piece]:
@@ -104,20 +105,86 @@ def test_interrupted_work_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     assert BYTES.decode(made.read(0, made.tokens)) == "".join(texts)
 
 
-def test_a_damaged_store_is_made_whole_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SHARD_CHARACTERS", 10)
+def test_what_is_missing_is_made_again_and_what_was_altered_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 10)
     texts = ["x" * 9, "y" * 9, "z" * 9]
     whole = open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30)
-    os.truncate(tmp_path / "00001.tokens", 6)
-    (tmp_path / "00000.ends").unlink()
-    assert TokenStore.open(tmp_path) is None
+    for name in ("00000.documents", "00002.tokens", "00001.json"):
+        (tmp_path / name).unlink()
+    assert name == "00001.json" and TokenStore.open(tmp_path) is None
     assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
+    other = (tmp_path / "00001.tokens").read_bytes()[:-1] + b"?"
+    for damaged in (other, other[:6]):
+        (tmp_path / "00001.tokens").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"00001\.tokens was altered since it was written .* remove it"):
+            open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
+    (tmp_path / "00001.tokens").unlink()
+    assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
+
+
+def test_an_altered_file_of_the_same_time_is_found_by_a_thorough_look(tmp_path: Path) -> None:
+    open_or_build(tmp_path, lambda: pieces_of(["abc"]), BYTES)
+    path = tmp_path / "00000.tokens"
+    time = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(time, time))
+    assert TokenStore.open(tmp_path)
+    with pytest.raises(ConfigError, match="altered"):
+        TokenStore.open(tmp_path, thorough=True)
+
+
+def test_a_copied_store_is_read_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_or_build(tmp_path / "first", lambda: pieces_of(["abc"]), BYTES)
+    shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
+    read: list[str] = []
+    digest = store.digest
+    monkeypatch.setattr(store, "digest", lambda path: read.append(path.name) or digest(path))
+    for _ in range(2):
+        assert TokenStore.open(tmp_path / "second")
+        assert sorted(read) == ["00000.documents", "00000.tokens"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.text(alphabet="abé", max_size=12), min_size=1, max_size=20), st.integers(1, 30), st.data())
+def test_the_sides_of_a_store_are_its_documents_each_on_one_side(texts: list[str], shard: int, draw: st.DataObject) -> None:
+    places = draw.draw(st.lists(st.floats(0, 0.999), min_size=len(texts), max_size=len(texts)))
+    fraction = draw.draw(st.floats(0.01, 0.99))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
+        pieces = [
+            Piece(part, str(n), end) for n, text in enumerate(texts) for part, end in ((text[:3], False), (text[3:], True))
+        ]
+        half = len(pieces) // 4 * 2
+        units = [
+            open_or_build(Path(folder, name), lambda part=part: part, BYTES, place=lambda name: places[int(name)])
+            for name, part in (("a", pieces[:half]), ("b", pieces[half:]))
+        ]
+        whole = TokenStore.joined(units, "both")
+        for held_out in (True, False):
+            side = whole.held_out(fraction, inverse=not held_out)
+            kept = [text for text, place in zip(texts, places, strict=True) if (place < fraction) is held_out]
+            expected = [token for text in kept for token in (*text.encode(), BYTES.end_token)]
+            assert side.read(0, side.tokens).tolist() == expected and side.tokens == len(expected)
+            assert (side.documents, side.bytes) == (len(kept), len("".join(kept).encode()))
+            ends = np.cumsum([len(text.encode()) + 1 for text in kept], dtype=np.int64).tolist()
+            assert side.ends().tolist() == ends
+            start = draw.draw(st.integers(0, len(expected)))
+            stop = draw.draw(st.integers(start, len(expected)))
+            assert side.read(start, stop).tolist() == expected[start:stop]
+            assert side.boundaries(start, stop).tolist() == [place for place in ends if start < place < stop]
+        before, after = (whole.cut(fraction, after) for after in (False, True))
+        both = [*before.read(0, before.tokens), *after.read(0, after.tokens)]
+        assert both == whole.read(0, whole.tokens).tolist() and before.fingerprint != after.fingerprint
+        begins = [0, *whole.ends().tolist()]
+        assert [*before.ends(), *(after.ends() + before.tokens)] == sorted({*begins[1:], before.tokens} - {0})
 
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from jaxformer.data import store
+from jaxformer.data import tokenizing as store
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import byte_tokenizer
@@ -126,7 +193,7 @@ write = store._write_shard
 def slow(*args):
     shard = write(*args)
     time.sleep(0.03)
-    print(args[1], flush=True)
+    print(int(args[0].name), flush=True)
     return shard
 store._write_shard = slow
 pieces = [Piece(f"{i:050d}", str(i), True) for i in range(40)]
@@ -167,8 +234,9 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     folder.mkdir()
     with open(folder / "00000.tokens", "wb") as file:
         file.truncate(2 * size)
-    (folder / "00000.ends").write_bytes(np.arange(1000, size, 1000).astype(np.int64).tobytes())
-    return TokenStore(folder, np.dtype(np.uint16), [store.Shard(size, size // 1000, 0)])
+    ends = np.arange(1000, size, 1000).astype(np.int64)
+    (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
+    return TokenStore([store.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse")
 
 
 def test_reading_costs_the_same_however_large_the_store(tmp_path: Path) -> None:
@@ -197,6 +265,13 @@ def _text(rows: Rows) -> CausalRows:
     return rows
 
 
+def _texts(made: Corpus) -> list[str]:
+    """The documents that are held out."""
+    (store,) = made.stores["validation"]
+    ends = store.ends().tolist()
+    return [made.tokenizer.decode(store.read(start, stop)) for start, stop in itertools.pairwise([0, *ends])]
+
+
 TALES = [f"the {index}th tale: once upon a time there was a {'very ' * (index % 7)}old king" for index in range(300)]
 TEXT = "<|endoftext|>".join(TALES)
 
@@ -204,13 +279,14 @@ TEXT = "<|endoftext|>".join(TALES)
 def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None:
     said: list[str] = []
     first = prepare(run_of(tmp_path, TEXT), said.append)
-    assert any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 2
+    assert any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 1
     assert first.validation is not None and first.train.documents + first.validation.documents == 300
     assert first.tokenizer.decode(_text(first.validation).store.read(0, 9_999)) == "".join(first.validation_text())
+    assert all(tale in TALES for tale in _texts(first))
     assert first.validation.bytes == len("".join(first.validation_text()))
     said.clear()
     again = prepare(run_of(tmp_path), said.append)
-    assert len(said) == 3 and all("reusing" in line for line in said)
+    assert sum("reusing" in line for line in said) == 2 and not any("ing 1" in line or "training" in line for line in said)
     assert (
         again.train.fingerprint == first.train.fingerprint and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
     )
@@ -231,18 +307,18 @@ def _trained_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What tokenizers are trained on from here on."""
     seen: list[str] = []
 
-    def recorded(texts: Iterable[str], vocab_size: int, specials: tuple[str, ...]) -> Tokenizer:
+    def recorded(texts: Iterable[str], *rest: Any) -> Tokenizer:
         seen.extend(texts)
-        return train_bpe_tokenizer(seen, vocab_size, specials)
+        return train_bpe_tokenizer(seen, *rest)
 
-    monkeypatch.setattr(corpus, "train_bpe_tokenizer", recorded)
+    monkeypatch.setattr(vocabulary, "train_bpe_tokenizer", recorded)
     return seen
 
 
 def test_the_tokenizer_never_sees_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _trained_on(monkeypatch)
     made = prepare(run_of(tmp_path, TEXT))
-    assert set(seen) == set(TALES) - set(made.validation_text())
+    assert set(seen) == set(TALES) - set(_texts(made)) and len(seen) < len(TALES)
 
 
 def test_a_tokenizer_is_trained_on_a_sample_spread_over_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

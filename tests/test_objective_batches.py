@@ -31,8 +31,10 @@ RECORDS = [
 ]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "causal": ("decoder", {}, {}),
+    "causal best fit": ("decoder", {}, {"packing": "best_fit"}),
     "masked": ("encoder", {"next_sentence": True, "token_types": 2}, {}),
     "masked words": ("encoder", {}, {"mask_units": "words", "packing": "documents"}),
+    "masked best fit": ("encoder", {}, {"packing": "best_fit"}),
     "spans": ("encoder_decoder", {}, {}),
     "prefix": ("encoder_decoder", {}, {}),
     "pairs": ("encoder_decoder", {}, {}),
@@ -130,6 +132,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         r"needs .* model\.head=classes, .* model\.head=masked",
     ),
     "spans of documents": ("encoder_decoder", {}, {"packing": "documents"}, r"packing=documents cannot .*objective=spans"),
+    "spans of whole documents": ("encoder_decoder", {}, {"packing": "best_fit"}, r"packing=best_fit cannot .*=spans"),
+    "shorter rows of spans": (
+        "encoder_decoder",
+        {},
+        {"length_warmup": "64; 10: 256"},
+        r"length_warmup='64; 10: 256' cannot .*=spans",
+    ),
     "sentences of documents": (
         "encoder",
         {"next_sentence": True},

@@ -34,8 +34,8 @@ END, CLS, SEP, MASK, *EXTRA = range(PLACES, PLACES + 104)
 def places(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     folder = tmp_path_factory.mktemp("store")
     (folder / "00000.tokens").write_bytes(np.arange(PLACES, dtype=np.uint16).tobytes())
-    (folder / "00000.ends").write_bytes(b"")
-    return TokenStore(folder, np.dtype(np.uint16), [Shard(PLACES, 0, 0)])
+    (folder / "00000.documents").write_bytes(b"")
+    return TokenStore([Shard(folder / "00000", PLACES, 0, 0, {})], np.dtype(np.uint16), "places")
 
 
 def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:

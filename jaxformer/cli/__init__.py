@@ -1,4 +1,4 @@
-"""The command line: `jaxformer train | sample | evaluate | attention | convert`, with `train.py` for the first.
+"""The command line: `jaxformer train | sample | evaluate | convert | prepare | tokenizer | attention`.
 
 Exit status: 0 done, 2 a mistake in config or input (one message, no traceback), anything else a fault.
 """
@@ -15,6 +15,8 @@ COMMANDS = {
     "sample": 'RUN [--prompt "..."]                 what a trained run writes, fills in or tells of a text',
     "evaluate": "RUN [--data.validation PATH]         loss on held-out text, accuracy, or BLEU",
     "convert": "SOURCE TARGET [--verify]              a run to a Hugging Face directory, or back",
+    "prepare": "CONFIG [--output DIR] [--shard I/N]       tokenizes the text of a config beforehand",
+    "tokenizer": "train | encode | inspect            makes a tokenizer, writes ids, shows how a text is split",
     "attention": 'RUN --prompt "..."                 a page of attention maps',
 }
 

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.data.rows import Batch, Rows
 
 
 class Batches:
     """`batches[step]` is this process's share of the global batch of that step: its rows process_index::process_count.
 
-    Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. Raises ConfigError where
-    the text cannot fill one row, or the batch cannot be shared evenly.
+    Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. While data.length_warmup says
+    that rows are shorter, a batch is as many more of them. Raises ConfigError where a source cannot fill one row, or the
+    batch cannot be shared evenly.
     """
 
     def __init__(
@@ -26,23 +28,23 @@ class Batches:
         process_index: int = 0,
         process_count: int = 1,
     ) -> None:
-        import grain
-
-        if rows.tokens < rows.window:
-            raise ConfigError(
-                f"data.train={data.train} has {rows.tokens:,} tokens, and a row of data.sequence_length="
-                f"{data.sequence_length:,} takes {rows.window:,}: give more text, or set data.sequence_length to at most "
-                f"{data.sequence_length - rows.window + rows.tokens:,}."
-            )
+        for name, part in rows.sources(data.train):
+            if part.tokens < part.window:
+                raise ConfigError(
+                    f"data.train={name} has {part.tokens:,} tokens, and a row of data.sequence_length="
+                    f"{data.sequence_length:,} takes {part.window:,}: give more text, or set data.sequence_length to at "
+                    f"most {data.sequence_length - part.window + part.tokens:,}."
+                )
         share = _share(batch_size, process_count)
         self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
         self._prefetch = data.prefetch
         # Neighbouring seeds are mixed apart, because grain numbers epochs by seed + 1, seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
-        numbers = grain.MapDataset.range(len(rows)).shuffle(seed=order).repeat()
-        made = numbers.random_map(rows.row, seed=chance)
-        self._dataset: Any = made[process_index::process_count].batch(share, batch_fn=_stacked)
+        made = rows.order(order, batch_size).random_map(rows.row, seed=chance)
+        made = made[process_index::process_count].batch(share, batch_fn=_stacked)
+        self.lengths = row_lengths(data)
+        self._dataset: Any = made.map_with_index(self._cut) if len(self.lengths) > 1 else made
 
     def __getitem__(self, step: int) -> Batch:
         batch: Batch = self._dataset[step]
@@ -57,6 +59,14 @@ class Batches:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         iterator: Iterator[Batch] = iter(self._dataset[start:].to_iter_dataset(options))
         return iterator
+
+    def _cut(self, step: int, batch: Batch) -> Batch:
+        """The arrays [B, T] as [B T / t, t] for the t of a step. Part c of row b becomes row c B + b, so that the rows of a
+        process, and of a microbatch, are parts of the rows that would be theirs.
+        """
+        length = length_at(self.lengths, step)
+        parts = {name: array.reshape(len(array), -1, length).swapaxes(0, 1) for name, array in batch.items()}
+        return {name: np.ascontiguousarray(part.reshape(-1, length)) for name, part in parts.items()}
 
 
 class EvaluationBatches:

@@ -1,41 +1,41 @@
 """From settings to rows ready for training, by one door: the tokenizer and the stores, made or found."""
 
-import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
-from jaxformer.config import ConfigError, RunConfig, TokenizerConfig
+from jaxformer.config import ConfigError, DataConfig, RunConfig
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.forms import Form
+from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.objectives import OBJECTIVES, check_tokenizer, fields_of, objective_of, specials_of
 from jaxformer.data.packing import ExampleRows
-from jaxformer.data.reading import PIECE_CHARACTERS
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import find_source, fingerprint
-from jaxformer.data.splits import Split, survey
-from jaxformer.data.store import TokenStore, open_or_build
-from jaxformer.data.writing import claimed
-from jaxformer.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from jaxformer.data.sources import Piece, Source, fingerprint
+from jaxformer.data.splits import Sides, Split
+from jaxformer.data.store import TokenStore
+from jaxformer.data.texts import FORMAT, find_held, find_texts, megabytes, store_of, survey_of
+from jaxformer.data.vocabulary import make_tokenizer
+from jaxformer.tokenizer import Tokenizer
 
-# A change of how text becomes tokens or files takes a new number, so that no older cache is read.
-FORMAT = 1
+# Tokens of a text that are decoded at a time.
+BLOCK_TOKENS = 1 << 20
 
-# Where a tokenizer is trained on a part of the text, the most that is taken from one place.
-SAMPLE_CHARACTERS = 1 << 12
+SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 Say = Callable[[str], None]
-Store = TypeVar("Store", TokenStore, ExampleStore)
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The data of a run as rows; `validation` is None where nothing is held out.
 
-    `objective` is never "auto"; `labels` are the names of classes or tags, in the order of their numbers.
+    `objective` is never "auto"; `labels` are the names of classes or tags, in the order of their numbers; `stores` are the
+    tokens of each side's texts, none of them for records.
     """
 
     tokenizer: Tokenizer
@@ -43,13 +43,18 @@ class Corpus:
     labels: tuple[str, ...]
     train: Rows
     validation: Rows | None
-    validation_split: Split | None
+    sides: Sides
+    stores: dict[str, list[TokenStore]]
 
     def validation_text(self) -> Iterator[str]:
-        """The text that the validation tokens were made from, in pieces; none where they are not each told from the last."""
-        if self.objective != "causal" or self.validation_split is None:
-            return iter(())
-        return (piece.text for piece in self.validation_split.pieces())
+        """The text that the validation tokens stand for, in pieces; none where they are not each told from the last."""
+        for store in self.stores["validation"] if self.objective == "causal" else ():
+            for start in range(0, store.tokens, BLOCK_TOKENS):
+                yield self.tokenizer.decode(store.read(start, start + BLOCK_TOKENS))
+
+    def validation_records(self) -> Iterator[Piece]:
+        """The records that are held out."""
+        return itertools.chain.from_iterable(split.pieces() for split in self.sides["validation"])
 
 
 def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...] = ()) -> Corpus:
@@ -60,25 +65,68 @@ def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...
     """
     cache = Path(run.data.cache_dir).expanduser()
     objective = objective_of(run)
-    splits = _splits(run, cache, say)
-    tokenizer = _tokenizer(run.tokenizer, splits, specials_of(run), cache / "tokenizers", say)
-    check_tokenizer(objective, tokenizer, run.tokenizer.path)
+    sides = find_sides(run, cache, say)
+    tokenizer = tokenizer_of(run, sides, cache, say)
+    form, cut = OBJECTIVES[objective].form, OBJECTIVES[objective].rows
+    stores: dict[str, list[TokenStore]] = {side: [] for side in sides}
+    if form:
+        rows, labels = _example_rows(sides, form(run, tokenizer), objective, labels, run, say)
+    else:
+        stores = text_stores(sides, tokenizer, cache / "stores", say)
+        rows = {side: [cut(store, run, tokenizer) for store in several] for side, several in stores.items()}
+    train, validation = (_mixed(sides[side], rows[side], run.data) for side in SIDES)
+    if train is None:
+        raise ConfigError(f"data.train={run.data.train} holds nothing to train on.")
+    return Corpus(tokenizer, objective, labels, train, validation, sides, stores)
+
+
+def find_sides(run: RunConfig, cache: Path, say: Say = lambda line: None) -> Sides:
+    """What is for training, and what is held out; every text is read once, so that a fault shows before any work."""
+    fraction = run.data.validation_fraction
+    texts, held = ([(source, survey_of(source, cache, say)) for source in several] for several in find_named(run))
+    if held or not fraction:
+        return {"train": [Split(*text) for text in texts], "validation": [Split(*text) for text in held]}
+    return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}
+
+
+def find_named(run: RunConfig) -> tuple[list[Source], list[Source]]:
+    """The texts for training and those for validation that the settings name, not yet read."""
+    sources = find_texts(run.data, "data.train", fields_of(run))
+    check_shares([source.spec for source in sources], run.data)
+    return sources, find_held(run.data, sources, fields_of(run))
+
+
+def tokenizer_of(run: RunConfig, sides: Sides, cache: Path, say: Say) -> Tokenizer:
+    """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
+    tokenizer = make_tokenizer(run.tokenizer, sides, specials_of(run), cache / "tokenizers", say)
+    check_fit(run, tokenizer)
+    return tokenizer
+
+
+def check_fit(run: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for a tokenizer that a run's objective or its model cannot do with."""
+    check_tokenizer(objective_of(run), tokenizer, run.tokenizer.path)
     if 0 < run.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size={run.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,} entries: "
             f"set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
-    form, cut = OBJECTIVES[objective].form, OBJECTIVES[objective].rows
-    rows: list[Rows] = []
-    for split in splits:
-        if form:
-            examples = _example_store(split, objective, form(run, tokenizer), cache / "stores", say)
-            labels = labels or in_order(examples.labels)
-            rows.append(_example_rows(split, examples, form(run, tokenizer), labels, run.run.seed, say))
-        else:
-            rows.append(cut(_text_store(split, tokenizer, cache / "stores", say), run, tokenizer))
-    validation = rows[1] if splits[1:] else None
-    return Corpus(tokenizer, objective, labels, rows[0], validation, splits[-1] if validation else None)
+
+
+def text_stores(sides: Sides, tokenizer: Tokenizer, folder: Path, say: Say) -> dict[str, list[TokenStore]]:
+    """The tokens of each side's texts. A text that is on both sides is tokenized once."""
+    whole: dict[int, TokenStore] = {}
+    found: dict[str, list[TokenStore]] = {}
+    for side, splits in sides.items():
+        found[side] = []
+        for split in splits:
+            key = id(split.source)
+            whole[key] = whole.get(key) or store_of(split.source, split.survey, tokenizer, folder, say)
+            store = split.of(whole[key])
+            found[side].append(store)
+            facts = f"{store.tokens:,} tokens, {store.documents:,} documents, {megabytes(store.bytes)} of text"
+            say(f"{split.name}: {facts} of {split.source.spec} ({split.rule()})")
+    return found
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -97,105 +145,43 @@ def gzip_bits_per_byte(texts: Iterable[str]) -> float:
     return 8 * (packed + len(packer.flush())) / size if size else float("nan")
 
 
-def _splits(run: RunConfig, cache: Path, say: Say) -> list[Split]:
-    """What is for training, and what is held out where anything is."""
-    settings, fraction = run.data, run.data.validation_fraction
-    fields = fields_of(run)
-    source = find_source(settings.train, "data.train", fields)
-    held = find_source(settings.validation, "data.validation", fields) if settings.validation else None
-    surveyed = survey(source, cache / "surveys", say)
-    if held:
-        return [Split(source, surveyed), Split(held, survey(held, cache / "surveys", say))]
-    if not fraction:
-        return [Split(source, surveyed)]
-    return [Split(source, surveyed, "train", fraction), Split(source, surveyed, "validation", fraction)]
-
-
-def _tokenizer(
-    settings: TokenizerConfig, splits: list[Split], specials: tuple[str, ...], cache: Path, say: Say
-) -> Tokenizer:
-    if settings.path:
-        return Tokenizer.load(settings.path)
-    if settings.kind == "bytes":
-        return byte_tokenizer(specials)
-    if settings.kind == "bpe":
-        facts: tuple[object, ...] = (splits[0].identity(), settings.vocab_size, settings.training_bytes)
-    else:
-        facts = tuple(split.survey.content for split in splits)
-    path = cache / f"{fingerprint(FORMAT, settings.kind, *facts, *specials)}.json"
-    if not path.exists():
-        with claimed(cache, say):
-            if not path.exists():
-                _make(settings, splits, specials, say).save(path)
-                return Tokenizer.load(path)
-    say(f"tokenizer: reusing {path}")
-    return Tokenizer.load(path)
-
-
-def _make(settings: TokenizerConfig, splits: list[Split], specials: tuple[str, ...], say: Say) -> Tokenizer:
-    began = time.perf_counter()
-    if settings.kind == "bpe":
-        size = _megabytes(min(splits[0].bytes, settings.training_bytes))
-        say(f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of {splits[0].source}")
-        made = train_bpe_tokenizer(spread(splits[0], settings.training_bytes), settings.vocab_size, specials)
-    else:
-        say("tokenizer: taking the characters of " + " and ".join(dict.fromkeys(str(split.source) for split in splits)))
-        texts = (piece.text for split in splits for piece in split.source.pieces())
-        made = character_tokenizer(texts, specials)
-    say(f"tokenizer: {made.vocab_size:,} entries, made in {time.perf_counter() - began:.1f} s")
-    return made
-
-
-def spread(split: Split, most: int) -> Iterator[str]:
-    """Pieces of a split's text, evenly over all of it, of at most `most` bytes together."""
-    rate, seen, taken = min(1.0, most / max(1, split.bytes)), 0, 0
-    unit = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
-    for piece in split.pieces():
-        for start in range(0, len(piece.text), unit):
-            text = piece.text[start : start + unit]
-            size = len(text.encode())
-            seen += size
-            if taken + size <= min(most, seen * rate):
-                taken += size
-                yield text
-
-
-def _text_store(split: Split, tokenizer: Tokenizer, cache: Path, say: Say) -> TokenStore:
-    directory = cache / fingerprint(FORMAT, split.identity(), tokenizer.fingerprint())
-    build = functools.partial(open_or_build, directory, split.pieces, tokenizer, say, split.bytes)
-    return _told(split, TokenStore.open(directory), build, "documents", say)
-
-
-def _example_store(split: Split, objective: str, form: Form, cache: Path, say: Say) -> ExampleStore:
-    directory = cache / fingerprint(FORMAT, split.identity(), form.tokenizer.fingerprint(), objective)
-    build = functools.partial(open_or_encode, directory, split.pieces, form.encode, say)
-    return _told(split, ExampleStore.open(directory), build, "examples", say)
-
-
 def _example_rows(
-    split: Split, store: ExampleStore, form: Form, labels: tuple[str, ...], seed: int, say: Say
-) -> ExampleRows:
-    if labels:
-        store.number_as(labels, str(split.source))
-    rows = ExampleRows(store, form, seed)
-    if form.packs:
-        say(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
-    if rows.cut:
-        say(f"{split.name}: {rows.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
-    return rows
+    sides: Sides, form: Form, objective: str, labels: tuple[str, ...], run: RunConfig, say: Say
+) -> tuple[dict[str, list[Rows]], tuple[str, ...]]:
+    """The rows of records, and the names of their labels: those of the texts for training where none are given."""
+    folder = Path(run.data.cache_dir).expanduser() / "stores"
+    stores = {side: [_example_store(split, objective, form, folder, say) for split in sides[side]] for side in SIDES}
+    labels = labels or in_order({label for store in stores["train"] for label in store.labels})
+    rows: dict[str, list[Rows]] = {side: [] for side in SIDES}
+    for side in SIDES:
+        for store, split in zip(stores[side], sides[side], strict=True):
+            if labels:
+                store.number_as(labels, str(split.source))
+            made = ExampleRows(store, form, run.run.seed)
+            if form.packs:
+                say(f"{split.name}: packed in {len(made):,} rows, {made.filled:.0%} of them filled")
+            if made.cut:
+                say(f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
+            rows[side].append(made)
+    return rows, labels
 
 
-def _told(split: Split, found: Store | None, build: Callable[[], Store], things: str, say: Say) -> Store:
-    """The store that was found, or one that is built now, said in a line."""
+def _example_store(split: Split, objective: str, form: Form, folder: Path, say: Say) -> ExampleStore:
+    directory = folder / fingerprint(FORMAT, split.identity(), form.tokenizer.fingerprint(), objective)
     began = time.perf_counter()
+    found = ExampleStore.open(directory)
     if not found:
-        say(f"{split.name}: tokenizing {_megabytes(split.bytes)} of {split.source} ({split.rule()})")
-    store = found or build()
+        say(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
+    store = found or open_or_encode(directory, split.pieces, form.encode, say)
     how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
-    facts = f"{store.tokens:,} tokens, {store.documents:,} {things}, {_megabytes(store.bytes)} of text"
+    facts = f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
     say(f"{split.name}: {facts}, {how}")
     return store
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | None:
+    """The rows of several texts as those of one, in the shares that the settings give where they are for training."""
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    named = [(split.source.spec, each) for split, each in zip(splits, rows, strict=True)]
+    return Mixture(named, data if splits[0].name == "train" else replace(data, weights="", epochs=""))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxformer.config import ConfigError
 from jaxformer.data.records import Record
 from jaxformer.data.sources import Piece
-from jaxformer.data.store import in_batches
+from jaxformer.data.tokenizing import in_batches
 from jaxformer.data.writing import claimed, replacing
 
 # The sequences of one example; of one with a label, or with tags, the last is their numbers.
@@ -88,7 +88,7 @@ def open_or_encode(
         labels: Labels = {}
         tokens, counts = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
         size = documents = parts = 0
-        for batch in in_batches(records()):
+        for batch in in_batches(records(), lambda piece: len(piece.text)):
             examples = list(encode([piece.record for piece in batch], labels))
             sequences = list(itertools.chain.from_iterable(examples))
             tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))

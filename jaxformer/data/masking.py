@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxformer.config import RunConfig
+from jaxformer.data.best_fit import BestFit, numbered
 from jaxformer.data.rows import Batch, TextRows, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import Tokenizer
@@ -26,15 +27,19 @@ class MaskedRows(TextRows):
         size = self.length - 2 - self.sentences
         super().__init__(store, 3 * size if self.sentences else size, size)  # a text, and room for another beside it
         self.cls, self.sep, self.mask = (np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask"))
+        self._fit = BestFit(store.ends(), size) if run.data.packing == "best_fit" else None
+        if self._fit:
+            self.window, self.filled = 0, (self._fit.filled * size + 2) / self.length
         self.ordinary = tokenizer.ordinary()
         self.may_hide = np.zeros(tokenizer.vocab_size, bool)
         self.may_hide[self.ordinary] = True
         self.begins_inside, self.ends_inside = tokenizer.word_edges().T
 
+    def __len__(self) -> int:
+        return len(self._fit) if self._fit else super().__len__()
+
     def row(self, index: int, rng: np.random.Generator) -> Batch:
-        start = int(index) * self.stride
-        text = self.store.read(start, start + self.stride)
-        row = self._sentences(start, text, rng) if self.sentences else self._text(start, text)
+        row = self._sentences(int(index), rng) if self.sentences else self._text(int(index))
         ids = row["tokens"]
         chosen = self._chosen(ids, rng)
         fate = rng.random(len(chosen))
@@ -48,12 +53,21 @@ class MaskedRows(TextRows):
         once = dict.fromkeys(("next_sentence", "next_sentence_weights"), 1)
         return padded(row, dict.fromkeys(row, self.length) | once)
 
-    def _text(self, start: int, text: np.ndarray) -> Batch:
-        segments = self.segments(start, len(text)) if self.packed else np.ones(len(text), np.int32)
-        row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": np.pad(segments, 1, mode="edge")}
+    def _text(self, index: int) -> Batch:
+        if self._fit:
+            parts = [self.store.read(begin, end) for begin, end in self._fit.stretches(index)]
+            text, segments = np.concatenate(parts), numbered([len(part) for part in parts])
+        else:
+            start = index * self.stride
+            text = self.store.read(start, start + self.stride)
+            segments = self.segments(start, len(text)) if self.packed else np.ones(len(text), np.int32)
+        around = np.concatenate([segments[:1], segments, segments[-1:]])
+        row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": around}
         return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
 
-    def _sentences(self, start: int, text: np.ndarray, rng: np.random.Generator) -> Batch:
+    def _sentences(self, index: int, rng: np.random.Generator) -> Batch:
+        start = index * self.stride
+        text = self.store.read(start, start + self.stride)
         cut = int(rng.integers(1, len(text)))
         first, second = text[:cut], text[cut:]
         place = self._elsewhere(start, len(second), rng)

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxformer.config import ConfigError, RunConfig
+from jaxformer.data.best_fit import BestFitRows
 from jaxformer.data.forms import Answers, Classes, Form, Pairs, Tags
 from jaxformer.data.masking import MaskedRows
+from jaxformer.data.phases import row_lengths
 from jaxformer.data.records import Field, Fields, Kind
-from jaxformer.data.rows import CausalRows, TextRows
+from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
@@ -16,7 +18,9 @@ from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
 SHORTEST_ROW = 8
 
 
-def _causal(store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> TextRows:
+def _causal(store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> Rows:
+    if run.data.packing == "best_fit":
+        return BestFitRows(store, run.data, tokenizer.end_token)
     return CausalRows(store, run.data)
 
 
@@ -30,7 +34,7 @@ class Objective(NamedTuple):
     fields: tuple[str, ...]
     specials: tuple[str, ...] = ()
     form: type[Form] | None = None
-    rows: Callable[[TokenStore, RunConfig, Tokenizer], TextRows] = _causal
+    rows: Callable[[TokenStore, RunConfig, Tokenizer], Rows] = _causal
 
 
 # For a model's family and head, `auto` is the first that both can learn.
@@ -74,9 +78,16 @@ def objective_of(run: RunConfig) -> str:
             f"change the model, or set data.objective to one that it can learn ({', '.join(fitting)})."
         )
     data = run.data
-    if data.packing == "documents" and (name in ("spans", "prefix") or run.model.next_sentence):
+    if data.packing != "stream" and (name in ("spans", "prefix") or run.model.next_sentence):
         what = f"data.objective={name}" if not run.model.next_sentence else "model.next_sentence"
-        raise ConfigError(f"data.packing=documents cannot be had with {what}, whose rows are one text: set it to stream.")
+        raise ConfigError(
+            f"data.packing={data.packing} cannot be had with {what}, whose rows are one text: set it to stream."
+        )
+    if len(row_lengths(data)) > 1 and name != "causal":
+        raise ConfigError(
+            f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, whose rows lose their "
+            "sense when they are cut: leave it empty."
+        )
     if name != "causal" and min(data.sequence_length, data.source_length or SHORTEST_ROW) < SHORTEST_ROW:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}: a row of "

@@ -2,12 +2,12 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config import ConfigError
-from jaxformer.data.reading import text_lines
+from jaxformer.data.lenience import Fault, Judge
+from jaxformer.data.reading import SourceFile, is_blank, text_lines
 
 # A text, a label, or the words of a text or their tags; a record has one for each field that was asked for.
 Value = str | tuple[str, ...]
@@ -26,39 +26,88 @@ class Field(NamedTuple):
 Fields = tuple[Field, ...]
 
 
-def json_records(paths: Sequence[Path], fields: Fields) -> Iterator[Record]:
+def json_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
     """The records of a .jsonl file: one object on each line. Raises ConfigError with the line number."""
-    for number, line in text_lines(paths[0]):
-        if not line.strip():
-            continue
-        where = f"{paths[0]}, line {number}"
-        try:
-            found = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{where} is not JSON ({error}): a .jsonl file holds one JSON object on each line.") from None
-        yield _record(found, fields, where)
+    lines = ((number, line) for number, line in text_lines(file.path, judge) if line and not line.isspace())
+    return checked_records(lines, _json_object, fields, judge, f"{file.path}, line")
 
 
-def tsv_records(paths: Sequence[Path], fields: Fields) -> Iterator[Record]:
+def tsv_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
     """The records of a .tsv file: columns apart by tabs, never quoted, named by the first line. Raises ConfigError."""
-    names: list[str] = []
-    for number, line in text_lines(paths[0]):
-        columns, where = line.split("\t"), f"{paths[0]}, line {number}"
-        if not names:
-            names = columns
-            _record(dict.fromkeys(names, ""), fields, where)
-        elif len(columns) == len(names):
-            yield _record(dict(zip(names, columns, strict=True)), fields, where)
-        elif line.strip():
-            raise ConfigError(
-                f"{where} has {len(columns)} columns, and the first line names {len(names)} "
-                f"({', '.join(map(repr, names))}): give each line as many, apart by single tabs."
+    lines = text_lines(file.path, judge)
+    if (first := next(lines, None)) is None:
+        return iter(())
+    names = (first[1] or "").split("\t")
+    check_names(names, fields, f"{file.path}, line 1")
+
+    def columns(line: str) -> dict[str, str]:
+        found = line.split("\t")
+        if len(found) != len(names):
+            raise Fault(
+                "lines with another number of columns",
+                f" has {len(found)} columns, and the first line names {len(names)} "
+                f"({', '.join(map(repr, names))}): give each line as many, apart by single tabs.",
             )
+        return dict(zip(names, found, strict=True))
+
+    # Tabs alone are fields, all of them empty.
+    full = ((number, line) for number, line in lines if line and ("\t" in line or not line.isspace()))
+    return checked_records(full, columns, fields, judge, f"{file.path}, line")
 
 
-def parallel_records(paths: Sequence[Path], fields: Fields) -> Iterator[Record]:
+def parallel_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
     """Line n of each of as many files as there are fields, in their order. Raises ConfigError where one has fewer lines."""
-    readers = [text_lines(path) for path in paths]
+    paths = (file.path, *file.beside)
+    names = [field.name for field in fields]
+    return checked_records(
+        _aligned(file, judge),
+        lambda lines: dict(zip(names, lines, strict=True)),
+        fields,
+        judge,
+        f"{' and '.join(map(str, paths))}, line",
+    )
+
+
+def checked_records(
+    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], Any], fields: Fields, judge: Judge, where: str
+) -> Iterator[Record]:
+    """The fields of each row, which comes with its number; `parse` makes an object of it, or raises a Fault.
+
+    A text alone that is blank is no record.
+    """
+    alone = [field.kind for field in fields] == ["text"]
+    for number, row in rows:
+        try:
+            record = _record(parse(row), fields)
+        except Fault as fault:
+            judge.malformed(fault, f"{where} {number}")
+            continue
+        if alone and is_blank(str(record[0])):
+            judge.blank(f"{where} {number}")
+        else:
+            yield record
+
+
+def check_names(names: Iterable[str], fields: Fields, where: str) -> None:
+    """Raises ConfigError where a table has no column for a field."""
+    try:
+        _record(dict.fromkeys(names, ""), fields)
+    except Fault as fault:
+        raise ConfigError(f"{where}{fault}") from None
+
+
+def _json_object(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        message = f" is not JSON ({error}): a .jsonl file holds one JSON object on each line."
+        raise Fault("lines that are not JSON", message) from None
+
+
+def _aligned(file: SourceFile, judge: Judge) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Lines that belong together, with their number; those of which one is to be left out are."""
+    paths = (file.path, *file.beside)
+    readers = [text_lines(path, judge) for path in paths]
     for lines in itertools.zip_longest(*readers):
         if None in lines:
             longest = max(line[0] for line in lines if line)
@@ -68,39 +117,53 @@ def parallel_records(paths: Sequence[Path], fields: Fields) -> Iterator[Record]:
             ]
             told = " and ".join(f"{path} has {count:,} lines" for path, count in zip(paths, counts, strict=True))
             raise ConfigError(f"{told}: line n of each must belong together, so give as many lines in each.")
-        if any(text.strip() for _, text in lines):
-            values = {field.name: text for field, (_, text) in zip(fields, lines, strict=True)}
-            yield _record(values, fields, f"{' and '.join(map(str, paths))}, line {lines[0][0]}")
+        texts = tuple(text for _, text in lines if text is not None)
+        if len(texts) < len(paths):
+            continue
+        if all(map(is_blank, texts)):
+            judge.blank(f"{' and '.join(map(str, paths))}, line {lines[0][0]}")
+        else:
+            yield lines[0][0], texts
 
 
-def _record(found: Any, fields: Fields, where: str) -> Record:
+def _record(found: Any, fields: Fields) -> Record:
     values: list[Value] = []
     for field in fields:
         if not isinstance(found, dict) or field.name not in found:
             shown = f"its fields are {', '.join(map(repr, found))}" if isinstance(found, dict) else "it is no object"
-            raise ConfigError(
-                f"{where} has no field {field.name!r} ({shown}): set {field.setting} to the one that holds the {field.kind}."
+            raise Fault(
+                f"records without the field {field.name!r}",
+                f" has no field {field.name!r} ({shown}): set {field.setting} to the one that holds the {field.kind}.",
             )
         value = KINDS[field.kind](found[field.name])
         if value is None:
-            raise ConfigError(
-                f"{where}: the field {field.name!r} is {type(found[field.name]).__name__}, "
-                f"not {EXPECTED[field.kind]}; see {field.setting}."
+            given = "null" if found[field.name] is None else type(found[field.name]).__name__
+            raise Fault(
+                f"records whose field {field.name!r} is {given}",
+                f": the field {field.name!r} is {given}, not {EXPECTED[field.kind]}; see {field.setting}.",
             )
-        try:
-            "".join(value).encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{where}: the field {field.name!r} holds half a surrogate pair ({error}): no text has one alone."
-            ) from None
+        _check_characters(field, value)
         values.append(value)
     counts = [
         (field.name, len(value)) for field, value in zip(fields, values, strict=True) if field.kind in ("words", "tags")
     ]
     if len({count for _, count in counts}) > 1:
         told = " and ".join(f"the field {name!r} {count}" for name, count in counts)
-        raise ConfigError(f"{where}: {told} entries: give one tag for each word.")
+        raise Fault("records with more tags than words, or fewer", f": {told} entries: give one tag for each word.")
     return tuple(values)
+
+
+def _check_characters(field: Field, value: Value) -> None:
+    text = "".join(value) if isinstance(value, tuple) else value
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Fault(
+            "records with half a surrogate pair",
+            f": the field {field.name!r} holds half a surrogate pair ({error}): no text has one alone.",
+        ) from None
 
 
 def _text(value: Any) -> Value | None:

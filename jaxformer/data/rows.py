@@ -1,6 +1,7 @@
 """The rows that batches are made of: numbered, each a few arrays, the same whenever it is asked for."""
 
 import abc
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ Batch = dict[str, np.ndarray]
 class Rows(abc.ABC):
     """Rows by number, and what the text holds that they are made of.
 
-    `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it can.
+    `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it can; `filled` is the
+    part of the rows that holds tokens.
     """
 
     tokens: int
@@ -22,6 +24,7 @@ class Rows(abc.ABC):
     bytes: int
     fingerprint: str
     window: int = 0
+    filled: float = 1.0
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -35,6 +38,16 @@ class Rows(abc.ABC):
         """Row `index` with randomness that is its own, for evaluation."""
         return self.row(index, np.random.default_rng(index))
 
+    def sources(self, name: str) -> "list[tuple[str, Rows]]":
+        """What the rows are of, by name; `name` is that of a single source."""
+        return [(name, self)]
+
+    def order(self, seed: int, batch_size: int) -> Any:
+        """The numbers of the rows that a run reads, as a grain dataset without end: each epoch all, shuffled anew."""
+        import grain
+
+        return grain.MapDataset.range(len(self)).shuffle(seed=seed).repeat()
+
 
 class TextRows(Rows):
     """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the last one maybe fewer."""
@@ -42,7 +55,7 @@ class TextRows(Rows):
     def __init__(self, store: TokenStore, window: int, stride: int) -> None:
         self.store, self.window, self.stride = store, window, stride
         self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
-        self.fingerprint = store.directory.name
+        self.fingerprint = store.fingerprint
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens - 1) // self.stride))
@@ -80,4 +93,12 @@ class CausalRows(TextRows):
 
 def padded(row: Batch, lengths: dict[str, int]) -> Batch:
     """Each array filled up with zeros to its length: no token's weight, and segment 0."""
-    return {name: np.pad(array, (0, lengths[name] - len(array))) for name, array in row.items()}
+    return {name: _filled_up(array, lengths[name]) for name, array in row.items()}
+
+
+def _filled_up(array: np.ndarray, length: int) -> np.ndarray:
+    if len(array) == length:
+        return array
+    longer = np.zeros(length, array.dtype)
+    longer[: len(array)] = array
+    return longer

@@ -1,28 +1,67 @@
-"""What a source holds, and which of it is for training and which held out."""
+"""What a text holds, and which of it is for training and which held out."""
 
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxformer.config import ConfigError
+from jaxformer.data.lenience import Skipped
 from jaxformer.data.sources import Piece, Source, fingerprint
+from jaxformer.data.store import TokenStore
 from jaxformer.data.writing import make_folder, replacing
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text is held out.
 FEWEST_HELD_OUT = 10
 
+# Files are surveyed and tokenized by units: as many neighbours as have this many bytes together, at least one.
+UNIT_BYTES = 64 << 20
+
 
 @dataclass(frozen=True)
 class Survey:
-    """A digest of all text of a source, wherever it lies and however it is compressed, and its size."""
+    """A digest of all text of a source, wherever it lies and however it is compressed, and its size.
+
+    `skipped` is what was left out: how often for each reason, and where first. `parts` are the surveys of its units.
+    """
 
     content: str
     documents: int
     bytes: int
+    skipped: Skipped = field(default_factory=Skipped)
+    parts: tuple["Survey", ...] = ()
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> "Survey":
+        """A survey as JSON holds it."""
+        skipped = Skipped()
+        skipped.merge(record["skipped"])
+        return cls(record["content"], record["documents"], record["bytes"], skipped, tuple(map(cls.read, record["parts"])))
+
+    @classmethod
+    def joined(cls, parts: "list[Survey]") -> "Survey":
+        """The survey of units, one after the other."""
+        skipped = Skipped()
+        for part in parts:
+            skipped.merge(part.skipped)
+        content = parts[0].content if len(parts) == 1 else fingerprint([part.content for part in parts])
+        return cls(content, sum(part.documents for part in parts), sum(part.bytes for part in parts), skipped, tuple(parts))
+
+
+def units(source: Source) -> list[Source]:
+    """The files of a source in groups, which are surveyed and tokenized apart from one another."""
+    groups: list[list[Any]] = []
+    size = 0
+    for file in source.files:
+        if not groups or size + file.size > UNIT_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+    return [source.part(tuple(group)) for group in groups]
 
 
 def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line: None) -> Survey:
@@ -30,26 +69,36 @@ def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line
 
     Raises ConfigError for what cannot be read, and where there is no text at all.
     """
-    record = cache / f"{source.signature()}.json"
+    found = Survey.joined([survey_unit(unit, cache, say) for unit in units(source)])
+    if not found.documents:
+        files = source.files[0].path if len(source.files) == 1 else f"each of {len(source.files)} files"
+        passed = "".join(f" ({line})" for line in found.skipped.lines())
+        raise ConfigError(
+            f"{source.setting}: {files} is empty{passed}: there is no text to train on or to evaluate. Give one that has."
+        )
+    for line in (*([f"not read: {source.left_out}"] if source.left_out else []), *found.skipped.lines()):
+        say(f"{source}: {line}")
+    return found
+
+
+def survey_unit(unit: Source, cache: Path, say: Callable[[str], None] = lambda line: None) -> Survey:
+    """The survey of some files of a source, made or found."""
+    record = cache / f"{unit.signature()}.json"
     try:
-        return Survey(**json.loads(record.read_text()))
-    except (OSError, ValueError, TypeError):
+        return Survey.read(json.loads(record.read_text()))
+    except (OSError, ValueError, TypeError, KeyError):
         pass
-    say(f"{source}: reading {len(source.files):,} new or changed file{'s' * (len(source.files) > 1)}")
+    say(f"{unit}: reading {len(unit.files):,} new or changed file{'s' * (len(unit.files) > 1)}")
     digest, documents, size = hashlib.blake2b(digest_size=16), 0, 0
-    for text, name, ends, fields in source.pieces():
+    skipped = Skipped()
+    for text, name, ends, fields in unit.pieces(skipped):
         raw = text.encode()
         digest.update(json.dumps(fields).encode() if fields else raw)
         size += len(raw)
         if ends:
             digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
             documents += 1
-    if not documents:
-        files = source.files[0].path if len(source.files) == 1 else f"each of {len(source.files)} files"
-        raise ConfigError(
-            f"{source.setting}: {files} is empty: there is no text to train on or to evaluate. Give one that has."
-        )
-    found = Survey(digest.hexdigest(), documents, size)
+    found = Survey(digest.hexdigest(), documents, size, skipped)
     make_folder(cache)
     with replacing(record) as file:
         file.write(json.dumps(asdict(found)).encode())
@@ -58,10 +107,10 @@ def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line
 
 @dataclass(frozen=True)
 class Split:
-    """One side of a source: all of it, or what is kept for training, or the `fraction` held out for validation.
+    """One side of a text: all of it, or what is kept for training, or the `fraction` held out for validation.
 
-    Documents are chosen by a hash of their name (a path, or their index), so that more text moves none of them. Few
-    documents are not chosen among: the last `fraction` of their bytes, or of records, is held out.
+    Documents are chosen by a hash of their name (a path, or their number in their file), so that more text moves none of
+    them. Few documents are not chosen among: the last `fraction` of the tokens, or of records, is held out.
     """
 
     source: Source
@@ -94,45 +143,39 @@ class Split:
         """A digest of the text on this side, known without reading it."""
         return fingerprint(self.survey.content, self.rule())
 
+    def of(self, store: TokenStore) -> TokenStore:
+        """This side of the text's tokens."""
+        if self.side == "all":
+            return store
+        held_out = self.side == "validation"
+        if self.by_document:
+            return store.held_out(self.fraction, inverse=not held_out)
+        return store.cut(self.fraction, after=held_out)
+
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of this side's documents, in order."""
+        """The pieces of this side's documents, in order; where a document is cut, about as many bytes as `of` has tokens."""
         if self.side == "all":
             return self.source.pieces()
+        held_out = self.side == "validation"
         if self.by_document:
-            held_out = self.side == "validation"
             return (
                 piece for piece in self.source.pieces() if (self.source.place(piece.document) < self.fraction) is held_out
             )
         if self.source.of_records:
             kept = round(self.survey.documents * (1 - self.fraction))
-            return itertools.islice(self.source.pieces(), *((kept,) if self.side == "train" else (kept, None)))
-        border = int(self.survey.bytes * (1 - self.fraction))
-        return _before(self.source.pieces(), border) if self.side == "train" else _after(self.source.pieces(), border)
+            return itertools.islice(self.source.pieces(), *((kept, None) if held_out else (kept,)))
+        return _cut(self.source.pieces(), int(self.survey.bytes * (1 - self.fraction)), held_out)
 
 
-def _before(pieces: Iterator[Piece], border: int) -> Iterator[Piece]:
-    """The text before a byte, up to the whole character; the document that it cuts ends there."""
+# The texts of a run by what they are for: "train" and "validation", none of the latter where nothing is held out.
+Sides = dict[str, list[Split]]
+
+
+def _cut(pieces: Iterator[Piece], border: int, after: bool) -> Iterator[Piece]:
+    """The text before, or after, a byte; a character that it parts goes to neither side."""
     for piece in pieces:
         raw = piece.text.encode()
-        if len(raw) >= border:
-            if text := raw[: _character(raw, border)].decode():
-                yield Piece(text, piece.document, True)
-            return
+        part = raw[max(0, border) :] if after else raw[: max(0, border)]
+        if text := part.decode(errors="ignore"):
+            yield piece._replace(text=text)
         border -= len(raw)
-        yield piece
-
-
-def _after(pieces: Iterator[Piece], border: int) -> Iterator[Piece]:
-    """The text from a byte on."""
-    for piece in pieces:
-        raw = piece.text.encode()
-        if len(raw) > border and (text := raw[_character(raw, border) :].decode()):
-            yield Piece(text, piece.document, piece.ends)
-        border = max(0, border - len(raw))
-
-
-def _character(raw: bytes, border: int) -> int:
-    """The first byte of a character at or after `border`."""
-    while border < len(raw) and raw[border] & 0xC0 == 0x80:
-        border += 1
-    return border

@@ -1,212 +1,253 @@
-"""Tokenized text on disk: shards of a memory-mapped token stream, where each document ends, and a manifest that joins them.
+"""Tokenized text on disk: shards of a memory-mapped token stream, an index of documents, and a manifest that joins them.
 
-    <store>/manifest.json     written last: the store is complete when it is there
-    <store>/00000.tokens      uint16, or uint32 for more than 65,536 entries; each document ends with the end token
-    <store>/00000.ends        int64: the place in this shard after each end token
-    <store>/00000.json        counts of this shard, written after its two files: a finished shard is never made again
-
-Shards depend on the text and the tokenizer alone, so that work stopped anywhere goes on, and work done twice is the same.
+<store>/manifest.json       written last: the store is complete when it is there
+<store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with the end token
+<store>/00000.documents     int64 [3, documents]: the place in this shard after each end token; the bytes of each document's
+                            text; its place in the order in which documents are held out, a float64 by its bits
+<store>/00000.json          counts and checksums of this shard, written after its two files, which are then never made again
 """
 
-import bisect
 import functools
-import itertools
+import hashlib
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxformer.data.sources import Piece
-from jaxformer.data.writing import claimed, replacing
-from jaxformer.tokenizer import Tokenizer
+from jaxformer.config import ConfigError
+from jaxformer.data.writing import replacing
 
-SHARD_CHARACTERS = 64 << 20
-BATCH_CHARACTERS = 1 << 21
-SECONDS_BETWEEN_NOTES = 20.0
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 1 << 22
+KINDS = ("tokens", "documents")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: its size in bytes, when (nanoseconds since 1970), and a digest of it."""
+
+    size: int
+    time: int
+    digest: str
+
+    @classmethod
+    def now(cls, path: Path, digest: str) -> "Written":
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns, digest)
+
+    def checked(self, path: Path, thorough: bool) -> "Written":
+        """The same, as the file is now: read whole where its time is another, or `thorough`.
+
+        Raises ConfigError where it is not what was written, FileNotFoundError where it is gone.
+        """
+        found = Written.now(path, self.digest)
+        if found.size == self.size and ((found.time == self.time and not thorough) or digest(path) == self.digest):
+            return found
+        raise ConfigError(
+            f"{path} was altered since it was written ({found.size:,} bytes, of {self.size:,}, or another checksum): "
+            "restore it, or remove it, and it is made again from the text."
+        )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Counts of one shard: its tokens, the documents that end in it, and the bytes of their text."""
+    """A part of a store: its path without a suffix, its counts, and its files by their suffix.
 
+    Documents are those that end in it, bytes those of their text.
+    """
+
+    path: Path
     tokens: int
     documents: int
     bytes: int
+    files: dict[str, Written]
+
+    @classmethod
+    def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
+        """A shard by its entry in a manifest."""
+        files = {kind: Written(**entry["files"][kind]) for kind in KINDS}
+        return cls(folder / entry["name"], entry["tokens"], entry["documents"], entry["bytes"], files)
+
+    @classmethod
+    def finished(cls, folder: Path, index: int) -> "Shard | None":
+        """The shard of this number, if it was written and nothing of it is missing. Raises ConfigError if it was altered."""
+        try:
+            shard = cls.of(folder, json.loads((folder / f"{index:05d}.json").read_text()))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return shard.checked()
+
+    def entry(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {**asdict(self), "path": None, "name": self.path.name}
+
+    def checked(self, thorough: bool = False) -> "Shard | None":
+        """The shard with its files as they are now, None where one is gone. Raises ConfigError for one that was altered."""
+        try:
+            files = {
+                kind: written.checked(self.path.with_suffix(f".{kind}"), thorough) for kind, written in self.files.items()
+            }
+        except FileNotFoundError:
+            return None
+        return replace(self, files=files)
 
 
 class TokenStore:
-    """Every token of a split, by its place. Nothing is read before it is asked for, and no more than that."""
+    """Every token of a text, or of a part of it, by its place. Nothing is read before it is asked for, and no more.
 
-    def __init__(self, directory: Path, dtype: np.dtype, shards: list[Shard]) -> None:
-        self.directory = directory
-        self.tokens = sum(shard.tokens for shard in shards)
+    A part is runs of tokens of the shards, one after the other: run r holds `sizes[r]` tokens of shard `shards[r]` from
+    `lows[r]` on. `fingerprint` is equal for equal tokens.
+    """
+
+    def __init__(self, shards: Sequence[Shard], dtype: np.dtype, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._shards, self._dtype = list(shards), dtype
+        self._map = functools.cache(self._open_map)  # on the instance, so that it goes when the store goes
+        self._begins = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self._take(np.zeros(1, np.int64), self._begins[-1:])
         self.documents = sum(shard.documents for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
-        self._dtype = dtype
-        self._starts = list(itertools.accumulate((shard.tokens for shard in shards), initial=0))
-        self._map = functools.cache(self._open_map)  # on the instance, so that it goes when the store goes
 
     @classmethod
-    def open(cls, directory: Path) -> "TokenStore | None":
-        """The store in a directory, or None where it is not complete or a file has not the size it was written with."""
+    def open(cls, directory: Path, thorough: bool = False) -> "TokenStore | None":
+        """The store in a directory, None where it is not complete. Raises ConfigError where a file was altered since."""
         try:
-            manifest = json.loads((directory / "manifest.json").read_text())
-            dtype, shards = np.dtype(manifest["dtype"]), [Shard(**entry) for entry in manifest["shards"]]
+            manifest = json.loads((directory / MANIFEST).read_text())
+            dtype, shards = np.dtype(manifest["dtype"]), [Shard.of(directory, entry) for entry in manifest["shards"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        whole = all(_is_whole(directory, index, shard, dtype) for index, shard in enumerate(shards))
-        return cls(directory, dtype, shards) if whole else None
+        found = [shard.checked(thorough) for shard in shards]
+        whole = [shard for shard in found if shard]
+        if len(whole) < len(shards):
+            return None
+        if whole != shards:  # files that were copied are read through once
+            write_manifest(directory, manifest | {"shards": [shard.entry() for shard in whole]})
+        return cls(whole, dtype, directory.name)
+
+    @classmethod
+    def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":
+        """Whole stores of one tokenizer, one after the other."""
+        shards = [shard for store in stores for shard in store._shards]
+        return stores[0] if len(stores) == 1 else cls(shards, stores[0]._dtype, fingerprint)
 
     def __len__(self) -> int:
         return self.tokens
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
-        parts = [self._map(shard, "tokens")[low:high] for shard, low, high in self._spans(start, stop)]
+        parts = [self._map(shard, "tokens")[low:high] for shard, low, high, _ in self._spans(start, stop)]
         return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
         found = []
-        for shard, low, high in self._spans(start, stop):
-            ends = self._map(shard, "ends")
+        for shard, low, high, at in self._spans(start, stop):
+            ends = self._map(shard, "documents")[0]
             first, last = np.searchsorted(ends, [low, high], side="right")
-            found.append(ends[first:last] + self._starts[shard])
+            found.append(ends[first:last] + (at - low))
         places = np.concatenate(found) if found else np.zeros(0, np.int64)
         return places[places < stop]
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that hold tokens start to stop, each with the first and last place within it."""
-        shard, stop = bisect.bisect_right(self._starts, start) - 1, min(stop, self.tokens)
+    def ends(self) -> np.ndarray:
+        """The place after each document: int64, ascending, the last one `tokens` even where the text is cut there."""
+        found = [np.zeros(0, np.int64)]
+        for shard in range(len(self._shards)):
+            ends = self._map(shard, "documents")[0]
+            mine = slice(*np.searchsorted(self._runs, [shard, shard + 1]))
+            lows, starts = self._lows[mine], self._starts[:-1][mine]
+            if len(lows) and len(ends):
+                run = np.searchsorted(lows, ends) - 1
+                inside = (run >= 0) & (ends - lows[run] <= np.diff(self._starts)[mine][run])
+                found.append((starts[run] + ends - lows[run])[inside])
+        places = np.concatenate(found)
+        last = int(places[-1]) if len(places) else 0
+        return places if last == self.tokens else np.append(places, self.tokens)
+
+    def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
+        """The documents whose place in the order is before `fraction`, or the others."""
+        table = [self._map(shard, "documents") for shard in range(len(self._shards))]
+        ends = np.concatenate([each[0] + begin for each, begin in zip(table, self._begins.tolist(), strict=False)])
+        taken = np.concatenate([each[2] for each in table]).view(np.float64) < fraction
+        taken ^= inverse
+        edges = np.diff(taken.astype(np.int8), prepend=0, append=0)
+        begins = np.concatenate([[0], ends])
+        size = int(np.concatenate([each[1] for each in table])[taken].sum())
+        said = f"{self.fingerprint} {'without ' * inverse}{fraction:g} by document"
+        return self._part(begins[:-1][edges[:-1] > 0], ends[edges[1:] < 0], (int(taken.sum()), size), said)
+
+    def cut(self, fraction: float, after: bool) -> "TokenStore":
+        """What comes after, or before, the border of the last `fraction` of the tokens; its bytes are an estimate.
+
+        The end token of the last document does not count, so that one text of characters is cut as nanoGPT cuts it.
+        """
+        border = max(0, int((self.tokens - 1) * (1 - fraction)))
+        start, stop = (border, self.tokens) if after else (0, border)
+        count = len(self.boundaries(start, stop)) + (stop > start)
+        size = round(self.bytes * (stop - start) / max(1, self.tokens))
+        borders = np.array([[start], [stop]], np.int64)
+        return self._part(
+            borders[0], borders[1], (count, size), f"{self.fingerprint} {'after' if after else 'before'} {fraction:g}"
+        )
+
+    def _part(self, starts: np.ndarray, stops: np.ndarray, counts: tuple[int, int], name: str) -> "TokenStore":
+        found = TokenStore(self._shards, self._dtype, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
+        found._map = self._map
+        found._take(starts, stops)
+        found.documents, found.bytes = counts
+        return found
+
+    def _take(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Holds the tokens between these places of all shards, both ascending, parted where a shard ends."""
+        runs, lows, sizes = [], [], []
+        firsts = np.searchsorted(stops, self._begins[:-1], side="right").tolist()
+        lasts = np.searchsorted(starts, self._begins[1:], side="left").tolist()
+        for shard, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+            begin, end = self._begins[shard], self._begins[shard + 1]
+            low, high = np.clip(starts[first:last], begin, end), np.clip(stops[first:last], begin, end)
+            some = high > low
+            lows.append(low[some] - begin)
+            sizes.append((high - low)[some])
+            runs.append(np.full(len(lows[-1]), shard))
+        none = np.zeros(0, np.int64)
+        self._runs, self._lows = np.concatenate([none, *runs]), np.concatenate([none, *lows])
+        self._starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
+        self.tokens = int(self._starts[-1])
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Where tokens start to stop lie: the shard, the first and last place within it, and the first one's place here."""
+        run, stop = int(np.searchsorted(self._starts, start, side="right")) - 1, min(stop, self.tokens)
         while start < stop:
-            base, end = self._starts[shard], self._starts[shard + 1]
-            if start < end:
-                yield shard, start - base, min(stop, end) - base
-            start, shard = max(start, end), shard + 1
+            end = min(stop, int(self._starts[run + 1]))
+            low = int(self._lows[run]) + start - int(self._starts[run])
+            yield int(self._runs[run]), low, low + end - start, start
+            start, run = end, run + 1
 
     def _open_map(self, shard: int, kind: str) -> np.ndarray:
-        dtype = self._dtype if kind == "tokens" else np.dtype(np.int64)
-        path = _path(self.directory, shard, kind)
+        dtype, shape = (self._dtype, (-1,)) if kind == "tokens" else (np.dtype(np.int64), (3, -1))
+        path = self._shards[shard].path.with_suffix(f".{kind}")
+        if not path.stat().st_size:  # nothing can be mapped of an empty file
+            return np.zeros([max(0, length) for length in shape], dtype)
         # A plain view: slices of np.memmap itself are several times slower to make.
-        return np.memmap(path, dtype, "r").view(np.ndarray) if path.stat().st_size else np.zeros(0, dtype)
+        return np.memmap(path, dtype, "r").view(np.ndarray).reshape(shape)
 
 
-def open_or_build(
-    directory: Path,
-    pieces: Callable[[], Iterable[Piece]],
-    tokenizer: Tokenizer,
-    say: Callable[[str], None] = lambda line: None,
-    total_bytes: int = 0,
-) -> TokenStore:
-    """The finished store in a directory, or a new one: shards that an earlier attempt finished are kept.
-
-    `say` hears of progress (beside `total_bytes`) now and then. A second process on this machine waits and then reuses.
-    """
-    if store := TokenStore.open(directory):
-        return store
-    with claimed(directory, say) as alone:
-        if store := TokenStore.open(directory):
-            return store
-        for draft in directory.glob("*.tmp") if alone else ():
-            draft.unlink(missing_ok=True)
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        progress = _Progress(say, total_bytes)
-        shards: list[Shard] = []
-        for index, group in enumerate(_groups(pieces())):
-            shards.append(_finished(directory, index, dtype) or _write_shard(directory, index, group, tokenizer, dtype))
-            progress.add(shards[-1].bytes)
-        manifest = {
-            "dtype": dtype.name,
-            "tokenizer": tokenizer.fingerprint(),
-            **{name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents", "bytes")},
-            "shards": [asdict(shard) for shard in shards],
-        }
-        with replacing(directory / "manifest.json") as file:
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes what makes a store complete, or renews it where that is possible."""
+    try:
+        with replacing(directory / MANIFEST) as file:
             file.write(json.dumps(manifest, indent=1).encode())
-    return TokenStore(directory, dtype, shards)
+    except ConfigError:
+        if not (directory / MANIFEST).exists():
+            raise
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[Iterable[Piece]]:
-    """The pieces of each shard; one that is not consumed is passed over."""
-    seen = 0
-
-    def shard(piece: Piece) -> int:
-        nonlocal seen
-        seen += len(piece.text)
-        return (seen - 1) // SHARD_CHARACTERS
-
-    return (group for _, group in itertools.groupby(pieces, shard))
-
-
-def _write_shard(directory: Path, index: int, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Shard:
-    tokens, size, ends = 0, 0, []
-    with replacing(_path(directory, index, "tokens")) as file:
-        for batch in in_batches(pieces):
-            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-                if piece.ends:
-                    ids.append(tokenizer.end_token)
-                    ends.append(tokens + len(ids))
-                tokens += len(ids)
-                size += len(piece.text.encode())
-                file.write(np.array(ids, dtype).tobytes())
-    with replacing(_path(directory, index, "ends")) as file:
-        file.write(np.array(ends, np.int64).tobytes())
-    shard = Shard(tokens, len(ends), size)
-    with replacing(_path(directory, index, "json")) as file:
-        file.write(json.dumps(asdict(shard)).encode())
-    return shard
-
-
-def in_batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces, each large enough to keep all cores encoding."""
-    batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _finished(directory: Path, index: int, dtype: np.dtype) -> Shard | None:
-    try:
-        shard = Shard(**json.loads(_path(directory, index, "json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return shard if _is_whole(directory, index, shard, dtype) else None
-
-
-def _is_whole(directory: Path, index: int, shard: Shard, dtype: np.dtype) -> bool:
-    try:
-        tokens, ends = (_path(directory, index, kind).stat().st_size for kind in ("tokens", "ends"))
-    except OSError:
-        return False
-    return tokens == shard.tokens * dtype.itemsize and ends == shard.documents * 8
-
-
-def _path(directory: Path, index: int, kind: str) -> Path:
-    return directory / f"{index:05d}.{kind}"
-
-
-class _Progress:
-    """Says how far the work is, at most every 20 seconds."""
-
-    def __init__(self, say: Callable[[str], None], total: int) -> None:
-        self._say, self._total, self._done = say, total, 0
-        self._began = self._said = time.monotonic()
-
-    def add(self, size: int) -> None:
-        now = time.monotonic()
-        self._done += size
-        if now - self._said < SECONDS_BETWEEN_NOTES:
-            return
-        self._said, rate = now, self._done / (now - self._began)
-        left = max(0, self._total - self._done) / rate / 60
-        self._say(
-            f"tokenized {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e6:.1f} MB/s, {left:.0f} min left"
-        )
+def digest(path: Path) -> str:
+    """A digest of a file's bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            found.update(block)
+    return found.hexdigest()

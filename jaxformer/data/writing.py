@@ -13,22 +13,31 @@ from jaxformer.config import ConfigError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name when the block ends well; otherwise nothing is left of it."""
+    """A file to write that takes its name when the block ends well; otherwise nothing is left of it.
+
+    Raises ConfigError where it cannot be written, as on a disk that is full.
+    """
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(draft, "wb") as file:
             yield file
         os.replace(draft, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror or error}. Make room or name another directory; the same line again "
+            "goes on where it stopped."
+        ) from None
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, say: Callable[[str], None]) -> Iterator[bool]:
+def claimed(directory: Path, say: Callable[[str], None], shared: bool = False) -> Iterator[bool]:
     """Makes a directory and holds it against other processes of this machine until the block ends, or the process does.
 
-    False where the file system cannot lock: work may then be done twice, and comes out the same. Raises ConfigError
-    where the directory cannot be made.
+    Those that hold it `shared` are at work at the same time, and the others wait for them. False where the file system
+    cannot lock: work may then be done twice, and comes out the same. Raises ConfigError where it cannot be made.
     """
     make_folder(directory)
     if sys.platform == "win32":
@@ -36,14 +45,15 @@ def claimed(directory: Path, say: Callable[[str], None]) -> Iterator[bool]:
         return
     import fcntl
 
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     handle = os.open(directory, os.O_RDONLY)
     try:
         locked = True
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             say(f"waiting for another process that is at work in {directory}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, kind)
         except OSError:
             locked = False
         yield locked

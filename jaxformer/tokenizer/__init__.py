@@ -1,5 +1,6 @@
 """Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters, or given."""
 
+from jaxformer.tokenizer.bpe import train_bpe
 from jaxformer.tokenizer.files import END_OF_TEXT
 from jaxformer.tokenizer.make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 from jaxformer.tokenizer.tokenizer import MARKS, SENTINELS, Tokenizer
@@ -11,5 +12,6 @@ __all__ = [
     "Tokenizer",
     "byte_tokenizer",
     "character_tokenizer",
+    "train_bpe",
     "train_bpe_tokenizer",
 ]

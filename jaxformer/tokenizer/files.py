@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
+VOCABULARY_FILE = "vocab.json"
+ADDED_FILE = "added_tokens.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 IDS_FILE = "generation_config.json"
@@ -112,6 +114,32 @@ def write_whole(path: Path, text: str) -> None:
             draft.unlink()
 
 
+def tokenizer_file(path: Path) -> Path:
+    """The file that a path to a tokenizer, or to a directory that holds one, means."""
+    if not path.is_dir():
+        return path
+    files = path / TOKENIZER_FILE, path / VOCABULARY_FILE
+    return next((file for file in files if file.is_file()), files[0])
+
+
+def read_backend(file: Path) -> "tokenizers.Tokenizer":
+    """The tokenizer of a tokenizer.json. Raises ConfigError."""
+    import tokenizers
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise missing(file) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): set tokenizer.path to a tokenizer.json.") from None
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(
+            f"{file} is not a tokenizer.json of the tokenizers library ({error}): set tokenizer.path to one."
+        ) from None
+
+
 def without_tokenizer(folder: Path | str) -> ConfigError:
     """What to say where text is to be read or written, and a model's directory has no tokenizer.json."""
     file = Path(folder) / TOKENIZER_FILE
@@ -128,7 +156,7 @@ def missing(file: Path) -> ConfigError:
     """What to say where there is no tokenizer.json."""
     others = _others(file)
     if file.name != TOKENIZER_FILE or not others:
-        return ConfigError(f"{file} does not exist: set tokenizer.path to a tokenizer.json, or leave it empty.")
+        return ConfigError(f"{file} does not exist: name a tokenizer.json, or leave tokenizer.path empty to make one.")
     if any(name.endswith(".spm") for name in others) and "merges.txt" not in others:
         return ConfigError(
             f"{file.parent} has no tokenizer.json, but {', '.join(others)}, which only Marian's own tokenizer reads: "

@@ -6,36 +6,31 @@
 from collections.abc import Iterable, Sequence
 
 from jaxformer.config import ConfigError
+from jaxformer.tokenizer.bpe import train_on
 from jaxformer.tokenizer.files import END_OF_TEXT
 from jaxformer.tokenizer.pieces import byte_characters
+from jaxformer.tokenizer.table import byte_level_bpe
 from jaxformer.tokenizer.tokenizer import Tokenizer
+from jaxformer.tokenizer.words import BLOCK
 
 
-def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE with GPT-2's pre-tokenizer: the end token is 0, then `specials`, 256 bytes, and merges.
+def train_bpe_tokenizer(
+    texts: Iterable[str], vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2"
+) -> Tokenizer:
+    """A byte-level BPE of texts, each parted by itself: the end token is 0, then `specials`, 256 bytes, and merges.
 
     A text too small for `vocab_size` entries gives fewer. Raises ConfigError where the first three do not fit in them.
     """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     if vocab_size < 257 + len(specials):
         others = f", and {len(specials)} tokens that the objective needs" * bool(specials)
         raise ConfigError(
             f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: "
             f"the 256 bytes and the end of text{others}."
         )
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, *specials],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend)
+    special_tokens = [END_OF_TEXT, *specials]
+    in_blocks = ((text[start : start + BLOCK] for start in range(0, len(text), BLOCK)) for text in texts)
+    vocab, merges = train_on(in_blocks, vocab_size, special_tokens, pattern=pattern)
+    return Tokenizer(byte_level_bpe(vocab, merges, special_tokens, pattern))
 
 
 def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:

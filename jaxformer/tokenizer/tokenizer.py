@@ -1,18 +1,18 @@
 """The one tokenizer object: a `tokenizers.Tokenizer` with what training and evaluation ask of it."""
 
-import copy
 import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxformer.config import ConfigError
+from jaxformer.tokenizer.encoding import Encoder
 from jaxformer.tokenizer.files import (
     IDS,
     IDS_FILE,
@@ -20,12 +20,15 @@ from jaxformer.tokenizer.files import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
+    VOCABULARY_FILE,
     Beside,
-    missing,
+    read_backend,
     read_object,
+    tokenizer_file,
     write_whole,
 )
 from jaxformer.tokenizer.pieces import Spelling
+from jaxformer.tokenizer.table import byte_level_bpe, from_files
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,76 +36,100 @@ if TYPE_CHECKING:
 MARKS = tuple(ROLES[role][0] for role in ("cls", "sep", "mask"))
 SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
 
+READ_CHARACTERS = 1 << 18  # of a file handle at a time
+
 # Spaces that decoding takes away where tokenizer_config.json asks for it, by what stands around them.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Tokenizer:
-    """Text to token ids and back. Names of special tokens in a text are encoded as the plain text they are.
+    """Text to token ids and back.
+
+    Names of special tokens in a text are encoded as the plain text they are, since a text must not give orders, and special
+    tokens are left out of decoded text; those of `from_bpe`, where the caller names the tokens, are read and written.
 
     `end_token` ends a document, and what a model writes, as do others of `end_tokens`; `start_token` begins what the decoder
     of an encoder-decoder reads, and `forced_token`, where there is one (BART), is then the first that it writes.
-    Raises ConfigError where no token can end a document.
+    Asking for the first three raises ConfigError where no token can end a document.
     """
 
-    def __init__(self, backend: "tokenizers.Tokenizer", origin: str = "the tokenizer", beside: Beside | None = None) -> None:
-        backend.encode_special_tokens = True
+    def __init__(
+        self,
+        backend: "tokenizers.Tokenizer",
+        origin: str = "the tokenizer",
+        beside: Beside | None = None,
+        special_tokens: bool = False,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self._backend, self._origin, self._reads_names = backend, origin, special_tokens
         self._beside = beside or Beside()
+        self._encoder = Encoder(backend, bool(self._beside.settings.get("split_special_tokens")))
         self._cleans = self._beside.cleans(backend)
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         by_name = {role: [self._vocab[name] for name in names if name in self._vocab] for role, names in ROLES.items()}
         self._guessed = {role: ids[0] for role, ids in by_name.items() if ids}
         self._roles = self._guessed | self._beside.ids | self._beside.named
-        if "eos" not in self._roles:
-            raise ConfigError(
-                f"{origin} has no token that ends a document (looked for {', '.join(ROLES['eos'])}): "
-                "add one of them to its added_tokens, or take another tokenizer."
-            )
-        self.end_token: int = self._roles["eos"]
-        self.end_tokens = tuple(dict.fromkeys([self.end_token, *self._beside.ends]))
-        self.start_token: int = self._roles.get("start", self.end_token)
         self.forced_token: int | None = self._roles.get("forced")
         self.vocab_size: int = max(self._vocab.values()) + 1
 
+    @property
+    def end_token(self) -> int:
+        if "eos" not in self._roles:
+            raise ConfigError(
+                f"{self._origin} has no token that ends a document (looked for {', '.join(ROLES['eos'])}): "
+                "add one of them to its special tokens, or take another tokenizer."
+            )
+        return self._roles["eos"]
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([self.end_token, *self._beside.ends]))
+
+    @property
+    def start_token(self) -> int:
+        start = self._roles.get("start")
+        return self.end_token if start is None else start
+
+    @classmethod
+    def from_bpe(
+        cls,
+        vocab: dict[int, bytes],
+        merges: Sequence[tuple[bytes, bytes]],
+        special_tokens: Sequence[str] | None = (),
+        pattern: str = "gpt2",
+    ) -> "Tokenizer":
+        """A byte-level BPE of just these ids, as `train_bpe` returns them; `pattern` parts text into words (gpt2, llama3).
+
+        Special tokens that the vocabulary lacks follow its last id. Their names in a text are these tokens, of overlapping
+        ones the longest, unless the caller of `encode` says otherwise. Raises ConfigError for tables that do not fit.
+        """
+        return cls(byte_level_bpe(vocab, merges, special_tokens or (), pattern), special_tokens=True)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """A tokenizer.json, or the directory that holds one, with what the Hugging Face files beside it say.
+        """A tokenizer.json or GPT-2's vocab.json and merges.txt, or a directory of one, with what the files beside it say.
 
         The role of a special token is that of tokenizer_config.json, special_tokens_map.json, generation_config.json,
-        config.json, in this order, or follows from its name. Raises ConfigError where there is no tokenizer.json, where a
+        config.json, in this order, or follows from its name. Raises ConfigError where there is no such file, where a
         file cannot be read, and where one speaks of a token that is not in the vocabulary.
         """
-        import tokenizers
-
-        file = Path(path).expanduser()
-        file = file / TOKENIZER_FILE if file.is_dir() else file
-        try:
-            text = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise missing(file) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}): set tokenizer.path to a tokenizer.json.") from None
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(
-                f"{file} is not a tokenizer.json of the tokenizers library ({error}): set tokenizer.path to one."
-            ) from None
+        file = tokenizer_file(Path(path).expanduser())
+        backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A file of another name is one of many in its directory, whose other files are not about it.
-        return cls(backend, str(file), Beside.read(file.parent, backend) if file.name == TOKENIZER_FILE else None)
+        known = file.name in (TOKENIZER_FILE, VOCABULARY_FILE)
+        return cls(backend, str(file), Beside.read(file.parent, backend) if known else None)
 
     def save(self, path: str | os.PathLike[str], max_length: int | None = None) -> None:
         """Writes tokenizer.json, each file complete or not at all, so that transformers loads the same tokenizer.
 
-        `path` is that file or its directory. Beside it go tokenizer_config.json, with the roles of special tokens, with what
-        it held when it was read, and with `max_length` as model_max_length where it says none; chat_template.jinja, if there
-        was one; and in generation_config.json the ids that the other files do not tell. Under another name it stands alone.
+        `path` is that file or its directory, which has no suffix. Beside it go tokenizer_config.json, with the roles of
+        special tokens, with what it held when it was read, and with `max_length` as model_max_length where it says none;
+        chat_template.jinja, if there was one; and in generation_config.json the ids that the other files do not tell. Under
+        another name it stands alone.
         """
         file = Path(path).expanduser()
-        file = file / TOKENIZER_FILE if file.is_dir() else file
+        file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
         if file.name == TOKENIZER_FILE:
             _write_json(file.with_name(SETTINGS_FILE), self._settings(max_length))
             if self._beside.template is not None:
@@ -123,33 +150,42 @@ class Tokenizer:
         clean = {} if read else {"clean_up_tokenization_spaces": False}
         return {"tokenizer_class": "PreTrainedTokenizerFast"} | room | clean | own | read
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, without an end token. Raises ConfigError for a character that the tokenizer does not have.
 
         With `special_tokens` names of special tokens in the text are these tokens, and the tokenizer's template stands
-        around it, as when transformers' tokenizer is called with the text.
+        around it, as when transformers' tokenizer is called with the text; None leaves that to how the tokenizer was made.
         """
         return self.encode_batch([text], special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int]]:
-        """Token ids of each text, made on all cores."""
-        backend = self._marking if special_tokens else self._backend
-        try:
-            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        except Exception as error:  # the library raises nothing narrower
-            raise self._unencodable(texts, error) from None
-        return [encoding.ids for encoding in encodings]
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool | None = None) -> list[list[int]]:
+        """Token ids of each text, as `encode` gives them, made on all cores."""
+        named = self._reads_names if special_tokens is None else special_tokens
+        rows = [row if isinstance(row, list) else row.tolist() for row in self._encoder.rows(texts, named)]
+        return [[*self.prefix, *row, *self.suffix] for row in rows] if named and (self.prefix or self.suffix) else rows
 
-    @functools.cached_property
-    def _marking(self) -> "tokenizers.Tokenizer":
-        """A second backend, to which names of special tokens are these: a switch of the first would meet other threads."""
-        backend = copy.deepcopy(self._backend)
-        backend.encode_special_tokens = bool(self._beside.settings.get("split_special_tokens"))
-        return backend
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text as plain text, uint32, made on all cores: what a store of many texts is made by."""
+        return [np.asarray(row, np.uint32) for row in self._encoder.rows(texts, False)]
 
-    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+    def encode_iterable(self, iterable: Iterable[str], special_tokens: bool | None = None) -> Iterator[int]:
+        """The ids that `encode` gives of all the strings joined, in little memory: of a file handle, its lines, any pieces.
+
+        With the words of GPT-2, Llama 3 and BERT, bytes and characters. Tokenizers that read a text as a whole, such as
+        SentencePiece's, need all of it at once.
+        """
+        named = self._reads_names if special_tokens is None else special_tokens
+        read = getattr(iterable, "read", None)
+        chunks = iter(functools.partial(read, READ_CHARACTERS), "") if read else iterable
+        yield from self.prefix if named else ()
+        for row in self._encoder.stream(chunks, named):
+            yield from row if isinstance(row, list) else row.tolist()
+        yield from self.suffix if named else ()
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool | None = None) -> str:
         """The text of token ids, special tokens left out or by name; bytes that are no UTF-8 are replacement characters."""
-        text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens))
+        skip = not self._reads_names if skip_special_tokens is None else skip_special_tokens
+        text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip))
         for spaced in SPACED if self._cleans else ():
             text = text.replace(spaced, spaced.strip())
         return text
@@ -168,7 +204,8 @@ class Tokenizer:
     def _template(self) -> tuple[list[int], list[int]]:
         if not self._backend.num_special_tokens_to_add(False):
             return [], []
-        found = self._marking.encode(self._backend.id_to_token(self.end_token))  # any text that can surely be encoded
+        name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else "a"
+        found = self._encoder.marking.encode(name)  # any text that can surely be encoded
         places = [place for place, added in enumerate(found.special_tokens_mask) if not added]
         return found.ids[: places[0]], found.ids[places[-1] + 1 :]
 
@@ -198,7 +235,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _spelling(self) -> Spelling:
-        return Spelling.of(json.loads(self._backend.to_str()))
+        return Spelling.of(self._encoder.spec())
 
     def special(self, role: str) -> int | None:
         """The id of the token for a role of `ROLES` (bos, eos, pad, unk, cls, sep, mask); None where there is none."""
@@ -206,8 +243,9 @@ class Tokenizer:
 
     def ids(self) -> dict[str, int | list[int]]:
         """The ids that a Hugging Face config.json gives, by its keys, as far as they are known; a list of several ends."""
-        known: dict[str, Any] = self._roles | {"start": self.start_token}
-        known |= {"eos": [*self.end_tokens]} if len(self.end_tokens) > 1 else {}
+        known: dict[str, Any] = {**self._roles}
+        if "eos" in known:
+            known |= {"start": self.start_token, "eos": [*self.end_tokens] if len(self.end_tokens) > 1 else self.end_token}
         return {key: known[role] for key, role in IDS.items() if role in known}
 
     def sentinels(self) -> list[int]:
@@ -242,20 +280,11 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """A digest that is equal for tokenizers that are equal in every setting that training reads."""
-        settings = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
-        ends, guess = [self.end_token, self.start_token, self.forced_token], self._guessed.get("eos")
+        settings = json.dumps(self._encoder.spec(), sort_keys=True)
+        end, guess = self._roles.get("eos"), self._guessed.get("eos")
+        ends = [end, self._roles.get("start", end), self.forced_token]
         said = "" if ends == [guess, guess, None] else json.dumps(ends)
         return hashlib.blake2b((settings + said).encode(), digest_size=16).hexdigest()
-
-    def _unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
-        unseen = [char for char in sorted(set("".join(texts))) if char not in self._vocab]
-        if "UNK" not in str(error) or not unseen:
-            return ConfigError(f"the tokenizer cannot encode this text: {error}.")
-        shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in unseen[:5]) + (", ..." if len(unseen) > 5 else "")
-        return ConfigError(
-            f"the character tokenizer has never seen {shown}: leave {'it' if len(unseen) == 1 else 'them'} out, "
-            "or train with tokenizer.kind=bytes or bpe, which encode any text."
-        )
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -47,6 +47,13 @@ def peak_flops(dtype: str) -> float:
     return 2 * n**3 / min(times) / (jax.device_count() if jax.default_backend() == "cpu" else 1)
 
 
+def with_rows_of(run: RunConfig, length: int) -> RunConfig:
+    """`run` as it is while its rows are cut to `length` tokens: as many more of them."""
+    rows = run.train.batch_size * run.data.sequence_length // length
+    data = dataclasses.replace(run.data, sequence_length=length)
+    return dataclasses.replace(run, data=data, train=dataclasses.replace(run.train, batch_size=rows))
+
+
 def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
     """`run` with its attention kernel chosen, and a sentence about it; `prove_kernel` checks it.
 
@@ -68,8 +75,9 @@ def prove_kernel(run: RunConfig, packed: bool) -> str:
     if name == "xla":
         return ""
     rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
-    errors = check_kernel(name, run.model, rows, run.data.sequence_length, packed)
-    return f"The attention kernel {name} was checked against float32: {errors}."
+    length = run.data.sequence_length
+    errors = check_kernel(name, run.model, rows, length, packed)
+    return f"The attention kernel {name} was checked against float32 on rows of {length}: {errors}."
 
 
 def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:

@@ -21,18 +21,23 @@ from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
 from jaxformer.sharding import make_mesh
 from jaxformer.train.adopt import adopted, with_classes
-from jaxformer.train.device import peak_flops, with_kernel
+from jaxformer.train.device import peak_flops, with_kernel, with_rows_of
 from jaxformer.train.directory import claim
 from jaxformer.train.state import TrainState, abstract_state
 
 Say = Callable[[str], None]
+Fact = str | list[str]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run made ready. `run` has every choice made; `facts` is the start banner."""
+    """A run made ready. `run` has every choice made; `facts` is the start banner.
+
+    `runs` is the run as it is with each length of its rows, of which there are several where data.length_warmup says so.
+    """
 
     run: RunConfig
+    runs: dict[int, RunConfig]
     corpus: data.Corpus
     batches: data.Batches
     heldout: data.EvaluationBatches | None
@@ -41,15 +46,30 @@ class Job:
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
     peak: float
-    facts: dict[str, str]
+    facts: dict[str, Fact]
 
     @property
     def tokens_per_step(self) -> int:
         return self.run.train.batch_size * self.run.data.sequence_length
 
     @functools.cached_property
-    def flops_per_token(self) -> int:
-        return flops_per_token(self.run.model, self.run.data.sequence_length, self.run.data.source_length)
+    def flops_per_token(self) -> dict[int, int]:
+        """By the length of the rows."""
+        source = self.run.data.source_length
+        return {length: flops_per_token(run.model, length, source) for length, run in self.runs.items()}
+
+    def length(self, step: int) -> int:
+        """Tokens of a row of the batch of a step, counted from 0."""
+        return data.length_at(self.batches.lengths, step)
+
+    def lengths(self, first: int) -> list[int]:
+        """The lengths of the rows of the steps from `first` to the end."""
+        later = [length for step, length in self.batches.lengths if first < step < self.run.train.steps]
+        return list(dict.fromkeys([self.length(first), *later]))
+
+    def flops(self, first: int, stop: int) -> int:
+        """Of the steps from `first` to `stop`, not included."""
+        return self.tokens_per_step * sum(self.flops_per_token[self.length(step)] for step in range(first, stop))
 
     @property
     def target(self) -> TrainState:
@@ -74,11 +94,13 @@ def make_job(run: RunConfig, say: Say) -> Job:
     heldout = data.evaluation_batches(corpus.validation, run.data, size, *place) if corpus.validation else None
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
-    ready, kernel = with_kernel(run, "segment_ids" in batches[0])
+    packed, lengths = "segment_ids" in batches[0], dict(batches.lengths).values()
+    kernels = {length: with_kernel(with_rows_of(run, length), packed) for length in lengths}
+    runs = {length: ready for length, (ready, _) in kernels.items()}
     peak = peak_flops(str(compute_dtype(run.model)))
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    job = Job(ready, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {})
-    job.facts.update(_facts(job, kernel))
+    job = Job(runs[run.data.sequence_length], runs, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {})
+    job.facts.update(_facts(job, {length: reason for length, (_, reason) in kernels.items()}))
     texts = {"train": corpus.train, "validation": corpus.validation}
     claim(run, corpus.tokenizer, {name: rows.fingerprint for name, rows in texts.items() if rows}, corpus.labels)
     return job
@@ -92,7 +114,7 @@ def keep_compiled(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _facts(job: Job, kernel: str) -> dict[str, str]:
+def _facts(job: Job, kernels: dict[int, str]) -> dict[str, Fact]:
     run, mesh, device = job.run, job.mesh, jax.devices()[0]
     train, validation = job.corpus.train, job.corpus.validation
     state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(job.target))
@@ -115,15 +137,35 @@ def _facts(job: Job, kernel: str) -> dict[str, str]:
             f"{name}: {n} tensors, {human_count(size)} parameters" for name, (n, size) in groups.items()
         ),
         "memory": f"{human_bytes(state)} of parameters and optimizer state a device",
-        "FLOPs": f"{human_count(job.flops_per_token)} a token, forward and backward",
-        "attention": kernel,
+        "FLOPs": f"{human_count(job.flops_per_token[run.data.sequence_length])} a token, forward and backward",
+        "attention": [f"rows of {length}: {reason}" for length, reason in kernels.items()]
+        if len({*kernels.values()}) > 1
+        else next(iter(kernels.values())),
         "data": f"{job.corpus.objective}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
         + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
+        **_plan(job),
         "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
         "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; "
         f"the run is {run.train.steps / epoch:.2f} epochs",
         "run directory": str(Path(run.run.dir)),
     }
+
+
+def _plan(job: Job) -> dict[str, Fact]:
+    """What is read of each source, where there are several, and the lengths of rows and how full they are."""
+    found: dict[str, Fact] = {}
+    train, settings = job.corpus.train, job.run.train
+    if isinstance(train, data.Mixture):
+        found["mixture"] = [
+            f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs of it"
+            for drawn in train.shares(settings.steps, settings.batch_size)
+        ]
+    lengths = [
+        f"{job.runs[length].train.batch_size:,} of {length} tokens {f'after step {step:,}' if step else 'at first'}"
+        for step, length in job.batches.lengths
+    ]
+    rows = lengths * (len(lengths) > 1) + [f"{train.filled:.2%} filled"] * (train.filled < 1)
+    return found | ({"rows": "; ".join(rows)} if rows else {})
 
 
 def _layers(model: ModelConfig) -> str:

@@ -28,6 +28,7 @@ from jaxformer.train.job import Job, Say, make_job
 from jaxformer.train.state import TrainState, init_state
 from jaxformer.train.step import Batch, Metrics, make_step
 
+Steps = dict[int, Any]  # by the length of the rows: (state, batch) -> (state, metrics), compiled
 PROMPTS = {"masked": "Once [MASK] a time"}  # for the command named at the end, where the head wants more than a word
 
 
@@ -68,23 +69,25 @@ def train(run: RunConfig) -> Result:
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
-def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Any]:
-    """The state to start from and the compiled step (None where no step is left), its kernel checked.
+def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Steps]:
+    """The state to start from and the compiled step for each length of rows that is left, its kernel checked.
 
     On a CPU the step compiles while the rest is made; on another device first, since its compiler times kernels there.
     """
-    run = job.run
+    run, saved = job.run, checkpoints.steps() or [0]
     with ThreadPoolExecutor(1) as behind:
 
-        def start() -> Future[Any]:
-            step = behind.submit(_compile, job, say)
+        def start(first: int) -> Future[Steps]:
+            lengths = job.lengths(first)
+            steps = behind.submit(lambda: {length: compile_step(job, length, say) for length in lengths})
             if jax.default_backend() != "cpu":
-                step.result()
-            if proof := prove_kernel(run, "segment_ids" in job.batches[0]):
-                say(proof)
-            return step
+                steps.result()
+            for length in lengths:
+                if proof := prove_kernel(job.runs[length], "segment_ids" in job.batches[0]):
+                    say(proof)
+            return steps
 
-        step = start() if (checkpoints.steps() or [0])[-1] < run.train.steps else None
+        steps = start(saved[0]) if saved[-1] < run.train.steps else None  # the newest may prove torn
         state = checkpoints.restore(job.target, say)
         if state is None:
             state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
@@ -96,8 +99,8 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, An
             say(f"Continuing {run.run.dir} from step {int(state.step)}.")
         else:
             say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
-            return state, None
-        return state, (step or start()).result()
+            return state, {}
+        return state, (steps or start(int(state.step))).result()
 
 
 def _print(text: str) -> None:
@@ -118,6 +121,13 @@ class Watch:
         yield
         self.since += time.perf_counter() - begin
 
+    def length(self, step: int) -> int:
+        """The tokens of a row of this step's batch, said where they change."""
+        before, now = self.job.length(max(0, step - 2)), self.job.length(step - 1)
+        if before != now and self.job.run.run.progress != "none":
+            self.progress.say(f"step {step}: rows of {now} tokens from here on, {before} until now")
+        return now
+
     def read(self, step: int, metrics: Metrics) -> None:
         """Waits for a step and logs it if it is due. The loop reads a step late, so that the device never waits."""
         if step <= self.read_to:
@@ -135,10 +145,11 @@ class Watch:
         require_finite(self.job, step, values)
         now = time.perf_counter()
         tokens = self.job.tokens_per_step
-        rate = (step - self.logged_to) * tokens / max(now - self.since, 1e-9)
-        self.since, self.logged_to = now, step
-        mfu = rate * self.job.flops_per_token / (self.job.peak * self.job.mesh.size)
+        seconds = max(now - self.since, 1e-9)
+        rate = (step - self.logged_to) * tokens / seconds
+        mfu = self.job.flops(self.logged_to, step) / seconds / (self.job.peak * self.job.mesh.size)
         values |= {"tokens": step * tokens, "tokens_per_second": rate, "mfu": mfu}
+        self.since, self.logged_to = now, step
         self.log.log(step, values)
         self.progress.update(step, values)
 
@@ -152,8 +163,8 @@ def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
         )
 
 
-def _steps(job: Job, state: TrainState, advance: Any, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
-    """Runs the steps that are left by the compiled `advance`; the final state and its evaluation."""
+def _steps(job: Job, state: TrainState, advance: Steps, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
+    """Runs the steps that are left by those compiled; the final state and its evaluation."""
     settings, first = job.run.train, int(state.step)
     evaluate = make_evaluate(job.run.model, job.mesh, bytes_of_targets(job.corpus))
     heldout = job.heldout
@@ -172,7 +183,7 @@ def _steps(job: Job, state: TrainState, advance: Any, checkpoints: Checkpoints) 
         result: Evaluation = {}
         for step in range(first + 1, settings.steps + 1):
             previous = metrics
-            state, metrics = advance(state, batch)
+            state, metrics = advance[watch.length(step)](state, batch)
             watch.read(step - 1, previous)
             last, stop = step == settings.steps, stopped.is_set()
             if not last:
@@ -201,15 +212,17 @@ def _some(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
     return itertools.islice(batches, limit or None)
 
 
-def _compile(job: Job, say: Say) -> Any:
-    """The step compiled ahead of time, so that what it needs is known, and said, before it runs."""
+def compile_step(job: Job, length: int, say: Say) -> Any:
+    """The step for rows of a length, compiled ahead of time, so that what it needs is known, and said, before it runs."""
     begin = time.perf_counter()
+    first = next(first for first, tokens in job.batches.lengths if tokens == length)
     with jax.set_mesh(job.mesh):
-        step = make_step(job.run, job.optimizer, job.schedule, job.mesh)
-        compiled = step.lower(job.target, place_batch(job.batches[0], job.mesh)).compile()
+        step = make_step(job.runs[length], job.optimizer, job.schedule, job.mesh)
+        compiled = step.lower(job.target, place_batch(job.batches[first], job.mesh)).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
-    say(f"The step was compiled in {took}; it needs {human_bytes(temporary)} a device besides its state.")
+    rows = f" for rows of {length} tokens" if len(job.runs) > 1 else ""
+    say(f"The step was compiled{rows} in {took}; it needs {human_bytes(temporary)} a device besides its state.")
     return compiled
 
 

@@ -1,0 +1,28 @@
+"""Text to tokens beside its peers: training a BPE and its memory, and what else is in `PARTS`. `python benchmarks/tokens.py`
+
+Names of parts after it choose these. Each part prints its table and is one call of the function that `PARTS` names.
+"""
+
+import argparse
+import importlib
+
+PARTS = {
+    "training": ("tokens_training", "training"),
+    "memory": ("tokens_training", "memory"),
+    "loader": ("tokens_loader", "loader"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all where none is named")
+    chosen = parser.parse_args().parts or [*PARTS]
+    if unknown := [part for part in chosen if part not in PARTS]:
+        parser.error(f"no part is called {unknown[0]}: take some of {', '.join(PARTS)}")
+    for part in chosen:
+        module, function = PARTS[part]
+        getattr(importlib.import_module(module), function)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`jaxformer prepare CONFIG`: tokenizes a run's text beforehand, in one go or as the tasks of a job array."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxformer.config import ConfigError
+from jaxformer.config_file import parse_arguments, read_config
+
+USAGE = """usage: jaxformer prepare CONFIG [--output DIRECTORY] [--shard I/N] [--verify] [--section.field value ...]
+
+Tokenizes the text of a config beforehand: to data.cache_dir, where train.py finds it, or to --output, a directory that
+--data.train takes in place of the text. What an earlier call has finished is kept.
+
+  --shard I/N   only the part of task I (from 0) of N, as of a job array: tasks need nothing of one another but the same
+                directory, and a last call without --shard joins what they made
+  --verify      reads all of what is there, and holds it against its checksums
+
+CONFIG --help lists every field of the config."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE, file=sys.stdout if arguments and arguments[0] in ("-h", "--help") else sys.stderr)
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    parser = argparse.ArgumentParser("jaxformer prepare", add_help=False, allow_abbrev=False)
+    parser.add_argument("--output", type=_folder)
+    parser.add_argument("--shard", type=_share)
+    parser.add_argument("--verify", action="store_true")
+    asked, rest = parser.parse_known_args(arguments[1:])
+    config = parse_arguments(read_config(arguments[0]), rest, program=f"jaxformer prepare {arguments[0]}")
+    if asked.shard and asked.verify:
+        raise ConfigError("--verify reads what all tasks have made: leave --shard out.")
+    from jaxformer.data.preparing import TextFacts, prepare_share, prepare_text
+
+    if asked.shard:
+        prepare_share(config, asked.output, asked.shard, _say)
+        _say(f"task {asked.shard[0]} of {asked.shard[1]} is done; when all are, the same line without --shard joins them")
+        return 0
+    found: list[TextFacts] = prepare_text(config, asked.output, asked.verify, _say)
+    for text in found:
+        rate = text.bytes / max(1, text.tokens - text.documents)
+        print(
+            f"{text.name}: {text.documents:,} documents, {text.tokens:,} tokens, {rate:.3f} bytes a token, "
+            f"longest document {text.longest:,} tokens"
+        )
+        for line in text.skipped:
+            print(f"  {line}")
+    if asked.verify:
+        print("every byte is as it was written")
+    if asked.output:
+        print(f"{asked.output} can be trained on: --data.train {asked.output}")
+    return 0
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: name a directory, or leave --output out")
+    return Path(os.path.expanduser(text))
+
+
+def _share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write I/N, as in 0/8 to 7/8 for eight tasks")
+    return int(found[1]), int(found[2])
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

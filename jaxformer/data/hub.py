@@ -1,0 +1,98 @@
+"""Finds the files of what `datasets:NAME` names: on the Hugging Face hub, or in a directory that `datasets` can read."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxformer.config import ConfigError
+
+if TYPE_CHECKING:
+    import datasets
+
+PREFIX = "datasets:"
+GRAMMAR = (
+    "write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in "
+    "'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train where none is given"
+)
+SECONDS_TO_ANSWER = 10.0
+
+
+class Wanted(NamedTuple):
+    """What is asked of the library: a name on the hub or a directory, and a configuration and a split where given."""
+
+    name: str
+    config: str | None
+    split: str | None
+
+
+def dataset_files(spec: str, setting: str) -> list[Path]:
+    """The Arrow files of a data set, downloaded or converted by the `datasets` library where they are not yet.
+
+    Raises ConfigError where it cannot be had.
+    """
+    where = f"{setting}={spec}"
+    parts = spec.removeprefix(PREFIX).split(":")
+    if len(parts) > 3 or not all(parts) or "[" in spec:
+        raise ConfigError(f"{where} names no data set, or a part of a split: {GRAMMAR}. A split is read whole.")
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{where} is read by the library `datasets`, which is not installed: pip install 'jaxformer[datasets]'."
+        ) from None
+    wanted = Wanted(parts[0], parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None)
+    found = _loaded(datasets, wanted, where)
+    files = [Path(entry["filename"]) for entry in found.cache_files]
+    if not files:
+        raise ConfigError(f"{where} is empty, or in memory alone: save it by save_to_disk, and name that directory.")
+    return files
+
+
+def _loaded(library: ModuleType, wanted: Wanted, where: str) -> "datasets.Dataset":
+    folder = Path(wanted.name).expanduser()
+    try:
+        if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            return _saved(library.load_from_disk(str(folder)), wanted, where)
+        name = str(folder) if folder.is_dir() else wanted.name
+        with _hub_if_it_answers(library) if not folder.is_dir() else contextlib.nullcontext():
+            return library.load_dataset(name, wanted.config, split=wanted.split or "train")
+    except ConfigError:
+        raise
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{where}: the Hugging Face hub cannot be reached ({error}), and {library.config.HF_DATASETS_CACHE} holds no "
+            f"copy of {wanted.name!r}: run once where there is a network, with HF_HOME on a disk that both see, or save it "
+            "there by save_to_disk and give that directory, as in 'datasets:DIRECTORY'."
+        ) from None
+    except Exception as error:  # the library's own, Arrow's, and those of its HTTP client
+        raise ConfigError(f"{where} cannot be had from the library `datasets`: {error} To choose, {GRAMMAR}.") from None
+
+
+def _saved(found: Any, wanted: Wanted, where: str) -> "datasets.Dataset":
+    """One split of what save_to_disk wrote: a data set, or a dictionary of them."""
+    splits = found if isinstance(found, dict) else {wanted.split if found.split is None else str(found.split): found}
+    split = wanted.split or ("train" if isinstance(found, dict) else next(iter(splits)))
+    if wanted.config or split not in splits:
+        raise ConfigError(
+            f"{where}: {wanted.name} was written by save_to_disk, and has the splits {', '.join(map(str, splits))} and no "
+            f"configurations: write 'datasets:{wanted.name}:SPLIT'."
+        )
+    return splits[split]
+
+
+@contextlib.contextmanager
+def _hub_if_it_answers(library: ModuleType) -> Iterator[None]:
+    """Leaves only the library's copies where the hub does not answer, which it would try for half a minute by itself."""
+    import huggingface_hub
+
+    before = library.config.HF_HUB_OFFLINE
+    try:
+        huggingface_hub.get_session().head(library.config.HF_ENDPOINT, timeout=SECONDS_TO_ANSWER)
+    except Exception:  # of one HTTP client or another, by its version
+        library.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        library.config.HF_HUB_OFFLINE = before

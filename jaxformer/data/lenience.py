@@ -1,0 +1,86 @@
+"""What is done about input that cannot be used: refused in one message, or passed over and counted by reason."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxformer.config import ConfigError, Malformed, Undecodable
+
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Lenience:
+    """The settings data.undecodable and data.malformed."""
+
+    undecodable: Undecodable = "refuse"
+    malformed: Malformed = "refuse"
+
+
+STRICT = Lenience()
+
+
+class Skipped(dict[str, tuple[int, str]]):
+    """What was passed over in one reading: for each reason how often, and the place of the first."""
+
+    def add(self, reason: str, place: str, count: int = 1) -> None:
+        """Counts one more, or `count`; the place that came first stays."""
+        before, first = self.get(reason, (0, place))
+        self[reason] = (before + count, first)
+
+    def merge(self, later: Mapping[str, Sequence]) -> None:
+        """Adds what a later part of the source passed over, also as JSON gives it back: lists for tuples."""
+        for reason, (count, place) in later.items():
+            self.add(reason, place, count)
+
+    def lines(self) -> list[str]:
+        """A line for each reason."""
+        return [f"{reason}: {count:,}, the first in {place}" for reason, (count, place) in self.items()]
+
+
+class Fault(Exception):
+    """A record that cannot be used: the reason it is counted by, and the message, which follows upon the place."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What one reading of a source does about faults."""
+
+    lenience: Lenience = STRICT
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def malformed(self, fault: Fault, place: str) -> None:
+        """Raises ConfigError, or counts."""
+        if self.lenience.malformed == "refuse":
+            raise ConfigError(f"{place}{fault} Or leave such records out by data.malformed=skip.")
+        self.skipped.add(fault.reason, place)
+
+    def blank(self, place: str) -> None:
+        """Counts a document without text."""
+        self.skipped.add("blank documents", place)
+
+    def decoded(self, raw: bytes, where: str, offset: int) -> str | None:
+        """UTF-8 text, None where it is to be left out; `offset` is that of its first byte. Raises ConfigError."""
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            place = f"{where}, byte {offset + error.start}"
+            if self.lenience.undecodable == "refuse":
+                raise _not_utf8(where, offset + error.start, error) from None
+        if self.lenience.undecodable == "skip":
+            self.skipped.add("records with bytes that are not UTF-8", place)
+            return None
+        text = raw.decode(errors="replace")
+        count = text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
+        self.skipped.add("bytes that are not UTF-8, replaced by U+FFFD", place, count)
+        return text
+
+
+def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:
+    return ConfigError(
+        f"{where} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {offset} ({error.reason}; of the "
+        "decompressed text). Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or skip."
+    )

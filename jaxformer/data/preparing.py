@@ -1,0 +1,117 @@
+"""Tokenizes a run's text beforehand: whole, or a share of it as one of many tasks that know nothing of one another."""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.data.corpus import Say, check_fit, find_named, find_sides, tokenizer_of
+from jaxformer.data.objectives import fields_of, specials_of
+from jaxformer.data.sources import Source
+from jaxformer.data.splits import Split, Survey
+from jaxformer.data.store import TokenStore
+from jaxformer.data.texts import Prepared, build_part, store_of, write_prepared
+from jaxformer.data.vocabulary import given_tokenizer
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What a tokenized text holds: tokens with the end of each document, bytes of text, the longest document in tokens."""
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    longest: int
+    skipped: tuple[str, ...]
+
+
+def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) -> list[TextFacts]:
+    """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a source of its own.
+
+    `thorough` reads all that is there and holds it against its checksums. Raises ConfigError for text, or a store, that
+    cannot be used.
+    """
+    _require_text(run)
+    cache = Path(run.data.cache_dir).expanduser()
+    folder = _ready(output) if output else cache / "stores"
+    sides = find_sides(run, cache, say)
+    if output:
+        _require_sources(split.source for splits in sides.values() for split in splits)
+    tokenizer = tokenizer_of(run, sides, cache, say)
+    facts: list[TextFacts] = []
+    texts: dict[str, list[tuple[Source, Survey]]] = {side: [] for side in sides}
+    for side, splits in sides.items():
+        for split in splits:
+            if side == "train" or split.side == "all":  # else the text is on both sides
+                store = store_of(split.source, split.survey, tokenizer, folder, say, thorough)
+                facts.append(_facts(split, store))
+                texts[side].append((split.source, split.survey))
+    if output:
+        write_prepared(output, tokenizer, texts)
+    return facts
+
+
+def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], say: Say) -> None:
+    """Makes the shards of task `share[0]` of `share[1]`. Raises ConfigError where the tokenizer is yet to be trained."""
+    _require_text(run)
+    cache = Path(run.data.cache_dir).expanduser()
+    folder = _ready(output) if output else cache / "stores"
+    train, held = find_named(run)
+    if output:
+        _require_sources([*train, *held])
+    tokenizer = given_tokenizer(run.tokenizer, specials_of(run))
+    if tokenizer is None:
+        raise ConfigError(
+            "--shard needs a tokenizer that is there already, so that every task has the same: make one with "
+            f"`jaxformer tokenizer train SOURCE --vocab_size {run.tokenizer.vocab_size} --output DIRECTORY`, and name it as "
+            "--tokenizer.path DIRECTORY."
+        )
+    check_fit(run, tokenizer)
+    for source in [*train, *held]:
+        if not isinstance(source, Prepared):
+            build_part(source, tokenizer, cache, folder, share, say)
+
+
+def _ready(output: Path) -> Path:
+    """The directory for tokens, made. Raises ConfigError where it cannot be, or holds what an earlier call did not write."""
+    new = "name one that is new, or that an earlier call began"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        names = sorted(name for name in os.listdir(output) if not name.startswith("."))
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} is no directory that can be used ({error.strerror or error}): {new}."
+        ) from None
+    if not os.access(output, os.W_OK):
+        raise ConfigError(f"--output {output} cannot be written: {new}.")
+    if names and not any(re.fullmatch("[0-9a-f]{32}", name) for name in names):
+        raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
+    return output
+
+
+def _require_sources(sources: Iterable[Source]) -> None:
+    for source in sources:
+        if isinstance(source, Prepared):
+            raise ConfigError(
+                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it as it is, or name the text "
+                "that it was made of."
+            )
+
+
+def _require_text(run: RunConfig) -> None:
+    if len(fields_of(run)) > 1:
+        raise ConfigError(
+            f"data.objective={run.data.objective} reads records, which training encodes by itself in one go: "
+            "jaxformer prepare tokenizes text."
+        )
+
+
+def _facts(split: Split, store: TokenStore) -> TextFacts:
+    longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
+    skipped = tuple(split.survey.skipped.lines())
+    return TextFacts(str(split.source), store.documents, store.tokens, store.bytes, longest, skipped)

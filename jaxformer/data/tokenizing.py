@@ -1,0 +1,178 @@
+"""Makes stores: text to shards whose borders depend on the text alone, so that work can stop anywhere and go on."""
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from jaxformer.data.sources import Piece
+from jaxformer.data.store import Shard, TokenStore, Written, write_manifest
+from jaxformer.data.writing import claimed, replacing
+from jaxformer.tokenizer import Tokenizer
+
+SHARD_CHARACTERS = 64 << 20
+BATCH_CHARACTERS = 1 << 21
+SECONDS_BETWEEN_NOTES = 20.0
+
+Item = TypeVar("Item")
+Place = Callable[[str], float]
+
+
+class Progress:
+    """Says how far a work of `total` bytes of text is, at most every 20 seconds."""
+
+    def __init__(self, say: Callable[[str], None] = lambda line: None, total: int = 0) -> None:
+        self.say, self.done, self._total = say, 0, total
+        self._began = self._said = time.monotonic()
+
+    def tell(self) -> None:
+        now = time.monotonic()
+        if now - self._said < SECONDS_BETWEEN_NOTES:
+            return
+        self._said, rate = now, max(1.0, self.done / (now - self._began))
+        left = max(0, self._total - self.done) / rate / 60
+        done, total = self.done / 1e9, self._total / 1e9
+        self.say(f"tokenized {done:.2f} of {total:.2f} GB, {rate / 1e6:.1f} MB/s, {left:.0f} min left")
+
+
+def open_or_build(
+    directory: Path,
+    pieces: Callable[[], Iterable[Piece]],
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
+    place: Place = lambda document: 0.0,
+) -> TokenStore:
+    """The finished store in a directory, or a new one: shards that an earlier attempt finished are kept.
+
+    `place` is where a document comes in the order in which they are held out. A second process on this machine waits and
+    then reuses. Raises ConfigError where a file of the store was altered since it was written.
+    """
+    if (store := TokenStore.open(directory)) is not None:
+        return store
+    progress = progress or Progress()
+    with claimed(directory, progress.say) as alone:
+        if (store := TokenStore.open(directory)) is not None:
+            return store
+        for draft in directory.glob("*.tmp") if alone else ():
+            draft.unlink(missing_ok=True)
+        store = complete(directory, build_shards(directory, pieces(), tokenizer, progress, place), tokenizer)
+    assert store is not None  # every shard was made here
+    return store
+
+
+def complete(directory: Path, made: list[Shard | None], tokenizer: Tokenizer) -> TokenStore | None:
+    """Writes the manifest of a store whose shards are all there; None where one is not."""
+    shards = [shard for shard in made if shard]
+    if len(shards) < len(made):
+        return None
+    dtype = width(tokenizer)
+    manifest = {
+        "dtype": dtype.name,
+        "tokenizer": tokenizer.fingerprint(),
+        **{name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents", "bytes")},
+        "shards": [shard.entry() for shard in shards],
+    }
+    write_manifest(directory, manifest)
+    return TokenStore(shards, dtype, directory.name)
+
+
+def build_shards(
+    directory: Path,
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    progress: Progress,
+    place: Place,
+    mine: Callable[[int], bool] = lambda index: True,
+) -> list[Shard | None]:
+    """Writes the shards of a store whose numbers are `mine`, unless they are there; None for those that others make."""
+    made: list[Shard | None] = []
+    for index, group in enumerate(_groups(_sized(pieces, progress))):
+        shard = Shard.finished(directory, index)
+        if not shard and mine(index):
+            shard = _write_shard(directory / f"{index:05d}", group, tokenizer, place)
+        progress.tell()
+        made.append(shard)
+    return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
+
+
+def width(tokenizer: Tokenizer) -> np.dtype:
+    """What a token takes in a store."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def _sized(pieces: Iterable[Piece], progress: Progress) -> Iterator[tuple[Piece, int]]:
+    """Each piece with the bytes of its document up to its end."""
+    size = 0
+    for piece in pieces:
+        own = len(piece.text.encode())
+        size, progress.done = size + own, progress.done + own
+        yield piece, size
+        size = 0 if piece.ends else size
+
+
+def _groups(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Iterable[tuple[Piece, int]]]:
+    """The pieces of each shard; one that is not consumed is passed over."""
+    seen = 0
+
+    def shard(sized: tuple[Piece, int]) -> int:
+        nonlocal seen
+        seen += len(sized[0].text)
+        return (seen - 1) // SHARD_CHARACTERS
+
+    return (group for _, group in itertools.groupby(pieces, shard))
+
+
+def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tokenizer, place: Place) -> Shard:
+    tokens, ends, sizes, places = 0, [], [], []
+    dtype, read = width(tokenizer), hashlib.blake2b(digest_size=16)
+    with replacing(path.with_suffix(".tokens")) as file:
+        for batch in _ahead(in_batches(pieces, lambda sized: len(sized[0].text))):
+            encoded = tokenizer.encode_batch([piece.text for piece, _ in batch])
+            for (piece, size), ids in zip(batch, encoded, strict=True):
+                tokens += len(ids) + piece.ends
+                if piece.ends:
+                    ids.append(tokenizer.end_token)
+                    ends.append(tokens)
+                    sizes.append(size)
+                    places.append(place(piece.document))
+            raw = np.fromiter(itertools.chain.from_iterable(encoded), dtype).tobytes()
+            read.update(raw)
+            file.write(raw)
+    table = np.array([ends, sizes, np.array(places, np.float64).view(np.int64)], np.int64).tobytes()
+    with replacing(path.with_suffix(".documents")) as file:
+        file.write(table)
+    digests = {"tokens": read.hexdigest(), "documents": hashlib.blake2b(table, digest_size=16).hexdigest()}
+    files = {kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()}
+    shard = Shard(path, tokens, len(ends), sum(sizes), files)
+    with replacing(path.with_suffix(".json")) as file:
+        file.write(json.dumps(shard.entry()).encode())
+    return shard
+
+
+def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Lists of items, each large enough to keep all cores encoding."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= BATCH_CHARACTERS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, the next one made on a thread while one is at work."""
+    end = object()
+    with ThreadPoolExecutor(1) as behind:
+        waiting = behind.submit(next, items, end)
+        while (item := waiting.result()) is not end:
+            waiting = behind.submit(next, items, end)
+            yield item  # type: ignore[misc]

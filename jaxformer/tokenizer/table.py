@@ -1,0 +1,136 @@
+"""A byte-level BPE from its two tables, the bytes of each id and the merges in order; or from GPT-2's files of these."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxformer.config import ConfigError
+from jaxformer.tokenizer.files import ADDED_FILE, SETTINGS_FILE, TOKENIZER_FILE, missing, read_object
+from jaxformer.tokenizer.pieces import BYTES, byte_characters
+from jaxformer.tokenizer.words import PATTERNS
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MERGES_FILE = "merges.txt"
+GPT2 = ("<|endoftext|>",)
+CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's
+ROBERTA = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
+
+# Special tokens by the class or the model_type that a directory names, of those whose words are GPT-2's.
+FAMILIES = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj"), GPT2),
+    **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA),
+}
+
+
+def byte_level_bpe(
+    vocab: dict[int, bytes],
+    merges: Sequence[tuple[bytes, bytes]],
+    special_tokens: Sequence[str] = (),
+    pattern: str = "gpt2",
+) -> "tokenizers.Tokenizer":
+    """A tokenizer of the library with just these ids; special tokens that the vocabulary lacks follow its last id.
+
+    Raises ConfigError for a byte that is no entry, for two entries of the same bytes, and for a merge whose parts or whole
+    are none.
+    """
+    if pattern not in PATTERNS:
+        raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(PATTERNS)}.")
+    if isinstance(special_tokens, str):
+        raise ConfigError(f"special_tokens={special_tokens!r} must be a list of names: write [{special_tokens!r}].")
+    ids: dict[bytes, int] = {}
+    for index, entry in vocab.items():
+        if (other := ids.setdefault(entry, index)) != index:
+            raise ConfigError(f"the vocabulary holds {entry!r} twice, as {other} and as {index}: an entry has one id.")
+    if absent := [byte for byte in range(256) if bytes([byte]) not in ids]:
+        raise ConfigError(f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}: add them.")
+    characters = byte_characters()
+    names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
+    names |= {name.encode(): name for name in special_tokens}
+    for place, (left, right) in enumerate(merges):
+        if unknown := [part for part in (left, right, left + right) if part not in ids]:
+            raise ConfigError(f"merge {place}, {left!r} and {right!r}: {unknown[0]!r} is not in the vocabulary.")
+    for name in special_tokens:
+        ids.setdefault(name.encode(), max(ids.values()) + 1)
+    strings = {names[entry]: index for entry, index in ids.items()}
+    made = {names[left] + names[right] for left, right in merges}
+    if len(strings) < len(ids) or not strings.keys() >= made:
+        raise ConfigError(f"special_tokens={[*special_tokens]!r}: one is written as an entry is; take another name.")
+    return _backend(strings, [(names[left], names[right]) for left, right in merges], special_tokens, _words(pattern))
+
+
+def from_files(file: Path) -> "tokenizers.Tokenizer":
+    """The tokenizer of a vocab.json and the merges.txt beside it, with what transformers adds to it by the model's family.
+
+    The family is that of tokenizer_config.json or config.json; without them RoBERTa's where all its special tokens are
+    entries, else GPT-2's. Raises ConfigError for one whose words are not GPT-2's, and for files that do not fit together.
+    """
+    from tokenizers import pre_tokenizers, processors
+
+    vocab: dict[str, Any] = read_object(file)
+    if not all(type(index) is int and index >= 0 for index in vocab.values()):
+        raise ConfigError(f"{file} is no object from tokens to ids: restore it.")
+    beside = file.with_name(MERGES_FILE)
+    settings = read_object(file.with_name(SETTINGS_FILE))
+    family = _family(file.parent, settings, vocab)
+    readable = beside.is_file() and family in FAMILIES and not settings.get("add_bos_token")
+    if not readable or not BYTES.keys() <= vocab.keys() or CLOSED in vocab:
+        raise missing(file.with_name(TOKENIZER_FILE))
+    space = bool(settings.get("add_prefix_space", False))
+    names = [name for name in FAMILIES[family] if name in vocab]
+    words = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    backend = _backend(vocab, _read_merges(beside, vocab), [], words)
+    for content, index in sorted(read_object(file.with_name(ADDED_FILE)).items(), key=lambda item: str(item[1]).zfill(20)):
+        backend.add_tokens([content])
+        if backend.token_to_id(content) != index:
+            raise ConfigError(f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, and {file.name} leaves no such place.")
+    backend.add_special_tokens(names)
+    if FAMILIES[family] == ROBERTA and {"<s>", "</s>"} <= {*names}:
+        end, start = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
+        backend.post_processor = processors.RobertaProcessing(end, start, trim_offsets=True, add_prefix_space=space)
+    return backend
+
+
+def _words(pattern: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if pattern == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(PATTERNS[pattern].words), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _backend(
+    vocab: dict[str, int], merges: list[tuple[str, str]], special_tokens: Sequence[str], words: Any
+) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = words
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([*special_tokens])
+    return backend
+
+
+def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> str:
+    named = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer").lower()
+    said = named or read_object(folder / "config.json").get("model_type")
+    return str(said or ("roberta" if vocab.keys() >= {*ROBERTA} else "gpt2"))
+
+
+def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a merges.txt. Raises ConfigError with the number of a line that is none."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): restore it.") from None
+    merges = []
+    for number, line in enumerate(lines, 1):
+        parts = line.removesuffix("\r").split(" ")
+        if parts == [""] or (number == 1 and line.startswith("#version")):
+            continue
+        if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
+            raise ConfigError(f"{file}, line {number}: {line!r} is no merge of two entries to a third: restore the file.")
+        merges.append((parts[0], parts[1]))
+    return merges

@@ -1,0 +1,62 @@
+"""Small stores of documents, settings for their rows, and batches held against each other."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxformer.config import DataConfig, RunConfig
+from jaxformer.data import Batch, Batches, Rows, TokenStore, open_or_build, tokenizing
+from jaxformer.data.objectives import OBJECTIVES
+from jaxformer.data.sources import Piece
+from jaxformer.tokenizer import byte_tokenizer
+
+BYTES = byte_tokenizer()
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+PACKINGS = ("stream", "documents", "best_fit")
+
+
+@contextmanager
+def stored(sizes: list[int], first: int = 0) -> Iterator[TokenStore]:
+    """A store of documents of these sizes, in shards of about 20 tokens, its letters from the `first` of the alphabet on."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "SHARD_CHARACTERS", 20)
+        letters = (chr(97 + (first + place) % 26) for place in range(sum(sizes)))
+        pieces = [Piece("".join(islice(letters, size)), str(index), True) for index, size in enumerate(sizes)]
+        yield open_or_build(Path(folder), lambda: pieces, BYTES)
+
+
+def data(length: int, packing: str = "stream", prefetch: int = 0, **more: Any) -> DataConfig:
+    return DataConfig(sequence_length=length, packing=packing, prefetch=prefetch, **more)  # type: ignore[arg-type]
+
+
+def rows_of(made: TokenStore, data: DataConfig) -> Rows:
+    return OBJECTIVES["causal"].rows(made, RunConfig(data=data), BYTES)
+
+
+def targets(batches: list[Batch]) -> list[int]:
+    return [int(token) for batch in batches for token in batch["targets"][batch["weights"] > 0]]
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+
+
+def assert_shared(make: Callable[..., Batches], steps: list[int], counts: tuple[int, ...] = (2, 4)) -> None:
+    """Processes read together, row by row in turn, what one reads alone."""
+    for step in steps:
+        whole = make()[step]
+        for count in counts:
+            shares = [make(index, count)[step] for index in range(count)]
+            joined = {name: np.empty_like(array) for name, array in whole.items()}
+            for index, share in enumerate(shares):
+                assert share.keys() == joined.keys()
+                for name in joined:
+                    joined[name][index::count] = share[name]
+            assert same(joined, whole)

@@ -1,0 +1,182 @@
+"""tiktoken's core is used where its ids are those of the tokenizers library, and nowhere else."""
+
+import json
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tokenizers
+from hard_text import characters, hard_text
+from pretrained_tokenizers import TEXTS, saved
+
+from jaxformer.config import ConfigError
+from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, train_bpe_tokenizer
+from jaxformer.tokenizer.fast import LONGEST, Fast
+from jaxformer.tokenizer.words import PATTERNS
+
+tiktoken = pytest.importorskip("tiktoken")
+
+HARD = hard_text(400_000)
+CORPUS = [*TEXTS, HARD[-60_000:], "the cat sat on the mat and the dog barked at the moon  \n\n" * 20]
+MADE = {pattern: train_bpe_tokenizer(CORPUS, 1500, (), pattern) for pattern in PATTERNS}
+
+
+def library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer in the tokenizers library alone."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
+    backend.encode_special_tokens = True
+    return backend
+
+
+def fast_of(tokenizer: Tokenizer | tokenizers.Tokenizer) -> Fast | None:
+    backend = tokenizer._backend if isinstance(tokenizer, Tokenizer) else tokenizer
+    return Fast.of(json.loads(backend.to_str()), backend)
+
+
+def plain(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
+    return [found.ids for found in library(tokenizer).encode_batch_fast([*texts], add_special_tokens=False)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern: str) -> None:
+    made = MADE[pattern]
+    assert fast_of(made)
+    ids = made.encode(HARD)
+    ranks = {made._spelling.raw(token): index for token, index in made._vocab.items() if index != made.end_token}
+    theirs = tiktoken.Encoding("own", pat_str=PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens={})
+    assert [ids] == plain(made, HARD) and ids == theirs.encode_ordinary(HARD)
+    assert made.decode(ids) == HARD
+    pieces = [HARD[start : start + size] for size in (10, 999, 30_000) for start in range(0, 60_000, size)]
+    assert made.encode_batch(pieces) == plain(made, *pieces)
+    arrays = made.encode_arrays(pieces)
+    assert all(row.dtype == np.uint32 for row in arrays) and [row.tolist() for row in arrays] == made.encode_batch(pieces)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_character_is_split_alike(pattern: str) -> None:
+    made, text = MADE[pattern], " ".join(f"a{one}1{one} {one}'{one}" for one in characters())
+    fast, start = fast_of(made), 0
+    assert fast
+    parts = []
+    while start < len(text):
+        stop = text.find(" a", start + 100_000) % (len(text) + 1)
+        parts.append(text[start:stop])
+        start = stop
+    assert made.encode_batch(parts) == plain(made, *parts)
+
+
+def test_a_random_vocabulary_is_merged_alike_or_left_to_the_library() -> None:
+    """Merges of few letters, in any order, with which tiktoken often would not do what BPE does."""
+    taken = 0
+    for seed in range(60):
+        r = random.Random(seed)
+        vocab, merges = {index: bytes([index]) for index in range(256)}, []
+        entries = [b"a", b"b", b"c"]
+        for _ in range(12):
+            left, right = r.choice(entries), r.choice(entries)
+            if left + right not in entries:
+                merges.append((left, right))
+                entries.append(left + right)
+                vocab[len(vocab)] = left + right
+        tokenizer = Tokenizer.from_bpe(vocab, merges)
+        text = " ".join("".join(r.choices("abc", k=r.randint(1, 30))) for _ in range(1500))
+        assert [tokenizer.encode(text)] == plain(tokenizer, text)
+        taken += fast_of(tokenizer) is not None
+    assert 0 < taken < 60
+
+
+def changed(change: dict[str, object], part: str = "model", base: Tokenizer = MADE["gpt2"]) -> tokenizers.Tokenizer:
+    spec = json.loads(base._backend.to_str())
+    spec[part] = (spec[part] or {}) | change
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+def test_what_tiktoken_cannot_do_is_left_to_the_library() -> None:
+    spec = json.loads(MADE["gpt2"]._backend.to_str())
+    vocab, merges = spec["model"]["vocab"], spec["model"]["merges"]
+    last, twice = "".join(merges[-1]), {index: bytes([index]) for index in range(256)}
+    twice |= {256: b"ab", 257: b"bc", 258: b"abc"}
+    refused = {
+        "dropout": changed({"dropout": 0.5}),
+        "ignore_merges": changed({"ignore_merges": True}),
+        "byte_fallback": changed({"byte_fallback": True}),
+        "normalizer": changed({"type": "NFC"}, "normalizer"),
+        "a space before": changed({"add_prefix_space": True}, "pre_tokenizer"),
+        "no words": changed({"use_regex": False}, "pre_tokenizer"),
+        "an entry without a merge": changed({"vocab": vocab | {"ĠĠĠqqq": 2000}}),
+        "ids in another order": changed({"vocab": vocab | {last: 257, "".join(merges[0]): vocab[last]}}),
+        "two merges of one entry": Tokenizer.from_bpe(
+            twice, [(b"a", b"b"), (b"b", b"c"), (b"ab", b"c"), (b"a", b"bc")]
+        )._backend,
+        "sentencepiece": Tokenizer.load(saved("t5"))._backend,
+        "byte fallback": Tokenizer.load(saved("llama2"))._backend,
+        "no merges": byte_tokenizer()._backend,
+    }
+    assert {name for name, backend in refused.items() if fast_of(backend)} == set()
+    ordinary = changed({})
+    ordinary.add_tokens(["cat"])
+    assert fast_of(ordinary) is None and fast_of(changed({}))
+    text = "the cat sat  " * 4000
+    assert Tokenizer(ordinary).encode(text) == ordinary.encode(text).ids
+
+
+def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:
+    """abc is made of a and bc, but ab comes first: tiktoken would make it of ab and c."""
+    vocab = {index: bytes([index]) for index in range(256)} | {256: b"ab", 257: b"bc", 258: b"abc"}
+    tokenizer = Tokenizer.from_bpe(vocab, [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc")])
+    assert fast_of(tokenizer) is None and tokenizer.encode("abc") == [256, 99]
+    assert tokenizer.encode("abc" * 9000) == [256, 99] * 9000
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "bart"])
+def test_published_layouts_are_taken_with_and_without_their_templates(kind: str) -> None:
+    tokenizer = Tokenizer.load(saved(kind))
+    assert fast_of(tokenizer)
+    names = [tokenizer.shown(index) for index in sorted({*range(tokenizer.vocab_size)} - {*tokenizer.ordinary().tolist()})]
+    text = HARD[-60_000:] + " ".join(f"a {name}b{name} {name}{name}" for name in names * 50)
+    assert [tokenizer.encode(text)] == plain(tokenizer, text)
+    marking = library(tokenizer)
+    marking.encode_special_tokens = False
+    assert tokenizer.encode(text, special_tokens=True) == marking.encode(text).ids
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("size", "runs"), [(LONGEST, " \n\u3000a!1"), (LONGEST + 1, " \n"), (1_100_000, " ")])
+def test_long_runs_neither_fail_nor_differ(size: int, runs: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """tiktoken's regular expressions give up at a million white spaces in a row."""
+    made = MADE[pattern]
+    for run in (*runs, "\r "):
+        text = (run * size)[: size - 1] + "x"
+        assert [made.encode(text)] == plain(made, text), run
+    assert not capfd.readouterr().err
+
+
+def test_half_a_character_is_one_clear_error_on_either_path() -> None:
+    for text in ("a\ud800b", "a\ud800b" * 30_000):
+        with pytest.raises(ConfigError, match=r"'\\ud800' \(U\+D800\), half of a character of UTF-16"):
+            MADE["gpt2"].encode(text)
+
+
+def test_without_tiktoken_ids_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = MADE["llama3"].encode(HARD[:50_000])
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    alone = Tokenizer(library(MADE["llama3"]))
+    assert fast_of(alone) is None and alone.encode(HARD[:50_000]) == wanted
+    assert [row.tolist() for row in alone.encode_arrays([HARD[:50_000]])] == [wanted]
+
+
+def test_special_tokens_of_an_objective_stay_text_on_the_fast_path() -> None:
+    tokenizer = train_bpe_tokenizer(CORPUS, 1500, SENTINELS)
+    text = "the <extra_id_0> cat <extra_id_12>\n" * 2000
+    assert fast_of(tokenizer) and [tokenizer.encode(text)] == plain(tokenizer, text)
+    found = tokenizer.encode(text, special_tokens=True)
+    assert found.count(tokenizer.sentinels()[0]) == found.count(tokenizer.sentinels()[12]) == 2000
+
+
+def test_many_threads_encode_alike() -> None:
+    texts = [HARD[start : start + 20_000] for start in range(0, 200_000, 20_000)]
+    tokenizer = Tokenizer(library(MADE["gpt2"]))
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(tokenizer.encode, texts)] == MADE["gpt2"].encode_batch(texts)
