@@ -1,6 +1,6 @@
-"""Text to tokens beside its peers: training a BPE and its memory, and what else is in `PARTS`. `python benchmarks/tokens.py`
+"""Text to batches beside its peers: training a BPE, encoding, the memory of both, loading. `python benchmarks/tokens.py`
 
-Names of parts after it choose these. Each part prints its table and is one call of the function that `PARTS` names.
+Names of parts after it choose some of them. Each part prints its table and is one call of the function that `PARTS` names.
 """
 
 import argparse
@@ -9,6 +9,8 @@ import importlib
 PARTS = {
     "training": ("tokens_training", "training"),
     "memory": ("tokens_training", "memory"),
+    "encoding": ("tokens_encoding", "encoding"),
+    "iterable": ("tokens_encoding", "iterable"),
     "loader": ("tokens_loader", "loader"),
 }
 

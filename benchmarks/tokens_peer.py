@@ -1,61 +1,151 @@
-"""One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_peer.py jaxformer|tokenizers`
+"""One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_peer.py SIDE`, a name of `SIDES`
 
-Each line read is a command (`train FILE ENTRIES`, `quit`), each line written a JSON object.
+Each line read is a command (`train FILE ENTRIES`, `encode TOKENIZER FILE`, `iterate TOKENIZER FILE`, `quit`), each line
+written a JSON object. A TOKENIZER is a tokenizer.json of a byte-level BPE whose merges are in the order of their ids.
 """
 
+import functools
+import hashlib
+import itertools
 import json
+import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
 
-
-def ours() -> Callable[[str, int], int]:
-    sys.path.insert(0, str(HERE.parent))
-    from jaxformer.tokenizer import train_bpe
-
-    return lambda path, size: len(train_bpe(path, size, [END])[0])
+Encode = Callable[[Sequence[str]], Iterable[Sequence[int]]]
 
 
-def theirs() -> Callable[[str, int], int]:
-    """The tokenizers library's trainer on the same documents, parted by the same pattern."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+class Ours:
+    """This package; `fast` says whether it may use tiktoken."""
 
-    def train(path: str, size: int) -> int:
+    def __init__(self, fast: bool) -> None:
+        sys.path.insert(0, str(HERE.parent))
+        if not fast:
+            sys.modules["tiktoken"] = None  # type: ignore[assignment]
+
+    def train(self, path: str, size: int) -> int:
+        from jaxformer.tokenizer import train_bpe
+
+        return len(train_bpe(path, size, [END])[0])
+
+    def load(self, path: str) -> Encode:
+        from jaxformer.tokenizer import Tokenizer
+
+        return Tokenizer.load(path).encode_batch
+
+
+class Tokenizers:
+    """The tokenizers library."""
+
+    def train(self, path: str, size: int) -> int:
+        """Its trainer on the same documents, parted by the same pattern."""
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        )
+        trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
         documents = Path(path).read_bytes().decode().split(END)
         backend.train_from_iterator(documents, trainer, len(documents))
         return backend.get_vocab_size()
 
-    return train
+    def load(self, path: str) -> Encode:
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_file(path)
+        return lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-SIDES = {"jaxformer": ours, "tokenizers": theirs}
+class Tiktoken:
+    """tiktoken, on as many threads as there are cores."""
+
+    def load(self, path: str) -> Encode:
+        import tiktoken
+
+        sys.path.insert(0, str(HERE.parent))
+        from jaxformer.tokenizer.pieces import BYTES
+
+        model = json.loads(Path(path).read_text(encoding="utf-8"))["model"]
+        tokens = [*BYTES, *("".join(pair) for pair in model["merges"])]
+        ranks = {bytes(BYTES[character] for character in token): model["vocab"][token] for token in tokens}
+        words = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+        core = tiktoken.Encoding("peer", pat_str=words, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20})
+        return functools.partial(core.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
 
 
-def answer(train: Callable[[str, int], int], words: Sequence[str]) -> dict[str, float]:
+SIDES: dict[str, Callable[[], Any]] = {
+    "jaxformer": lambda: Ours(fast=True),
+    "jaxformer without tiktoken": lambda: Ours(fast=False),
+    "tokenizers": Tokenizers,
+    "tiktoken": Tiktoken,
+}
+
+
+def train(side: Any, path: str, size: str) -> dict[str, Any]:
     begin = time.perf_counter()
-    entries = train(words[1], int(words[2]))
+    entries = side.train(path, int(size))
     return {"seconds": time.perf_counter() - begin, "entries": entries}
 
 
+def encode(side: Any, tokenizer: str, path: str) -> dict[str, Any]:
+    """Seconds for the documents of a file, and a digest of their ids."""
+    load = _loaded(side, tokenizer)
+    texts = Path(path).read_bytes().decode().split(END)
+    begin = time.perf_counter()
+    rows = load(texts)
+    seconds = time.perf_counter() - begin
+    ids = np.fromiter(itertools.chain.from_iterable(rows), np.uint32)
+    return {"seconds": seconds, "tokens": len(ids), "digest": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()}
+
+
+def iterate(side: Any, tokenizer: str, path: str) -> dict[str, Any]:
+    """Seconds for a file's stream of ids, and the bytes of memory that it took above those before (Linux)."""
+    from jaxformer.tokenizer import Tokenizer
+
+    loaded = Tokenizer.load(tokenizer)
+    loaded.encode("a text that makes it ready " * 10_000)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = _memory("VmRSS")
+    begin = time.perf_counter()
+    with open(path, encoding="utf-8", newline="") as file:
+        tokens = sum(1 for _ in loaded.encode_iterable(file))
+    return {"seconds": time.perf_counter() - begin, "tokens": tokens, "above": _memory("VmHWM") - before}
+
+
+def _memory(name: str) -> int:
+    found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    return 1024 * int(found[1]) if found else 0
+
+
+@functools.cache
+def _loaded(side: Any, tokenizer: str) -> Encode:
+    found: Encode = side.load(tokenizer)
+    return found
+
+
+COMMANDS = {"train": train, "encode": encode, "iterate": iterate}
+
+
 def main() -> None:
-    train = SIDES[sys.argv[1]]()
-    versions = {} if sys.argv[1] == "jaxformer" else {sys.argv[1]: version(sys.argv[1])}
+    name = sys.argv[1]
+    side = SIDES[name]()
+    versions = {} if name.startswith("jaxformer") else {name: version(name)}
     print(json.dumps({"versions": versions}), flush=True)
     for line in sys.stdin:
         if line.strip() == "quit":
             break
-        print(json.dumps(answer(train, line.split())), flush=True)
+        command, *words = line.split()
+        print(json.dumps(COMMANDS[command](side, *words)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import regex
 from pairing import (
-    Answer,
     Neighbours,
-    Worker,
     alternate,
     column,
     paired_ratio,
@@ -48,11 +46,11 @@ def english() -> Iterator[str]:
 
 
 def sources(*folders: str) -> Iterator[str]:
-    """Python files in order, those of UTF-8."""
-    for path in (path for folder in folders for path in sorted(Path(folder).rglob("*.py"))):
-        raw = path.read_bytes()
-        if not ("site-packages" in path.parts and folders[0] in str(path)):
-            yield raw.decode(errors="replace")
+    """The Python files of each folder, in order, without what is installed inside it."""
+    for folder in map(Path, folders):
+        for path in sorted(folder.rglob("*.py")):
+            if "site-packages" not in path.relative_to(folder).parts:
+                yield path.read_bytes().decode(errors="ignore")
 
 
 def make_texts(folder: Path) -> dict[str, Path]:
@@ -83,7 +81,11 @@ def training() -> None:
                 answers = alternate(sides, f"train {paths[case]} {entries}", SAMPLES, warmups=1)
                 ours, theirs = (column(found, "seconds") for found in answers)
                 ratio = paired_ratio(theirs, ours)
-                results[case] = {"seconds": [ours, theirs], "entries": [found[0]["entries"] for found in answers], "ratio": ratio}
+                results[case] = {
+                    "seconds": [ours, theirs],
+                    "entries": [found[0]["entries"] for found in answers],
+                    "ratio": ratio,
+                }
                 medians = [f"{statistics.median(seconds):.2f} s" for seconds in (ours, theirs)]
                 rows.append([case, f"{entries:,}", *medians, ratio_text(ratio), asked])
             share, versions = neighbours.share(), sides[1].about["versions"]

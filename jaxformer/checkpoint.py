@@ -143,7 +143,7 @@ def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None,
             f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face model directory{hub}."
         )
     check_dtype(dtype)
-    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = Tokenizer.beside(folder)
     if is_pretrained(folder):
         if step is not None:
             raise ConfigError(f"{folder} is a Hugging Face model directory, which has no steps: leave out step={step}.")

@@ -21,6 +21,7 @@ from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params, contract
 from jaxformer.sharding import MESH_AXES, batch_sharding
+from jaxformer.tokenizer.files import tokenizer_file
 from jaxformer.train.step import Batch, loss_sums
 
 Evaluation = dict[str, float]
@@ -149,6 +150,4 @@ def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective =
         data.find_texts(dataclasses.replace(run.data, validation=text), "data.validation", data.fields_of(run))
     alone = dataclasses.replace(run.data, train=text, validation=text, weights="", epochs="", length_warmup="")
     texts = alone if text else run.data
-    return dataclasses.replace(
-        run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(path / "tokenizer.json"))
-    )
+    return dataclasses.replace(run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path))))

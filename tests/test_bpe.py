@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
-from jaxformer.tokenizer import bpe, words
+from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, bpe, make, words
 from jaxformer.tokenizer.bpe import merge_words, spell, train_bpe, train_on
+from jaxformer.tokenizer.table import byte_level_bpe
 
 # As they were published, with GPT-2 and with Llama 3.
 PUBLISHED = {
@@ -34,7 +35,8 @@ ALPHABETS = (
     " \t\r\n\x0b\x1c\x85\xa0\u2028\u3000a.1",
     "x<|endoftext|>",
 )
-TEXTS = st.one_of(*(st.text(alphabet, max_size=80) for alphabet in ALPHABETS), st.text(max_size=40)).filter(bool)
+NAMED = st.lists(st.sampled_from([*SPECIALS, "<", "<|end", "|>", "a", " "]), max_size=9).map("".join)
+TEXTS = st.one_of(*(st.text(alphabet, max_size=80) for alphabet in ALPHABETS), st.text(max_size=40), NAMED).filter(bool)
 
 Result = tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
 
@@ -138,6 +140,15 @@ def test_ids_are_those_of_special_tokens_then_bytes_then_merges_in_order(tmp_pat
     assert [vocab[258 + place] for place in range(12)] == [first + second for first, second in merges]
 
 
+def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["low lower<|endoftext|>newest " * 9, "3 widest"]
+    tables = train_on([[text] for text in texts], 290, [END_OF_TEXT, "<s>"], pattern="llama3")
+    assert (b"3", b" ") not in tables[1] and tables[0][0] == END_OF_TEXT.encode()
+    monkeypatch.setattr(make, "BLOCK", 7)
+    made = make.train_bpe_tokenizer(texts, 290, ["<s>"], "llama3")
+    assert made.fingerprint() == Tokenizer(byte_level_bpe(*tables, [END_OF_TEXT, "<s>"], "llama3")).fingerprint()
+
+
 def test_training_ends_where_no_pair_is_left(tmp_path: Path) -> None:
     vocab, merges = trained(tmp_path, "ab ab", 1000)
     assert len(vocab) == 256 + len(merges) and merges == [(b"a", b"b"), (b" ", b"ab")]
@@ -152,15 +163,28 @@ def test_the_longest_of_overlapping_special_tokens_is_split_out(tmp_path: Path) 
     assert merges == [(b" ", b"x")]
 
 
+def words_of_parts(text: str, size: int, specials: Sequence[str], pattern: str) -> list[str]:
+    """The words of a text that comes in blocks of a size, cut wherever it can be."""
+    blocks = [text[start : start + size] for start in range(0, len(text), size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "BLOCK", 2)
+        return [word for part in words.parts(blocks, specials, pattern) for word in words.split_words(part, pattern)]
+
+
 @pytest.mark.parametrize("pattern", PUBLISHED)
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.integers(1, 30), st.lists(st.sampled_from(SPECIALS), unique=True, max_size=3))
 def test_a_text_cut_into_parts_has_the_words_of_the_whole(pattern: str, text: str, size: int, specials: list[str]) -> None:
-    blocks = [text[start : start + size] for start in range(0, len(text), size)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(words, "BLOCK", 2)
-        found = [*words.parts(blocks, specials, pattern)]
-    assert [word for part in found for word in words.split_words(part, pattern)] == parted(text, specials, pattern)
+    assert words_of_parts(text, size, specials, pattern) == parted(text, specials, pattern)
+
+
+@pytest.mark.parametrize("pattern", PUBLISHED)
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+def test_a_long_text_cut_into_parts_has_the_words_of_the_whole(alphabet: str, pattern: str) -> None:
+    text = "".join(random.Random(0).choices([*alphabet, *SPECIALS], [9] * len(alphabet) + [1] * len(SPECIALS), k=2000))
+    for size in (1, 2, 3, 5, 40, 300):
+        for specials in ((), SPECIALS):
+            assert words_of_parts(text, size, specials, pattern) == parted(text, specials, pattern)
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
@@ -207,7 +231,7 @@ def test_a_counting_process_imports_neither_numpy_nor_the_package() -> None:
 def test_a_counting_process_that_ends_by_itself_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(RuntimeError, match=r"counts words ended \(status 1\)"):
-        train_on([["some text"]], 300, processes=2)
+        train_on([["some text" * 50_000]], 300, processes=2)
 
 
 @pytest.mark.parametrize(

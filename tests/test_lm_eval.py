@@ -163,7 +163,7 @@ def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
     steps.clear()
     prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
     first = scores.scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[2].argmax()
-    monkeypatch.setattr(lm.tokenizer, "end_token", int(first))
+    monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
     assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [model.CHUNK]
 
 

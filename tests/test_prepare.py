@@ -193,8 +193,9 @@ def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
-def not_a_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"kind": "bananas"}')
+def other_format(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
 
 
 def other_tokenizer(folder: Path) -> None:
@@ -212,8 +213,8 @@ def other_tokenizer(folder: Path) -> None:
         ),
         (shard_altered, r"00000\.tokens was altered since it was written .* another checksum"),
         (no_tokenizer, r"tokenizer\.json does not exist"),
-        (not_a_manifest, r"manifest\.json is not what `jaxformer prepare --output` of this version writes"),
-        (other_tokenizer, r"out was made by another tokenizer than the run's: leave tokenizer\.path empty"),
+        (other_format, r"manifest\.json is not what `jaxformer prepare --output` of this version writes"),
+        (other_tokenizer, r"out was made by another tokenizer than the run's, .* or prepare this one with the run's"),
     ],
 )
 def test_a_prepared_directory_that_cannot_be_used_is_one_message(

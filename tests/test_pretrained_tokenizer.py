@@ -285,3 +285,27 @@ def test_roles_that_a_class_of_transformers_knows_are_written_where_the_file_nam
     Tokenizer.load(folder).save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.cls_token, theirs.sep_token, theirs.mask_token, theirs.pad_token) == ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+
+
+def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import jaxformer as jf
+    from jaxformer.config import RunConfig, RunSettings
+    from jaxformer.train.adopt import adopted
+
+    kept = json.loads((saved("gpt2") / "tokenizer.json").read_text())["model"]
+    sizes = {"vocab_size": 1000, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(kept["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in kept["merges"]) + "\n")
+    tokenizer = jf.load(tmp_path).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.encode("The quick  brown fox.") == Tokenizer.load(saved("gpt2")).encode("The quick  brown fox.")
+    run = RunConfig(run=RunSettings(dir=str(tmp_path / "run"), init_from=str(tmp_path)))
+    assert Tokenizer.load(adopted(run).tokenizer.path).fingerprint() == tokenizer.fingerprint()
+    (tmp_path / "merges.txt").write_text("a b c\n")
+    with pytest.raises(ConfigError, match=r"merges\.txt, line 1"):
+        jf.load(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    assert jf.load(tmp_path).tokenizer is None

@@ -12,7 +12,7 @@ from hard_text import characters, hard_text
 from pretrained_tokenizers import TEXTS, saved
 
 from jaxformer.config import ConfigError
-from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, train_bpe_tokenizer
+from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, fast, train_bpe_tokenizer
 from jaxformer.tokenizer.fast import LONGEST, Fast
 from jaxformer.tokenizer.words import PATTERNS
 
@@ -57,9 +57,7 @@ def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_character_is_split_alike(pattern: str) -> None:
     made, text = MADE[pattern], " ".join(f"a{one}1{one} {one}'{one}" for one in characters())
-    fast, start = fast_of(made), 0
-    assert fast
-    parts = []
+    parts, start = [], 0
     while start < len(text):
         stop = text.find(" a", start + 100_000) % (len(text) + 1)
         parts.append(text[start:stop])
@@ -130,6 +128,12 @@ def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:
     assert tokenizer.encode("abc" * 9000) == [256, 99] * 9000
 
 
+def test_a_core_of_another_version_of_unicode_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = PATTERNS["gpt2"].words.replace(r" ?\p{L}+", rf" ?(?:(?!{fast.NEWEST[0]})\p{{L}})+")
+    monkeypatch.setitem(fast.PATTERNS, "gpt2", PATTERNS["gpt2"]._replace(words=older))
+    assert fast_of(MADE["gpt2"]) is None and fast_of(MADE["llama3"])
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "bart"])
 def test_published_layouts_are_taken_with_and_without_their_templates(kind: str) -> None:
     tokenizer = Tokenizer.load(saved(kind))
@@ -180,3 +184,10 @@ def test_many_threads_encode_alike() -> None:
     tokenizer = Tokenizer(library(MADE["gpt2"]))
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(tokenizer.encode, texts)] == MADE["gpt2"].encode_batch(texts)
+
+
+def test_one_text_alone_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that finds no memory to begin in is waited for without end."""
+    monkeypatch.setattr(encoding, "ThreadPoolExecutor", None)
+    assert MADE["gpt2"].decode(MADE["gpt2"].encode(HARD)) == HARD
+    assert [*MADE["gpt2"].encode_iterable([HARD])] == MADE["gpt2"].encode(HARD)

@@ -120,7 +120,8 @@ def check_tokenizer(objective: str, tokenizer: Tokenizer, path: str) -> None:
         "spans": [] if tokenizer.sentinels() else ["<extra_id_0> and so on"],
     }.get(objective)
     if missing:
-        raise ConfigError(
-            f"tokenizer.path={path} has no {', '.join(missing)}, which data.objective={objective} needs: "
-            "add what is missing to its added_tokens, or leave tokenizer.path empty to have one made."
-        )
+        named, remedy = "the tokenizer of the prepared text", "prepare the text with this config"
+        if path:
+            remedy = "add what is missing to its added_tokens, or leave tokenizer.path empty to have one made"
+            named = f"tokenizer.path={path}"
+        raise ConfigError(f"{named} has no {', '.join(missing)}, which data.objective={objective} needs: {remedy}.")

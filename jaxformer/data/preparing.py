@@ -98,8 +98,8 @@ def _require_sources(sources: Iterable[Source]) -> None:
     for source in sources:
         if isinstance(source, Prepared):
             raise ConfigError(
-                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it as it is, or name the text "
-                "that it was made of."
+                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it as it is, or name the "
+                "text that it was made of."
             )
 
 

@@ -10,6 +10,7 @@
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,7 +106,7 @@ class TokenStore:
     def __init__(self, shards: Sequence[Shard], dtype: np.dtype, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._shards, self._dtype = list(shards), dtype
-        self._map = functools.cache(self._open_map)  # on the instance, so that it goes when the store goes
+        self._map = functools.lru_cache(most_maps())(self._open_map)  # on the instance, so that it goes when the store goes
         self._begins = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._take(np.zeros(1, np.int64), self._begins[-1:])
         self.documents = sum(shard.documents for shard in shards)
@@ -138,8 +139,8 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
-        parts = [self._map(shard, "tokens")[low:high] for shard, low, high, _ in self._spans(start, stop)]
-        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+        parts = [self._map(shard, "tokens")[low:high].astype(np.int32) for shard, low, high, _ in self._spans(start, stop)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
@@ -168,7 +169,7 @@ class TokenStore:
 
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose place in the order is before `fraction`, or the others."""
-        table = [self._map(shard, "documents") for shard in range(len(self._shards))]
+        table = [self._map(shard, "documents").copy() for shard in range(len(self._shards))]
         ends = np.concatenate([each[0] + begin for each, begin in zip(table, self._begins.tolist(), strict=False)])
         taken = np.concatenate([each[2] for each in table]).view(np.float64) < fraction
         taken ^= inverse
@@ -232,6 +233,16 @@ class TokenStore:
             return np.zeros([max(0, length) for length in shape], dtype)
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(path, dtype, "r").view(np.ndarray).reshape(shape)
+
+
+def most_maps() -> int | None:
+    """How many files a store keeps mapped: a quarter of those that this process may have open, None for no limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    most: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if most == resource.RLIM_INFINITY else most // 4
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -136,18 +136,18 @@ def build_part(source: Source, tokenizer: Tokenizer, cache: Path, folder: Path, 
     index, count = part
     groups = units(source)
     apart = len(groups) >= count
-    own = [(number, unit) for number, unit in enumerate(groups) if not apart or number % count == index]
-    parts = [survey_unit(unit, cache / "surveys", say) for _, unit in own]
-    progress = Progress(say, sum(part.bytes for part in parts))
-    for (number, unit), part in zip(own, parts, strict=True):
-        directory = folder / directory_of(part, tokenizer)
+    mine = [(number, unit) for number, unit in enumerate(groups) if not apart or number % count == index]
+    surveys = [survey_unit(unit, cache / "surveys", say) for _, unit in mine]
+    progress = Progress(say, sum(found.bytes for found in surveys))
+    for (number, unit), found in zip(mine, surveys, strict=True):
+        directory = folder / directory_of(found, tokenizer)
         if apart:
             store = open_or_build(directory, unit.pieces, tokenizer, progress, source.place)
-            _require_text_of(part, store, directory, source)
+            _require_text_of(found, store, directory, source)
         elif TokenStore.open(directory) is None:
-            mine = functools.partial(_is_mine, number, index, count)
+            shares = functools.partial(_is_mine, number, index, count)
             with claimed(directory, say, shared=True):
-                shards = build_shards(directory, unit.pieces(), tokenizer, progress, source.place, mine)
+                shards = build_shards(directory, unit.pieces(), tokenizer, progress, source.place, shares)
                 complete(directory, shards, tokenizer)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ class Progress:
         now = time.monotonic()
         if now - self._said < SECONDS_BETWEEN_NOTES:
             return
-        self._said, rate = now, max(1.0, self.done / (now - self._began))
+        self._said, rate = now, self.done / (now - self._began)
         left = max(0, self._total - self.done) / rate / 60
         done, total = self.done / 1e9, self._total / 1e9
         self.say(f"tokenized {done:.2f} of {total:.2f} GB, {rate / 1e6:.1f} MB/s, {left:.0f} min left")
@@ -129,7 +130,7 @@ def _groups(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Iterable[tuple[Piec
 
 
 def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tokenizer, place: Place) -> Shard:
-    tokens, ends, sizes, places = 0, [], [], []
+    tokens, ends, sizes, places = 0, array("q"), array("q"), array("d")
     dtype, read = width(tokenizer), hashlib.blake2b(digest_size=16)
     with replacing(path.with_suffix(".tokens")) as file:
         for batch in _ahead(in_batches(pieces, lambda sized: len(sized[0].text))):
@@ -144,7 +145,7 @@ def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tok
             raw = np.fromiter(itertools.chain.from_iterable(encoded), dtype).tobytes()
             read.update(raw)
             file.write(raw)
-    table = np.array([ends, sizes, np.array(places, np.float64).view(np.int64)], np.int64).tobytes()
+    table = ends.tobytes() + sizes.tobytes() + places.tobytes()
     with replacing(path.with_suffix(".documents")) as file:
         file.write(table)
     digests = {"tokens": read.hexdigest(), "documents": hashlib.blake2b(table, digest_size=16).hexdigest()}

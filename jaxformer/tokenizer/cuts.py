@@ -8,8 +8,6 @@ from jaxformer.tokenizer.words import PATTERNS
 
 BLOCK = 1 << 16  # characters of a part, where the text has a place to cut
 
-# A run of letters or of digits ends with no look at what follows it; in Latin and its like spaces are nearer.
-RUNS = r"(?<=\p{L})(?=\P{L})|(?<=\p{N})(?=\P{N})"
 SPACES = r"(?<=\S)(?=[ \t\r\n])"
 
 # Pre-tokenizers that part a text at every white space whatever stands around it, and normalizers that see no further.
@@ -32,9 +30,9 @@ def pattern_of(spec: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The places between words, by regular expressions, the likeliest first; `names` are not cut, nor cut off."""
+    """The places between words, by a regular expression; empty where none is known. `names` are not cut, nor cut off."""
 
-    places: tuple[str, ...]
+    places: str
     names: tuple[str, ...] = ()
 
     @classmethod
@@ -72,12 +70,10 @@ class Cuts:
         """The last place in a part of a text."""
         import regex
 
-        for place in self.places:
-            end = stop
-            while found := regex.search(f"(?r){place}", text, pos=start, endpos=end):
-                if not self._within_a_name(text, found.start()):
-                    return found.start()
-                end = found.start()
+        while found := regex.search(f"(?r){self.places}", text, pos=start, endpos=stop):
+            if not self._within_a_name(text, found.start()):
+                return found.start()
+            stop = found.start()
         return None
 
     def _within_a_name(self, text: str, cut: int) -> bool:
@@ -89,13 +85,13 @@ class Cuts:
         return False
 
 
-def _places(spec: dict[str, Any], added: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def _places(spec: dict[str, Any], added: Sequence[dict[str, Any]]) -> str:
     normalizer, words, model = spec["normalizer"], spec["pre_tokenizer"] or {}, spec["model"]
     if normalizer is None and (pattern := pattern_of(spec)):
-        return PATTERNS[pattern].cuts, RUNS
+        return PATTERNS[pattern].cuts
     alone = words.get("type") == "ByteLevel" and not words["use_regex"] and not words["add_prefix_space"]
     singly = words == CHARACTER_BY_CHARACTER or (alone and model["type"] == "BPE" and not model["merges"])
     by_word = words.get("type") in WORD_BY_WORD
     lowered = normalizer is not None and any(token["normalized"] for token in added)
     known = normalizer is None or (by_word and normalizer["type"] == "BertNormalizer" and not lowered)
-    return (SPACES,) if known and (singly or by_word) else ()
+    return SPACES if known and (singly or by_word) else ""

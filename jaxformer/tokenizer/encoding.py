@@ -44,17 +44,18 @@ class Encoder:
 
     def rows(self, texts: Sequence[str], named: bool) -> list[Row]:
         """The ids of each text. Raises ConfigError for what the tokenizer cannot encode."""
+        cores = len(texts) > 1  # one text alone starts no threads: its caller may have little memory to give, or none
         if max(map(len, texts), default=0) <= 2 * BLOCK:
-            return self._rows(texts, named)
+            return self._rows(texts, named, cores)
         parts = [[*self._cuts[named].parts(text)] for text in texts]
-        rows = iter(self._rows([*itertools.chain.from_iterable(parts)], named))
+        rows = iter(self._rows([*itertools.chain.from_iterable(parts)], named, cores))
         return [_joined([*itertools.islice(rows, len(of_text))]) for of_text in parts]
 
     def stream(self, chunks: Iterable[str], named: bool) -> Iterator[Row]:
         """The ids of a text that comes in chunks of any size, a part after the other, in the memory of a few."""
-        blocks = self._cuts[named].blocks(chunks)
+        blocks = self._cuts[named].blocks(_checked(chunks))
         while several := [*itertools.islice(blocks, AT_ONCE)]:
-            yield from self._rows(several, named)
+            yield from self._rows(several, named, False)
 
     @functools.cached_property
     def _cuts(self) -> dict[bool, Cuts]:
@@ -65,17 +66,18 @@ class Encoder:
     def _fast(self) -> Fast | None:
         return Fast.of(self.spec(), self._backend)
 
-    def _rows(self, texts: Sequence[str], named: bool) -> list[Row]:
+    def _rows(self, texts: Sequence[str], named: bool, cores: bool) -> list[Row]:
         fast = self._fast if sum(map(len, texts)) >= MUCH else None
         names = named and not self._split_names
         try:
             if fast and (fast.marks or not names):
-                return _shared(lambda text: self._row(fast, text, names), texts)
+                encode = functools.partial(self._row, fast, names)
+                return _on_all_cores(encode, texts) if cores else [*map(encode, texts)]
             return self._slow(texts, named)
         except Exception as error:  # the libraries raise nothing narrower
             raise self._unencodable(texts, error) from None
 
-    def _row(self, fast: Fast, text: str, names: bool) -> Row:
+    def _row(self, fast: Fast, names: bool, text: str) -> Row:
         return fast.encode(text, names) if len(text) <= LONGEST else self._slow([text], names)[0]
 
     def _slow(self, texts: Sequence[str], named: bool) -> list[Row]:
@@ -99,6 +101,15 @@ class Encoder:
         )
 
 
+def _checked(chunks: Iterable[str]) -> Iterator[str]:
+    """The strings of an iterable; those of a file handle not by lines, which may be long."""
+    read: Callable[[int], str] | None = getattr(chunks, "read", None)
+    for chunk in iter(lambda: read(2 * BLOCK) or None, None) if read else chunks:
+        if not isinstance(chunk, str):
+            raise ConfigError(f"a piece of the text is {type(chunk).__name__}, not str: open the file as text.")
+        yield chunk
+
+
 def _joined(rows: list[Row]) -> Row:
     if len(rows) == 1:
         return rows[0]
@@ -107,7 +118,7 @@ def _joined(rows: list[Row]) -> Row:
     return np.concatenate([np.asarray(row, np.uint32) for row in rows])
 
 
-def _shared(encode: Callable[[str], Row], texts: Sequence[str]) -> list[Row]:
+def _on_all_cores(encode: Callable[[str], Row], texts: Sequence[str]) -> list[Row]:
     """Each text's row, by threads that take some texts at a time."""
     ends = itertools.accumulate(map(len, texts))
     groups = [[text for _, text in group] for _, group in itertools.groupby(zip(ends, texts, strict=True), _share)]

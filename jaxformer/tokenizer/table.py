@@ -68,19 +68,14 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
     """
     from tokenizers import pre_tokenizers, processors
 
-    vocab: dict[str, Any] = read_object(file)
-    if not all(type(index) is int and index >= 0 for index in vocab.values()):
-        raise ConfigError(f"{file} is no object from tokens to ids: restore it.")
-    beside = file.with_name(MERGES_FILE)
-    settings = read_object(file.with_name(SETTINGS_FILE))
-    family = _family(file.parent, settings, vocab)
-    readable = beside.is_file() and family in FAMILIES and not settings.get("add_bos_token")
-    if not readable or not BYTES.keys() <= vocab.keys() or CLOSED in vocab:
+    vocab, settings = _read_vocabulary(file), read_object(file.with_name(SETTINGS_FILE))
+    if not is_gpt2(file):
         raise missing(file.with_name(TOKENIZER_FILE))
+    family = _family(file.parent, settings, vocab)
     space = bool(settings.get("add_prefix_space", False))
     names = [name for name in FAMILIES[family] if name in vocab]
     words = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    backend = _backend(vocab, _read_merges(beside, vocab), [], words)
+    backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), [], words)
     for content, index in sorted(read_object(file.with_name(ADDED_FILE)).items(), key=lambda item: str(item[1]).zfill(20)):
         backend.add_tokens([content])
         if backend.token_to_id(content) != index:
@@ -90,6 +85,20 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
         end, start = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
         backend.post_processor = processors.RobertaProcessing(end, start, trim_offsets=True, add_prefix_space=space)
     return backend
+
+
+def is_gpt2(file: Path) -> bool:
+    """Whether a vocab.json, with what lies beside it, is one that `from_files` reads. Raises ConfigError for no JSON."""
+    vocab, settings = _read_vocabulary(file), read_object(file.with_name(SETTINGS_FILE))
+    known = _family(file.parent, settings, vocab) in FAMILIES and not settings.get("add_bos_token")
+    return known and file.with_name(MERGES_FILE).is_file() and BYTES.keys() <= vocab.keys() and CLOSED not in vocab
+
+
+def _read_vocabulary(file: Path) -> dict[str, int]:
+    vocab: dict[str, Any] = read_object(file)
+    if not all(type(index) is int and index >= 0 for index in vocab.values()):
+        raise ConfigError(f"{file} is no object from tokens to ids: restore it.")
+    return vocab
 
 
 def _words(pattern: str) -> Any:

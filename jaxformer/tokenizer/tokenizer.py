@@ -28,15 +28,13 @@ from jaxformer.tokenizer.files import (
     write_whole,
 )
 from jaxformer.tokenizer.pieces import Spelling
-from jaxformer.tokenizer.table import byte_level_bpe, from_files
+from jaxformer.tokenizer.table import byte_level_bpe, from_files, is_gpt2
 
 if TYPE_CHECKING:
     import tokenizers
 
 MARKS = tuple(ROLES[role][0] for role in ("cls", "sep", "mask"))
 SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
-
-READ_CHARACTERS = 1 << 18  # of a file handle at a time
 
 # Spaces that decoding takes away where tokenizer_config.json asks for it, by what stands around them.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
@@ -120,6 +118,12 @@ class Tokenizer:
         known = file.name in (TOKENIZER_FILE, VOCABULARY_FILE)
         return cls(backend, str(file), Beside.read(file.parent, backend) if known else None)
 
+    @classmethod
+    def beside(cls, folder: Path) -> "Tokenizer | None":
+        """The tokenizer in a model's directory; None where there is none, or one that is not read. Raises as `load` does."""
+        file = tokenizer_file(folder)
+        return cls.load(file) if file.is_file() and (file.name == TOKENIZER_FILE or is_gpt2(file)) else None
+
     def save(self, path: str | os.PathLike[str], max_length: int | None = None) -> None:
         """Writes tokenizer.json, each file complete or not at all, so that transformers loads the same tokenizer.
 
@@ -175,10 +179,8 @@ class Tokenizer:
         SentencePiece's, need all of it at once.
         """
         named = self._reads_names if special_tokens is None else special_tokens
-        read = getattr(iterable, "read", None)
-        chunks = iter(functools.partial(read, READ_CHARACTERS), "") if read else iterable
         yield from self.prefix if named else ()
-        for row in self._encoder.stream(chunks, named):
+        for row in self._encoder.stream(iterable, named):
             yield from row if isinstance(row, list) else row.tolist()
         yield from self.suffix if named else ()
 

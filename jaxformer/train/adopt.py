@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxformer.checkpoint import flat_leaves, load, run_of
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.params import Params
+from jaxformer.tokenizer.files import tokenizer_file
 
 # What the new run decides for itself; all else about the model is the old run's.
 OWN = ("head", "n_classes", "pooling", "next_sentence", "dropout", "dtype", "layer_loop", "remat", "attention_kernel")
@@ -28,7 +29,7 @@ def adopted(run: RunConfig) -> RunConfig:
         )
     model = run_of(begun.parent if begun.is_file() else origin).model
     model = dataclasses.replace(model, **{name: getattr(run.model, name) for name in OWN})
-    path = run.tokenizer.path or str((begun.parent if begun.is_file() else origin) / "tokenizer.json")
+    path = run.tokenizer.path or str(tokenizer_file(begun.parent if begun.is_file() else origin))
     tokenizer = dataclasses.replace(run.tokenizer, path=path)
     return dataclasses.replace(run, model=model, tokenizer=tokenizer)
 

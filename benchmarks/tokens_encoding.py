@@ -1,0 +1,87 @@
+"""Encoding beside the tokenizers library and tiktoken, all cores each; and the memory of a stream of ids of a large file.
+
+All sides have the same byte-level BPE, trained here on Python source, and must give the same ids of each text.
+"""
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+from pairing import Neighbours, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save, verdict
+from tokens_training import END, make_texts
+
+SIDES = ("jaxformer", "jaxformer without tiktoken", "tokenizers", "tiktoken")
+ENTRIES = 32_000
+SAMPLES = 7
+STREAM_BYTES, ALLOWED = 1_000_000_000, 100e6
+
+
+def make_tokenizer(folder: Path, text: Path) -> Path:
+    from jaxformer.tokenizer import Tokenizer, train_bpe
+
+    path = folder / "tokenizer.json"
+    Tokenizer.from_bpe(*train_bpe(text, ENTRIES, [END]), [END]).save(path)
+    return path
+
+
+def encoding() -> None:
+    """Prints megabytes a second of each side, and ours over theirs. Raises where ids differ."""
+    with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as name:
+        texts = make_texts(Path(name))
+        tokenizer = make_tokenizer(Path(name), [*texts.values()][-1])
+        results, rows = {}, []
+        sides = [python_worker(side, "tokens_peer.py", side) for side in SIDES]
+        try:
+            neighbours = Neighbours(sides)
+            for case, path in texts.items():
+                answers = alternate(sides, f"encode {tokenizer} {path}", SAMPLES, warmups=1)
+                if len({answer["digest"] for found in answers for answer in found}) > 1:
+                    raise SystemExit(f"{case}: the ids differ")
+                seconds = [column(found, "seconds") for found in answers]
+                ratios = [
+                    paired_ratio(ours, theirs) for ours, theirs in ((seconds[0], seconds[2]), (seconds[1], seconds[2]))
+                ]
+                results[case] = {
+                    "bytes": path.stat().st_size,
+                    "seconds": dict(zip(SIDES, seconds, strict=True)),
+                    "ratios": ratios,
+                }
+                rates = [f"{path.stat().st_size / 1e6 / statistics.median(found):.1f} MB/s" for found in seconds]
+                rows.append([case, *rates, *map(ratio_text, ratios)])
+            share = neighbours.share()
+        finally:
+            for side in sides:
+                side.close()
+    versions = {key: value for side in sides for key, value in side.about["versions"].items()}
+    print_table(["text", *SIDES, "ours over tokenizers", "without tiktoken over tokenizers"], rows)
+    print(f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}; equal ids. {verdict(share)}")
+    save("tokens_encoding", {"versions": versions, "entries": ENTRIES, "cases": results, "neighbours": share})
+
+
+def iterable() -> None:
+    """Prints the memory that `encode_iterable` takes above what was there, over a file of 1 GB, of lines and of one line."""
+    results, rows = {}, []
+    with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as name:
+        text = [*make_texts(Path(name)).values()][1]
+        tokenizer = make_tokenizer(Path(name), text)
+        raw = text.read_bytes().replace(END.encode(), b"\n")
+        for case, block in (("lines", raw), ("one line", b" ".join(raw.split()) + b" ")):
+            path = Path(name, "large.txt")
+            with open(path, "wb") as file:
+                for _ in range(-(-STREAM_BYTES // len(block))):
+                    file.write(block)
+            with python_worker("jaxformer", "tokens_peer.py", "jaxformer") as worker:
+                found = worker.ask(f"iterate {tokenizer} {path}")
+            size = path.stat().st_size
+            results[case] = {"bytes": size, **found}
+            above = f"{found['above'] / 1e6:.1f} MB"
+            rate = f"{size / 1e6 / found['seconds']:.1f} MB/s"
+            rows.append([case, f"{size / 1e9:.2f} GB", above, f"{ALLOWED / 1e6:.0f} MB", rate])
+    print_table(["file", "size", "memory above the base", "must stay under", "rate"], rows)
+    save("tokens_iterable", {"cases": results})
+
+
+if __name__ == "__main__":
+    encoding()
+    iterable()
