@@ -17,9 +17,9 @@ import pytest
 import zstandard
 
 from jaxformer.config import ConfigError
-from jaxformer.data.lenience import Lenience, Skipped
-from jaxformer.data.records import Field, Fields
 from jaxformer.data.sources import Source, find_source
+from jaxformer.data.sources.lenience import Lenience, Skipped
+from jaxformer.data.sources.records import Field, Fields
 from jaxformer.data.splits import survey
 
 TEXTS = ["one\ntwo", "drei ü", "  four\n"]

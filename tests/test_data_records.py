@@ -19,8 +19,8 @@ from jaxformer.data.corpus import in_order
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.forms import Pairs
 from jaxformer.data.packing import ExampleRows, first_fit
-from jaxformer.data.records import Field, Fields, Record
 from jaxformer.data.sources import Piece, find_source
+from jaxformer.data.sources.records import Field, Fields, Record
 from jaxformer.data.splits import Split, survey
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, Undecodable
-from jaxformer.data import reading
-from jaxformer.data.lenience import Judge, Lenience, Skipped
-from jaxformer.data.reading import SourceFile, text_documents
-from jaxformer.data.records import Field
-from jaxformer.data.sources import Piece, Source, find_source
+from jaxformer.data.sources import Piece, Source, find_source, reading
+from jaxformer.data.sources.lenience import Judge, Lenience, Skipped
+from jaxformer.data.sources.reading import SourceFile, text_documents
+from jaxformer.data.sources.records import Field
 from jaxformer.data.splits import Split, Survey, survey
 
 

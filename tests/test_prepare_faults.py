@@ -17,8 +17,8 @@ from jaxformer.cli import main
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data import TokenStore, open_or_build, prepare, preparing, splits, tokenizing
 from jaxformer.data.preparing import prepare_share, prepare_text
-from jaxformer.data.reading import in_pieces
 from jaxformer.data.sources import Piece, Source
+from jaxformer.data.sources.reading import in_pieces
 from jaxformer.data.tokenizing import Progress
 from jaxformer.tokenizer import byte_tokenizer
 

@@ -11,10 +11,10 @@ from test_prepare import ROOT, quiet, run_of, written
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.config_file import load_config
 from jaxformer.data import prepare, splits
-from jaxformer.data.lenience import Lenience
 from jaxformer.data.preparing import prepare_text
-from jaxformer.data.records import Field
 from jaxformer.data.sources import TEXT, find_source
+from jaxformer.data.sources.lenience import Lenience
+from jaxformer.data.sources.records import Field
 from jaxformer.data.splits import Split, Survey, survey, units
 
 

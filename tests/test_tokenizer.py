@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
-from jaxformer.data import reading
+from jaxformer.data.sources import reading
 from jaxformer.tokenizer import (
     END_OF_TEXT,
     MARKS,

@@ -86,8 +86,8 @@ def _train(asked: Train) -> None:
 
 
 def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    from jaxformer.data.records import Field
     from jaxformer.data.sources import find_source
+    from jaxformer.data.sources.records import Field
     from jaxformer.tokenizer.bpe import train_bpe, train_on
 
     source = find_source(asked.source, "SOURCE", (Field("--text_field", asked.text_field, "text"),))
@@ -117,7 +117,7 @@ class Read:
         self._name, self.bytes = name, 0
 
     def __iter__(self) -> Iterator[str]:
-        from jaxformer.data.reading import BLOCK_BYTES, read_blocks
+        from jaxformer.data.sources.reading import BLOCK_BYTES, read_blocks
 
         piped = iter(lambda: os.read(sys.stdin.fileno(), BLOCK_BYTES), b"")  # as soon as there is any
         blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))

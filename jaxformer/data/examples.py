@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError
-from jaxformer.data.records import Record
 from jaxformer.data.sources import Piece
+from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import in_batches
 from jaxformer.data.writing import claimed, replacing
 

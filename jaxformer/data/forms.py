@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxformer.config import RunConfig
 from jaxformer.data.examples import Labels, Parts
-from jaxformer.data.records import Record
 from jaxformer.data.rows import Batch
+from jaxformer.data.sources.records import Record
 from jaxformer.tokenizer import Tokenizer
 
 

@@ -8,8 +8,8 @@ from jaxformer.data.best_fit import BestFitRows
 from jaxformer.data.forms import Answers, Classes, Form, Pairs, Tags
 from jaxformer.data.masking import MaskedRows
 from jaxformer.data.phases import row_lengths
-from jaxformer.data.records import Field, Fields, Kind
 from jaxformer.data.rows import CausalRows, Rows
+from jaxformer.data.sources.records import Field, Fields, Kind
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer

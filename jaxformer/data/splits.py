@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config import ConfigError
-from jaxformer.data.lenience import Skipped
 from jaxformer.data.sources import Piece, Source, fingerprint
+from jaxformer.data.sources.lenience import Skipped
 from jaxformer.data.store import TokenStore
 from jaxformer.data.writing import make_folder, replacing
 

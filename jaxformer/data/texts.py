@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.lenience import Lenience
-from jaxformer.data.records import Fields
 from jaxformer.data.sources import Source, find_source, fingerprint
+from jaxformer.data.sources.lenience import Lenience
+from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Survey, survey, survey_unit, units
 from jaxformer.data.store import MANIFEST, TokenStore
 from jaxformer.data.tokenizing import Progress, build_shards, complete, open_or_build

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxformer.config import TokenizerConfig
-from jaxformer.data.reading import PIECE_CHARACTERS
 from jaxformer.data.sources import fingerprint
+from jaxformer.data.sources.reading import PIECE_CHARACTERS
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.texts import FORMAT, Prepared, megabytes
 from jaxformer.data.writing import claimed

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxformer.config import ConfigError
-from jaxformer.data import hub, standard_input
-from jaxformer.data.packages import packages, standard_library
-from jaxformer.data.reading import PACKED, Format, SourceFile
+from jaxformer.data.sources import hub, standard_input
+from jaxformer.data.sources.packages import packages, standard_library
+from jaxformer.data.sources.reading import PACKED, Format, SourceFile
 
 NAMED = {"stdlib": standard_library, "stdlib_packages": packages}
 

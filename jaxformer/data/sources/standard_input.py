@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxformer.config import ConfigError
-from jaxformer.data.reading import BLOCK_BYTES
+from jaxformer.data.sources.reading import BLOCK_BYTES
 from jaxformer.data.writing import make_folder
 
 # What stands for standard input, and the suffix of the file it is kept in.

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from jaxformer.data.lenience import Judge
-from jaxformer.data.reading import SourceFile, python_document
-from jaxformer.data.records import Fields, Record
+from jaxformer.data.sources.lenience import Judge
+from jaxformer.data.sources.reading import SourceFile, python_document
+from jaxformer.data.sources.records import Fields, Record
 
 # Tables and texts rather than code, which would be told apart at a glance.
 NOT_CODE = ("encodings", "pydoc_data")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config import ConfigError
-from jaxformer.data.lenience import Judge
+from jaxformer.data.sources.lenience import Judge
 
 SEPARATOR = "<|endoftext|>"
 LONGEST_SEPARATOR = len(SEPARATOR) + 4  # with a line break on either side

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config import ConfigError
-from jaxformer.data.lenience import Fault, Judge
-from jaxformer.data.reading import SourceFile, is_blank, text_lines
+from jaxformer.data.sources.lenience import Fault, Judge
+from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
 # A text, a label, or the words of a text or their tags; a record has one for each field that was asked for.
 Value = str | tuple[str, ...]

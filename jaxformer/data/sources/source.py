@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.columns import arrow_records, parquet_records
-from jaxformer.data.finding import find_files
-from jaxformer.data.lenience import STRICT, Judge, Lenience, Skipped
-from jaxformer.data.packages import hashed, snippets
-from jaxformer.data.reading import Format, SourceFile, TextPiece, in_pieces, python_document, text_documents, unreadable
-from jaxformer.data.records import Field, Fields, Record, json_records, parallel_records, tsv_records
+from jaxformer.data.sources.columns import arrow_records, parquet_records
+from jaxformer.data.sources.finding import find_files
+from jaxformer.data.sources.lenience import STRICT, Judge, Lenience, Skipped
+from jaxformer.data.sources.packages import hashed, snippets
+from jaxformer.data.sources.reading import (
+    Format,
+    SourceFile,
+    TextPiece,
+    in_pieces,
+    python_document,
+    text_documents,
+    unreadable,
+)
+from jaxformer.data.sources.records import Field, Fields, Record, json_records, parallel_records, tsv_records
 
 # A source of one field gives documents of text; one of several gives records.
 TEXT: Fields = (Field("data.text_field", "text", "text"),)

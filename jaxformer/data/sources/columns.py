@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.config import ConfigError
-from jaxformer.data.lenience import Judge
-from jaxformer.data.reading import SourceFile, unreadable
-from jaxformer.data.records import Fields, Record, check_names, checked_records
+from jaxformer.data.sources.lenience import Judge
+from jaxformer.data.sources.reading import SourceFile, unreadable
+from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
 
 if TYPE_CHECKING:
     import pyarrow
