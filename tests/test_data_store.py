@@ -92,13 +92,13 @@ def test_interrupted_work_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     done = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
     assert len(done) == 15
     encoded: list[str] = []
-    encode_batch = BYTES.encode_batch
+    encode_arrays = BYTES.encode_arrays
 
-    def recorded(batch: list[str]) -> list[list[int]]:
+    def recorded(batch: list[str]) -> list[np.ndarray]:
         encoded.extend(batch)
-        return encode_batch(batch)
+        return encode_arrays(batch)
 
-    monkeypatch.setattr(BYTES, "encode_batch", recorded)
+    monkeypatch.setattr(BYTES, "encode_arrays", recorded)
     made = open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
     assert encoded == texts[10:]
     assert done.items() <= {path.name: path.stat().st_ino for path in tmp_path.iterdir()}.items()

@@ -1,6 +1,7 @@
 """From settings to rows ready for training, by one door: the tokenizer and the stores, made or found."""
 
 import itertools
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -63,7 +64,7 @@ def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...
     `labels` are those of a model that knows some already, in place of the training data's. Raises ConfigError for data
     that cannot be used.
     """
-    cache = Path(run.data.cache_dir).expanduser()
+    cache = Path(os.path.expanduser(run.data.cache_dir))
     objective = objective_of(run)
     sides = find_sides(run, cache, say)
     tokenizer = tokenizer_of(run, sides, cache, say)
@@ -149,7 +150,7 @@ def _example_rows(
     sides: Sides, form: Form, objective: str, labels: tuple[str, ...], run: RunConfig, say: Say
 ) -> tuple[dict[str, list[Rows]], tuple[str, ...]]:
     """The rows of records, and the names of their labels: those of the texts for training where none are given."""
-    folder = Path(run.data.cache_dir).expanduser() / "stores"
+    folder = Path(os.path.expanduser(run.data.cache_dir)) / "stores"
     stores = {side: [_example_store(split, objective, form, folder, say) for split in sides[side]] for side in SIDES}
     labels = labels or in_order({label for store in stores["train"] for label in store.labels})
     rows: dict[str, list[Rows]] = {side: [] for side in SIDES}

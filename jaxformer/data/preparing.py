@@ -37,7 +37,7 @@ def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) 
     cannot be used.
     """
     _require_text(run)
-    cache = Path(run.data.cache_dir).expanduser()
+    cache = Path(os.path.expanduser(run.data.cache_dir))
     folder = _ready(output) if output else cache / "stores"
     sides = find_sides(run, cache, say)
     if output:
@@ -59,7 +59,7 @@ def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) 
 def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], say: Say) -> None:
     """Makes the shards of task `share[0]` of `share[1]`. Raises ConfigError where the tokenizer is yet to be trained."""
     _require_text(run)
-    cache = Path(run.data.cache_dir).expanduser()
+    cache = Path(os.path.expanduser(run.data.cache_dir))
     folder = _ready(output) if output else cache / "stores"
     train, held = find_named(run)
     if output:

@@ -131,18 +131,18 @@ def _groups(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Iterable[tuple[Piec
 
 def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tokenizer, place: Place) -> Shard:
     tokens, ends, sizes, places = 0, array("q"), array("q"), array("d")
-    dtype, read = width(tokenizer), hashlib.blake2b(digest_size=16)
+    read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
     with replacing(path.with_suffix(".tokens")) as file:
         for batch in _ahead(in_batches(pieces, lambda sized: len(sized[0].text))):
-            encoded = tokenizer.encode_batch([piece.text for piece, _ in batch])
-            for (piece, size), ids in zip(batch, encoded, strict=True):
+            rows = []
+            for (piece, size), ids in zip(batch, tokenizer.encode_arrays([piece.text for piece, _ in batch]), strict=True):
+                rows += [ids, end[: piece.ends]]
                 tokens += len(ids) + piece.ends
                 if piece.ends:
-                    ids.append(tokenizer.end_token)
                     ends.append(tokens)
                     sizes.append(size)
                     places.append(place(piece.document))
-            raw = np.fromiter(itertools.chain.from_iterable(encoded), dtype).tobytes()
+            raw = np.concatenate(rows).astype(width(tokenizer)).tobytes()
             read.update(raw)
             file.write(raw)
     table = ends.tobytes() + sizes.tobytes() + places.tobytes()

@@ -112,7 +112,7 @@ class Tokenizer:
         config.json, in this order, or follows from its name. Raises ConfigError where there is no such file, where a
         file cannot be read, and where one speaks of a token that is not in the vocabulary.
         """
-        file = tokenizer_file(Path(path).expanduser())
+        file = tokenizer_file(Path(os.path.expanduser(path)))
         backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A file of another name is one of many in its directory, whose other files are not about it.
         known = file.name in (TOKENIZER_FILE, VOCABULARY_FILE)
@@ -132,7 +132,7 @@ class Tokenizer:
         chat_template.jinja, if there was one; and in generation_config.json the ids that the other files do not tell. Under
         another name it stands alone.
         """
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
         if file.name == TOKENIZER_FILE:
             _write_json(file.with_name(SETTINGS_FILE), self._settings(max_length))

@@ -47,7 +47,7 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
         return (_source_file(standard_input.spooled(spec, setting, cache), setting),), ""
     if spec.startswith(hub.PREFIX):
         return tuple(SourceFile(path, "arrow", path.name) for path in hub.dataset_files(spec, setting)), ""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return _in_directory(path, setting)
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
@@ -108,7 +108,7 @@ def _below(root: Path, setting: str) -> list[Path]:
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
     """The file of that name, or the sorted files that a glob finds and the directory that its fixed part names."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_file():
         return None, [path]
     if path.exists():

@@ -1,6 +1,7 @@
 """Finds the files of what `datasets:NAME` names: on the Hugging Face hub, or in a directory that `datasets` can read."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +52,7 @@ def dataset_files(spec: str, setting: str) -> list[Path]:
 
 
 def _loaded(library: ModuleType, wanted: Wanted, where: str) -> "datasets.Dataset":
-    folder = Path(wanted.name).expanduser()
+    folder = Path(os.path.expanduser(wanted.name))
     try:
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
             return _saved(library.load_from_disk(str(folder)), wanted, where)

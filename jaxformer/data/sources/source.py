@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def find_source(
     Raises ConfigError where there are none, or they do not hold the fields that are asked for.
     """
     try:
-        files, left_out = find_files(spec, setting, Path(cache).expanduser())
+        files, left_out = find_files(spec, setting, Path(os.path.expanduser(cache)))
     except OSError as error:
         raise unreadable(f"{setting}: {spec}", error) from None
     for file in files:
