@@ -59,7 +59,7 @@ class Neighbours:
         """(all, busy, the workers') clock ticks so far."""
         fields = [int(field) for field in Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:9]]
         stats = [Path(f"/proc/{w.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2] for w in self.workers]
-        own = sum(sum(map(int, stat.split()[11:13])) for stat in stats)
+        own = sum(sum(map(int, stat.split()[11:15])) for stat in stats)  # with children that have ended
         return sum(fields), sum(fields) - fields[3] - fields[4], own
 
     def share(self) -> float:
