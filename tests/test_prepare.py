@@ -269,3 +269,12 @@ def test_a_tokenizer_of_several_texts_takes_of_each(tmp_path: Path) -> None:
     run = run_of(tmp_path, f"{tmp_path}/a.txt; {tmp_path}/b.txt", TokenizerConfig(vocab_size=264, training_bytes=2000))
     made = prepare(run).tokenizer
     assert len(made.encode("aaaa zzzz")) < 6
+
+
+def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> None:
+    train, output = str(written(tmp_path)), tmp_path / "out"
+    for task in range(2):
+        prepare_share(run_of(tmp_path, train, cache=f"of machine {task}"), output, (task, 2), quiet)
+    said: list[str] = []
+    prepare_text(run_of(tmp_path, train, cache="of the last"), output, False, said.append)
+    assert not any("reading" in line or "tokenizing" in line for line in said)

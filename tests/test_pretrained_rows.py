@@ -50,7 +50,7 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
     tokenizer = Tokenizer.load(tmp_path)
     text = np.array(tokenizer.encode(" ".join(TEXTS)), np.uint16)[:300]
     (tmp_path / "00000.tokens").write_bytes(text.tobytes())
-    store = TokenStore(tmp_path, np.dtype(np.uint16), [Shard(300, 0, 0)])
+    store = TokenStore([Shard(tmp_path / "00000", 300, 0, 0, {})], np.dtype(np.uint16), "text")
     data = DataConfig(sequence_length=length, source_length=source_length)
     made = rows(store, RunConfig(model=ModelConfig(family="encoder_decoder"), data=data), tokenizer)
     before, around = tokenizer.as_target([])[1:], len(tokenizer.as_source([]))

@@ -19,7 +19,7 @@ from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.store import TokenStore
-from jaxformer.data.texts import FORMAT, find_held, find_texts, megabytes, store_of, survey_of
+from jaxformer.data.texts import FORMAT, SURVEYS, find_held, find_texts, megabytes, store_of, survey_of
 from jaxformer.data.vocabulary import make_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...
     """
     cache = Path(os.path.expanduser(run.data.cache_dir))
     objective = objective_of(run)
-    sides = find_sides(run, cache, say)
+    sides = find_sides(run, cache / SURVEYS, say)
     tokenizer = tokenizer_of(run, sides, cache, say)
     form, cut = OBJECTIVES[objective].form, OBJECTIVES[objective].rows
     stores: dict[str, list[TokenStore]] = {side: [] for side in sides}
@@ -81,10 +81,13 @@ def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...
     return Corpus(tokenizer, objective, labels, train, validation, sides, stores)
 
 
-def find_sides(run: RunConfig, cache: Path, say: Say = lambda line: None) -> Sides:
-    """What is for training, and what is held out; every text is read once, so that a fault shows before any work."""
+def find_sides(run: RunConfig, surveyed: Path, say: Say = lambda line: None) -> Sides:
+    """What is for training, and what is held out; every text is read once, so that a fault shows before any work.
+
+    What was read before is found again in the folder `surveyed`.
+    """
     fraction = run.data.validation_fraction
-    texts, held = ([(source, survey_of(source, cache, say)) for source in several] for several in find_named(run))
+    texts, held = ([(source, survey_of(source, surveyed, say)) for source in several] for several in find_named(run))
     if held or not fraction:
         return {"train": [Split(*text) for text in texts], "validation": [Split(*text) for text in held]}
     return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}

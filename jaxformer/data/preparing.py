@@ -14,7 +14,7 @@ from jaxformer.data.objectives import fields_of, specials_of
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Split, Survey
 from jaxformer.data.store import TokenStore
-from jaxformer.data.texts import Prepared, build_part, store_of, write_prepared
+from jaxformer.data.texts import SURVEYS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
 
 
@@ -39,7 +39,7 @@ def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) 
     _require_text(run)
     cache = Path(os.path.expanduser(run.data.cache_dir))
     folder = _ready(output) if output else cache / "stores"
-    sides = find_sides(run, cache, say)
+    sides = find_sides(run, (output or cache) / SURVEYS, say)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
     tokenizer = tokenizer_of(run, sides, cache, say)
@@ -74,7 +74,7 @@ def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], s
     check_fit(run, tokenizer)
     for source in [*train, *held]:
         if not isinstance(source, Prepared):
-            build_part(source, tokenizer, cache, folder, share, say)
+            build_part(source, tokenizer, (output or cache) / SURVEYS, folder, share, say)
 
 
 def _ready(output: Path) -> Path:
@@ -89,7 +89,7 @@ def _ready(output: Path) -> Path:
         ) from None
     if not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {new}.")
-    if names and not any(re.fullmatch("[0-9a-f]{32}", name) for name in names):
+    if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SURVEYS}", name) for name in names):
         raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
     return output
 

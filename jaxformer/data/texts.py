@@ -23,6 +23,7 @@ from jaxformer.tokenizer.files import TOKENIZER_FILE
 # A change of how text becomes tokens or files takes a new number, so that no older cache is read.
 FORMAT = 2
 KIND = "jaxformer tokens"
+SURVEYS = "surveys"  # a folder of the cache, or of a prepared directory, so that what one machine read another finds
 
 Say = Callable[[str], None]
 
@@ -93,9 +94,9 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
     return [Prepared(setting, spec, (), folder=folder, surveyed=found, tokenizer=made_by) for spec, found in surveys]
 
 
-def survey_of(source: Source, cache: Path, say: Say) -> Survey:
-    """What a text holds: as it is written where the text is prepared, else read."""
-    return source.surveyed if isinstance(source, Prepared) and source.surveyed else survey(source, cache / "surveys", say)
+def survey_of(source: Source, folder: Path, say: Say) -> Survey:
+    """What a text holds: as it is written where the text is prepared, else read, and kept in `folder`."""
+    return source.surveyed if isinstance(source, Prepared) and source.surveyed else survey(source, folder, say)
 
 
 def store_of(
@@ -128,7 +129,7 @@ def store_of(
     return TokenStore.joined(stores, fingerprint(names))
 
 
-def build_part(source: Source, tokenizer: Tokenizer, cache: Path, folder: Path, part: tuple[int, int], say: Say) -> None:
+def build_part(source: Source, tokenizer: Tokenizer, surveyed: Path, folder: Path, part: tuple[int, int], say: Say) -> None:
     """Makes the share `part` (its number from 0, and of how many) of a text's shards, whatever the other shares are doing.
 
     Shares are of units where there are enough of them, and each then reads nothing else; otherwise of the shards in each.
@@ -137,7 +138,7 @@ def build_part(source: Source, tokenizer: Tokenizer, cache: Path, folder: Path, 
     groups = units(source)
     apart = len(groups) >= count
     mine = [(number, unit) for number, unit in enumerate(groups) if not apart or number % count == index]
-    surveys = [survey_unit(unit, cache / "surveys", say) for _, unit in mine]
+    surveys = [survey_unit(unit, surveyed, say) for _, unit in mine]
     progress = Progress(say, sum(found.bytes for found in surveys))
     for (number, unit), found in zip(mine, surveys, strict=True):
         directory = folder / directory_of(found, tokenizer)
