@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import io
 import json
+import os
 import re
 import sys
 import traceback
@@ -136,11 +137,20 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
     """`config` with model.vocab_size filled where it is 0 and the tokenizer's size is known (or given as `size`)."""
-    kind = "given" if config.tokenizer.path else config.tokenizer.kind
+    kind = "given" if _has_tokenizer(config) else config.tokenizer.kind
     known = size or {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}.get(kind, 0)
     if config.model.vocab_size or not known:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=known))
+
+
+def _has_tokenizer(config: RunConfig) -> bool:
+    """Whether the tokenizer is there already: named, or in a prepared directory that data.train names."""
+    return bool(config.tokenizer.path) or any(
+        os.path.isfile(os.path.join(os.path.expanduser(spec.strip()), "tokenizer.json"))
+        for spec in (config.data.train, *config.data.train.split(";"))
+        if spec.strip()
+    )
 
 
 def check(config: RunConfig) -> RunConfig:
@@ -151,7 +161,7 @@ def check(config: RunConfig) -> RunConfig:
             f"data.sequence_length={config.data.sequence_length} is longer than model.max_length={config.model.max_length}: "
             "raise model.max_length or shorten the sequences."
         )
-    trained = config.tokenizer.kind == "bpe" and not config.tokenizer.path
+    trained = config.tokenizer.kind == "bpe" and not _has_tokenizer(config)
     if trained and 0 < config.model.vocab_size < config.tokenizer.vocab_size:
         problems.append(
             f"tokenizer.vocab_size={config.tokenizer.vocab_size} exceeds model.vocab_size={config.model.vocab_size}: "

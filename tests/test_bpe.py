@@ -237,8 +237,11 @@ def test_a_counting_process_that_ends_by_itself_is_an_error_that_says_so(monkeyp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 257}, r"vocab_size=257 must be from 258 .* the 256 bytes and 2 special tokens take 258"),
-        ({"vocab_size": 2_000_000}, r"vocab_size=2000000 must be from 258 to 1,114,114"),
+        (
+            {"vocab_size": 257},
+            r"vocab_size=257 must be a whole number from 258 .* the 256 bytes and 2 special tokens take 258",
+        ),
+        ({"vocab_size": 2_000_000}, r"vocab_size=2000000 must be a whole number from 258 to 1,114,114"),
         ({"special_tokens": ["<s>", "<a>", "<s>"]}, "holds '<s>' twice"),
         ({"special_tokens": ["<s>", ""]}, "holds an empty name"),
         ({"special_tokens": "<s>"}, r"write \['<s>'\]"),
@@ -274,3 +277,20 @@ def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path, mo
             train_bpe(path, 300)
     with pytest.raises(ConfigError, match=r"'\\ud800', half a character"):
         train_on([["a\ud800b"]], 300)
+
+
+def test_no_special_tokens_may_be_said_as_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab ab")
+    assert train_bpe(tmp_path / "a.txt", 258, None) == train_bpe(tmp_path / "a.txt", 258, [])
+
+
+@pytest.mark.parametrize("names", [[""], [b"<s>"], ["<s>", "<s>"], "<s>"])
+def test_special_tokens_are_held_against_the_same_rule_by_both_doors(names: object, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab ab")
+    vocab, merges = train_bpe(tmp_path / "a.txt", 258)
+    for door in (
+        lambda: train_bpe(tmp_path / "a.txt", 400, names),  # type: ignore[arg-type]
+        lambda: Tokenizer.from_bpe(vocab, merges, names),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match="special_tokens="):
+            door()

@@ -120,6 +120,19 @@ def test_parquet_gives_the_same_documents_and_records(tmp_path: Path) -> None:
     assert records == [(("a", "b c"), ("0", "1")), (("d",), ("2",))]
 
 
+def test_a_packed_parquet_is_read_too(tmp_path: Path) -> None:
+    raw = parquet(tmp_path / "a.parquet", text=TEXTS).read_bytes()
+    (tmp_path / "b.parquet.gz").write_bytes(gzip.compress(raw))
+    (tmp_path / "c.parquet.zst").write_bytes(zstandard.compress(raw))
+    assert texts(tmp_path / "b.parquet.gz") == texts(tmp_path / "c.parquet.zst") == TEXTS
+
+
+def test_text_that_looks_compressed_is_told_to_be_named_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(gzip.compress(b"abc"))
+    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 .* It looks compressed: end its name in \.gz\.$"):
+        texts(tmp_path / "a.txt")
+
+
 def test_a_damaged_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     whole = parquet(path, 1000, text=[random.Random(index).randbytes(50).hex() for index in range(5000)]).read_bytes()

@@ -184,13 +184,13 @@ BAD_FILES = {
     "number.jsonl": (b'{"text": 1}\n', r"line 1: the field 'text' is int, not a string"),
     "bytes.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2 is not UTF-8 text: byte 0xff at offset 24"),
     "half.jsonl": (b'{"text": "\\ud83d"}\n', r"line 1: the field 'text' holds half a surrogate pair"),
-    "table.csv": (b"a,b\n", r"table\.csv is not a \.txt, \.jsonl or \.tsv file"),
+    "table.csv": (b"a,b\n", r"table\.csv is not a \.txt, \.jsonl, \.tsv or \.parquet file"),
     "table.arrow": (b"ARROW1", r"table\.arrow is not .*: give the directory that save_to_disk wrote, as 'datasets:DIREC"),
     "table.parquet": (
         b"PAR1",
         r"table\.parquet is truncated or damaged, or not a \.parquet file \(.*make or fetch it again",
     ),
-    "table.parquet.gz": (b"", r"table\.parquet\.gz cannot be read: a \.parquet file is compressed within\. Unpack it"),
+    "table.parquet.gz": (b"", r"table\.parquet\.gz is truncated or damaged"),
 }
 
 

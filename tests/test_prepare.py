@@ -13,6 +13,7 @@ import pytest
 
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config_file import load_config, with_vocabulary
 from jaxformer.data import Batches, prepare, splits, tokenizing
 from jaxformer.data.preparing import prepare_share, prepare_text
 from jaxformer.data.sources import Source
@@ -209,12 +210,15 @@ def other_tokenizer(folder: Path) -> None:
     [
         (
             shard_gone,
-            r"data\.train: .*/out/\w+ is not complete, a shard or its manifest is missing: copy the directory again",
+            r"data\.train: .*/out/\w+ is not complete, 00000\.tokens is missing: copy the directory again",
         ),
-        (shard_altered, r"00000\.tokens was altered since it was written .* another checksum"),
-        (no_tokenizer, r"tokenizer\.json does not exist"),
+        (
+            shard_altered,
+            r"00000\.tokens was altered since it was written \(its checksum is another\): restore it, or remove it",
+        ),
+        (no_tokenizer, r"out has no tokenizer\.json, with which it was prepared: copy the directory again"),
         (other_format, r"manifest\.json is not what `jaxformer prepare --output` of this version writes"),
-        (other_tokenizer, r"out was made by another tokenizer than the run's, .* or prepare this one with the run's"),
+        (other_tokenizer, r"out was made by another tokenizer than the run's, .* prepare all texts with one tokenizer"),
     ],
 )
 def test_a_prepared_directory_that_cannot_be_used_is_one_message(
@@ -278,3 +282,54 @@ def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> N
     said: list[str] = []
     prepare_text(run_of(tmp_path, train, cache="of the last"), output, False, said.append)
     assert not any("reading" in line or "tokenizing" in line for line in said)
+
+
+@pytest.mark.parametrize("size", [300, 5000])
+def test_a_model_has_the_vocabulary_of_what_was_prepared(size: int, tmp_path: Path) -> None:
+    """Whatever tokenizer.vocab_size says, which is of a tokenizer that is trained."""
+    text = " ".join(f"{number:b}x{number:o}" for number in range(20_000))
+    (tmp_path / "a.txt").write_text(text)
+    run = run_of(tmp_path, str(tmp_path / "a.txt"), TokenizerConfig(vocab_size=size))
+    prepare_text(run, tmp_path / "out", False, quiet)
+    config = load_config(ROOT / "configs" / "quickstart.py", [f"data.train={tmp_path / 'out'}"])
+    assert config.model.vocab_size == 0 and config.tokenizer.vocab_size == 4096
+    assert with_vocabulary(config, prepare(config).tokenizer.vocab_size).model.vocab_size == size
+
+
+def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(tmp_path: Path) -> None:
+    text, out = written(tmp_path), tmp_path / "out"
+    prepare_text(run_of(tmp_path, str(text)), out, False, quiet)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (tmp_path / "other.txt").write_text("other")
+    for run, message in (
+        (run_of(tmp_path, str(tmp_path / "other.txt")), r"out was prepared of other text \(.*/text\): name a new directory"),
+        (
+            run_of(tmp_path, str(text), TokenizerConfig(vocab_size=300)),
+            "out was prepared with another tokenizer: name a new",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare_text(run, out, False, quiet)
+    with pytest.raises(ConfigError, match="other text"):
+        prepare_share(run_of(tmp_path, str(tmp_path / "other.txt")), out, (0, 1), quiet)
+    assert before.items() <= {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}.items()
+    assert prepare_text(run_of(tmp_path, str(text)), out, False, quiet)[0].documents == 180
+
+
+def test_verifying_makes_nothing(tmp_path: Path) -> None:
+    text, out = written(tmp_path), tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"1 of 1 parts are not prepared: leave out --verify to make them"):
+        prepare_text(run_of(tmp_path, str(text)), None, True, quiet)
+    with pytest.raises(ConfigError, match="does not exist"):
+        prepare_text(run_of(tmp_path, str(text)), out, True, quiet)
+    assert not out.exists() and not contents(tmp_path)
+    prepare_text(run_of(tmp_path, str(text)), out, False, quiet)
+    shutil.rmtree(text)
+    assert prepare_text(run_of(tmp_path, str(text)), out, True, quiet)[0].documents == 180
+
+
+def test_what_tasks_made_is_not_trained_on_before_it_is_joined(tmp_path: Path) -> None:
+    run = run_of(tmp_path, str(written(tmp_path)))
+    prepare_share(run, tmp_path / "out", (0, 1), quiet)
+    with pytest.raises(ConfigError, match=r"data\.train: .*out is prepared in part: run the line .* without --shard"):
+        prepare(run_of(tmp_path, str(tmp_path / "out")))

@@ -37,7 +37,7 @@ def test_a_file_of_another_size_is_found_without_reading_it(tmp_path: Path) -> N
     built(tmp_path)
     path = tmp_path / "00000.documents"
     altered(path, path.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match=r"00000\.documents was altered .*472 bytes, of 480"):
+    with pytest.raises(ConfigError, match=r"00000\.documents was altered .*472 bytes of 480"):
         TokenStore.open(tmp_path)
 
 

@@ -99,7 +99,7 @@ def test_bad_input_is_one_message_and_status_2(corpus: Path, trained: Path, tmp_
     output, new = str(tmp_path / "none" / "ids.npy"), ["--output", str(tmp_path / "new")]
     train = ["train", str(corpus), "--vocab_size"]
     wrong = {
-        "vocab_size=100 must be from 257": [*train, "100", *new],
+        "vocab_size=100 must be a whole number from 257": [*train, "100", *new],
         "pattern='gpt5' is not known": [*train, "300", *new, "--pattern", "gpt5"],
         "holds '<a>' twice": [*train, "300", *new, "--special_tokens", "<a>", "<a>"],
         "tokenizer.json is there already": [*train, "300", "--output", str(trained)],
@@ -124,3 +124,13 @@ def test_without_a_command_the_usage_is_shown(capsys: Capture) -> None:
     assert capsys.readouterr().err.count("jaxformer tokenizer encode TOKENIZER") == 2
     assert main(["tokenizer", "--help"]) == main(["tokenizer", "encode", "--help"]) == 0
     assert "--special_tokens" in capsys.readouterr().out
+
+
+def test_an_output_that_cannot_be_made_is_told_before_any_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "file").write_text("")
+    line = ["tokenizer", "train", str(tmp_path / "a.txt"), "--vocab_size", "300", "--output", str(tmp_path / "file" / "x")]
+    assert main(line) == 2
+    assert f"{tmp_path / 'file' / 'x'} cannot be made" in capsys.readouterr().err

@@ -16,8 +16,8 @@ Tokenizes the text of a config beforehand: to data.cache_dir, where train.py fin
 --data.train takes in place of the text. What an earlier call has finished is kept.
 
   --shard I/N   only the part of task I (from 0) of N, as of a job array: tasks need nothing of one another but the same
-                directory, and a last call without --shard joins what they made
-  --verify      reads all of what is there, and holds it against its checksums
+                directory, and a last call without --shard joins what they made, and makes what is missing
+  --verify      reads all of what is there, holds it against its checksums, and makes nothing
 
 CONFIG --help lists every field of the config."""
 
@@ -26,19 +26,21 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(USAGE, file=sys.stdout if arguments and arguments[0] in ("-h", "--help") else sys.stderr)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    parser = argparse.ArgumentParser("jaxformer prepare", add_help=False, allow_abbrev=False)
+    usage = USAGE.partition("\n")[0].removeprefix("usage: ")
+    parser = argparse.ArgumentParser("jaxformer prepare", usage, add_help=False, allow_abbrev=False)
     parser.add_argument("--output", type=_folder)
-    parser.add_argument("--shard", type=_share)
+    parser.add_argument("--shard", default="")
     parser.add_argument("--verify", action="store_true")
     asked, rest = parser.parse_known_args(arguments[1:])
     config = parse_arguments(read_config(arguments[0]), rest, program=f"jaxformer prepare {arguments[0]}")
-    if asked.shard and asked.verify:
+    share = _share(asked.shard) if asked.shard else None
+    if share and asked.verify:
         raise ConfigError("--verify reads what all tasks have made: leave --shard out.")
     from jaxformer.data.preparing import TextFacts, prepare_share, prepare_text
 
-    if asked.shard:
-        prepare_share(config, asked.output, asked.shard, _say)
-        _say(f"task {asked.shard[0]} of {asked.shard[1]} is done; when all are, the same line without --shard joins them")
+    if share:
+        prepare_share(config, asked.output, share, _say)
+        _say(f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard joins them")
         return 0
     found: list[TextFacts] = prepare_text(config, asked.output, asked.verify, _say)
     for text in found:
@@ -65,7 +67,7 @@ def _folder(text: str) -> Path:
 def _share(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or int(found[1]) >= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write I/N, as in 0/8 to 7/8 for eight tasks")
+        raise ConfigError(f"--shard {text!r} is no share: write I/N, as in 0/8 to 7/8 for eight tasks.")
     return int(found[1]), int(found[2])
 
 

@@ -77,6 +77,9 @@ def _train(asked: Train) -> None:
     file = asked.output / TOKENIZER_FILE
     if file.exists() or (asked.output.exists() and not asked.output.is_dir()):
         raise ConfigError(f"{file if file.exists() else asked.output} is there already: name another --output.")
+    above = next(path for path in asked.output.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"{asked.output} cannot be made, since {above} cannot be written: name another --output.")
     began = time.perf_counter()
     vocab, merges = _trained(asked)
     Tokenizer.from_bpe(vocab, merges, asked.special_tokens, asked.pattern).save(file)

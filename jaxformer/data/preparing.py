@@ -1,9 +1,10 @@
 """Tokenizes a run's text beforehand: whole, or a share of it as one of many tasks that know nothing of one another."""
 
+import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from jaxformer.data.corpus import Say, check_fit, find_named, find_sides, tokeni
 from jaxformer.data.objectives import fields_of, specials_of
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Split, Survey
-from jaxformer.data.store import TokenStore
+from jaxformer.data.store import MANIFEST, TokenStore
 from jaxformer.data.texts import SURVEYS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
+from jaxformer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,21 @@ class TextFacts:
 def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) -> list[TextFacts]:
     """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a source of its own.
 
-    `thorough` reads all that is there and holds it against its checksums. Raises ConfigError for text, or a store, that
-    cannot be used.
+    `thorough` reads all that is there, holds it against its checksums, and makes nothing. Raises ConfigError for text, or a
+    store, that cannot be used.
     """
     _require_text(run)
     cache = Path(os.path.expanduser(run.data.cache_dir))
+    if thorough and output:
+        prepared = replace(run, data=replace(run.data, train=str(output), validation="", weights="", epochs=""))
+        return prepare_text(prepared, None, True, say)
     folder = _ready(output) if output else cache / "stores"
     sides = find_sides(run, (output or cache) / SURVEYS, say)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
     tokenizer = tokenizer_of(run, sides, cache, say)
+    if output:
+        _require_own(output, tokenizer, [split.source.spec for split in sides["train"]])
     facts: list[TextFacts] = []
     texts: dict[str, list[tuple[Source, Survey]]] = {side: [] for side in sides}
     for side, splits in sides.items():
@@ -72,6 +79,8 @@ def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], s
             "--tokenizer.path DIRECTORY."
         )
     check_fit(run, tokenizer)
+    if output:
+        _require_own(output, tokenizer, [source.spec for source in train])
     for source in [*train, *held]:
         if not isinstance(source, Prepared):
             build_part(source, tokenizer, (output or cache) / SURVEYS, folder, share, say)
@@ -92,6 +101,20 @@ def _ready(output: Path) -> Path:
     if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SURVEYS}", name) for name in names):
         raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
     return output
+
+
+def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
+    """Raises ConfigError where a directory was prepared of other text, or with another tokenizer."""
+    try:
+        manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+        before = [entry["spec"] for entry in manifest["train"]]
+        other = "with another tokenizer" if manifest["tokenizer"] != tokenizer.fingerprint() else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if before != specs:
+        other = f"of other text ({'; '.join(before)})"
+    if other:
+        raise ConfigError(f"--output {output} was prepared {other}: name a new directory, so that nothing is lost.")
 
 
 def _require_sources(sources: Iterable[Source]) -> None:

@@ -12,6 +12,7 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.lenience import Skipped
 from jaxformer.data.store import TokenStore
+from jaxformer.data.tokenizing import Progress
 from jaxformer.data.writing import make_folder, replacing
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text is held out.
@@ -89,16 +90,17 @@ def survey_unit(unit: Source, cache: Path, say: Callable[[str], None] = lambda l
     except (OSError, ValueError, TypeError, KeyError):
         pass
     say(f"{unit}: reading {len(unit.files):,} new or changed file{'s' * (len(unit.files) > 1)}")
-    digest, documents, size = hashlib.blake2b(digest_size=16), 0, 0
+    digest, documents, progress = hashlib.blake2b(digest_size=16), 0, Progress(say, work=f"{unit}: read")
     skipped = Skipped()
     for text, name, ends, fields in unit.pieces(skipped):
         raw = text.encode()
         digest.update(json.dumps(fields).encode() if fields else raw)
-        size += len(raw)
+        progress.done += len(raw)
         if ends:
+            progress.tell()
             digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
             documents += 1
-    found = Survey(digest.hexdigest(), documents, size, skipped)
+    found = Survey(digest.hexdigest(), documents, progress.done, skipped)
     make_folder(cache)
     with replacing(record) as file:
         file.write(json.dumps(asdict(found)).encode())

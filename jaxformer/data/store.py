@@ -47,9 +47,10 @@ class Written:
         found = Written.now(path, self.digest)
         if found.size == self.size and ((found.time == self.time and not thorough) or digest(path) == self.digest):
             return found
+        how = "its checksum is another" if found.size == self.size else f"it has {found.size:,} bytes of {self.size:,}"
         raise ConfigError(
-            f"{path} was altered since it was written ({found.size:,} bytes, of {self.size:,}, or another checksum): "
-            "restore it, or remove it, and it is made again from the text."
+            f"{path} was altered since it was written ({how}): restore it, or remove it, and it is made again where the "
+            "text is at hand."
         )
 
 
@@ -243,6 +244,16 @@ def most_maps() -> int | None:
 
     most: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if most == resource.RLIM_INFINITY else most // 4
+
+
+def missing_of(directory: Path) -> str:
+    """The first file that a store lacks."""
+    try:
+        entries = json.loads((directory / MANIFEST).read_text())["shards"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return MANIFEST
+    paths = (directory / f"{entry['name']}.{kind}" for entry in entries for kind in KINDS)
+    return next((path.name for path in paths if not path.exists()), MANIFEST)
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

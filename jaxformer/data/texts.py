@@ -14,7 +14,7 @@ from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.lenience import Lenience
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Survey, survey, survey_unit, units
-from jaxformer.data.store import MANIFEST, TokenStore
+from jaxformer.data.store import MANIFEST, TokenStore, missing_of
 from jaxformer.data.tokenizing import Progress, build_shards, complete, open_or_build
 from jaxformer.data.writing import claimed, replacing
 from jaxformer.tokenizer import Tokenizer
@@ -48,6 +48,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     for spec in specs:
         folder = Path(os.path.expanduser(spec))
         if not _is_prepared(folder):
+            _require_joined(folder, setting)
             found.append(find_source(spec, setting, fields, lenience, data.cache_dir))
         elif texts := prepared_texts(folder, setting, fields):
             found += texts
@@ -65,6 +66,14 @@ def _is_prepared(folder: Path) -> bool:
         return KIND in (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
+
+
+def _require_joined(folder: Path, setting: str) -> None:
+    if (folder / SURVEYS).is_dir() and not (folder / MANIFEST).exists():
+        raise ConfigError(
+            f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare --output` once more without "
+            "--shard, which joins what the tasks have made."
+        )
 
 
 def find_held(data: DataConfig, train: list[Source], fields: Fields) -> list[Source]:
@@ -102,7 +111,7 @@ def survey_of(source: Source, folder: Path, say: Say) -> Survey:
 def store_of(
     source: Source, found: Survey, tokenizer: Tokenizer, folder: Path, say: Say, thorough: bool = False
 ) -> TokenStore:
-    """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is there.
+    """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is there, and makes nothing.
 
     Raises ConfigError for a store that cannot be used.
     """
@@ -113,8 +122,13 @@ def store_of(
         opened = [TokenStore.open(folder / name, thorough) for name in names]
         made = [part for part, store in zip(found.parts, opened, strict=True) if store is None]
         progress = Progress(say, sum(part.bytes for part in made))
+        if made and thorough:
+            raise ConfigError(
+                f"{source}: {len(made)} of {len(names)} parts are not prepared: leave out --verify to make them."
+            )
         if made:
-            say(f"{source}: tokenizing {megabytes(found.bytes)}")
+            parts = f", {len(made)} of {len(names)} parts" * (len(names) > 1)
+            say(f"{source}: tokenizing {megabytes(sum(part.bytes for part in made))}{parts}")
         began = time.perf_counter()
         stores = [
             open_or_build(folder / name, unit.pieces, tokenizer, progress, source.place) if store is None else store
@@ -138,6 +152,8 @@ def build_part(source: Source, tokenizer: Tokenizer, surveyed: Path, folder: Pat
     groups = units(source)
     apart = len(groups) >= count
     mine = [(number, unit) for number, unit in enumerate(groups) if not apart or number % count == index]
+    part_of = f"{len(mine):,} of {len(groups):,} groups of files are" if apart else f"each {count}th shard is"
+    say(f"{source}: {part_of} this task's")
     surveys = [survey_unit(unit, surveyed, say) for _, unit in mine]
     progress = Progress(say, sum(found.bytes for found in surveys))
     for (number, unit), found in zip(mine, surveys, strict=True):
@@ -184,13 +200,12 @@ def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool)
     if source.tokenizer != tokenizer.fingerprint():
         raise ConfigError(
             f"{source.setting}: {source.folder} was made by another tokenizer than the run's, which is that of "
-            f"tokenizer.path, or else of the first directory named: take {source.folder / TOKENIZER_FILE} for all texts, or "
-            "prepare this one with the run's."
+            "tokenizer.path, or else of the first prepared directory: prepare all texts with one tokenizer."
         )
     if (store := TokenStore.open(source.folder / name, thorough)) is not None:
         return store
     raise ConfigError(
-        f"{source.setting}: {source.folder / name} is not complete, a shard or its manifest is missing: "
+        f"{source.setting}: {source.folder / name} is not complete, {missing_of(source.folder / name)} is missing: "
         "copy the directory again, or run the `jaxformer prepare --output` that made it once more."
     )
 

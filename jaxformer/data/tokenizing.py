@@ -19,17 +19,17 @@ from jaxformer.tokenizer import Tokenizer
 
 SHARD_CHARACTERS = 64 << 20
 BATCH_CHARACTERS = 1 << 21
-SECONDS_BETWEEN_NOTES = 20.0
+SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
 Place = Callable[[str], float]
 
 
 class Progress:
-    """Says how far a work of `total` bytes of text is, at most every 20 seconds."""
+    """Says how far a work of `total` bytes of text is, where that is known, at most every 5 seconds."""
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None, total: int = 0) -> None:
-        self.say, self.done, self._total = say, 0, total
+    def __init__(self, say: Callable[[str], None] = lambda line: None, total: int = 0, work: str = "tokenized") -> None:
+        self.say, self.done, self._total, self._work = say, 0, total, work
         self._began = self._said = time.monotonic()
 
     def tell(self) -> None:
@@ -37,9 +37,9 @@ class Progress:
         if now - self._said < SECONDS_BETWEEN_NOTES:
             return
         self._said, rate = now, self.done / (now - self._began)
-        left = max(0, self._total - self.done) / rate / 60
-        done, total = self.done / 1e9, self._total / 1e9
-        self.say(f"tokenized {done:.2f} of {total:.2f} GB, {rate / 1e6:.1f} MB/s, {left:.0f} min left")
+        left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left" if self._total else ""
+        whole = f" of {self._total / 1e9:.2f}" if self._total else ""
+        self.say(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")
 
 
 def open_or_build(

@@ -1,16 +1,18 @@
 """The tokenizer of a run: given, found in the cache, or made of the text that is for training."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxformer.config import TokenizerConfig
+from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data.sources import fingerprint
 from jaxformer.data.sources.reading import PIECE_CHARACTERS
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.texts import FORMAT, Prepared, megabytes
 from jaxformer.data.writing import claimed
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from jaxformer.tokenizer.files import TOKENIZER_FILE
 
 # Where a tokenizer is trained on a part of the text, the most that is taken from one place.
 SAMPLE_CHARACTERS = 1 << 12
@@ -20,6 +22,11 @@ Say = Callable[[str], None]
 
 def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None) -> Tokenizer | None:
     """The tokenizer that needs no text: of a file, of what was `prepared`, or of bytes; None where one is to be trained."""
+    if settings.path and not os.path.exists(os.path.expanduser(settings.path)):
+        raise ConfigError(
+            f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of one or of GPT-2's "
+            "vocab.json and merges.txt, or leave it empty to have one made."
+        )
     if settings.path or prepared:
         return Tokenizer.load(settings.path or prepared or "")
     return byte_tokenizer(specials) if settings.kind == "bytes" else None
@@ -29,6 +36,8 @@ def make_tokenizer(settings: TokenizerConfig, sides: Sides, specials: tuple[str,
     """The tokenizer of a run, made or found; entries of BPE are those of text for training, characters those of all."""
     train, every = sides["train"], [*sides["train"], *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
+    if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
+        raise ConfigError(f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory again.")
     if given := given_tokenizer(settings, specials, *prepared[:1]):
         return given
     if settings.kind == "bpe":

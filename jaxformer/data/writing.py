@@ -24,8 +24,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(draft, path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror or error}. Make room or name another directory; the same line again "
-            "goes on where it stopped."
+            f"{path} cannot be written: {error.strerror or error}. Make room or name another directory; what was finished "
+            "before is kept."
         ) from None
     finally:
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from jaxformer.config import ConfigError
+from jaxformer.tokenizer.pieces import check_special_tokens
 from jaxformer.tokenizer.words import BLOCK, PATTERNS, count_words, parts
 
 Vocab = dict[int, bytes]
@@ -26,7 +27,7 @@ COMPLEMENT = bytes(range(255, -1, -1))
 def train_bpe(
     path: str | os.PathLike[str],
     vocab_size: int,
-    special_tokens: Sequence[str] = (),
+    special_tokens: Sequence[str] | None = (),
     *,
     pattern: str = "gpt2",
     processes: int | None = None,
@@ -36,7 +37,7 @@ def train_bpe(
     `pattern` names how text is parted into words (gpt2, llama3). `processes` count words and do not change the result; None
     takes all cores where that is sooner. Raises ConfigError.
     """
-    return train_on([_read(path)], vocab_size, special_tokens, pattern=pattern, processes=processes)
+    return train_on([_read(path)], vocab_size, special_tokens or (), pattern=pattern, processes=processes)
 
 
 def train_on(
@@ -56,16 +57,12 @@ def train_on(
 
 
 def _check(vocab_size: int, special_tokens: Sequence[str], pattern: str, processes: int | None) -> None:
-    if isinstance(special_tokens, str):
-        raise ConfigError(f"special_tokens={special_tokens!r} must be a list of names: write [{special_tokens!r}].")
-    if "" in special_tokens:
-        raise ConfigError(f"special_tokens={[*special_tokens]} holds an empty name: leave it out.")
-    if twice := [name for place, name in enumerate(special_tokens) if name in special_tokens[:place]]:
-        raise ConfigError(f"special_tokens={[*special_tokens]} holds {twice[0]!r} twice: name each once.")
+    check_special_tokens(special_tokens)
     least, most = 256 + len(special_tokens), 0x110000 + len(special_tokens)  # a token is a character in `merge_words`
-    if not least <= vocab_size <= most:
-        count = f"the 256 bytes and {len(special_tokens)} special tokens take {least}"
-        raise ConfigError(f"vocab_size={vocab_size} must be from {least} to {most:,}: {count}.")
+    if not isinstance(vocab_size, int) or not least <= vocab_size <= most:
+        names = f" and {len(special_tokens)} special token{'s' * (len(special_tokens) > 1)}" if special_tokens else ""
+        count = f"the 256 bytes{names} take {least}"
+        raise ConfigError(f"vocab_size={vocab_size!r} must be a whole number from {least} to {most:,}: {count}.")
     if pattern not in PATTERNS:
         raise ConfigError(f"pattern={pattern!r} is not known: take one of {', '.join(PATTERNS)}.")
     if processes is not None and processes < 1:

@@ -156,7 +156,9 @@ def missing(file: Path) -> ConfigError:
     """What to say where there is no tokenizer.json."""
     others = _others(file)
     if file.name != TOKENIZER_FILE or not others:
-        return ConfigError(f"{file} does not exist: name a tokenizer.json, or leave tokenizer.path empty to make one.")
+        return ConfigError(
+            f"{file} does not exist: name a tokenizer.json, a directory of one, or of vocab.json and merges.txt."
+        )
     if any(name.endswith(".spm") for name in others) and "merges.txt" not in others:
         return ConfigError(
             f"{file.parent} has no tokenizer.json, but {', '.join(others)}, which only Marian's own tokenizer reads: "

@@ -1,7 +1,10 @@
 """What the tokens of a vocabulary stand for: their bytes, and where these are inside words."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jaxformer.config import ConfigError
 
 SPACE = "▁"  # SentencePiece's stand-in for a space (arXiv:1808.06226)
 
@@ -11,6 +14,18 @@ def byte_characters() -> list[str]:
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
+
+
+def check_special_tokens(names: Sequence[str]) -> None:
+    """ConfigError for anything but a list of names that are unlike and not empty."""
+    if isinstance(names, str):
+        raise ConfigError(f"special_tokens={names!r} must be a list of names: write [{names!r}].")
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigError(f"special_tokens={[*names]} holds {wrong[0]!r}: a special token is a string.")
+    if "" in names:
+        raise ConfigError(f"special_tokens={[*names]} holds an empty name: leave it out.")
+    if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise ConfigError(f"special_tokens={[*names]} holds {twice[0]!r} twice: name each once.")
 
 
 BYTES = {character: byte for byte, character in enumerate(byte_characters())}

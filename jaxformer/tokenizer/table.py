@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer.files import ADDED_FILE, SETTINGS_FILE, TOKENIZER_FILE, missing, read_object
-from jaxformer.tokenizer.pieces import BYTES, byte_characters
+from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_special_tokens
 from jaxformer.tokenizer.words import PATTERNS
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def byte_level_bpe(
     """
     if pattern not in PATTERNS:
         raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(PATTERNS)}.")
-    if isinstance(special_tokens, str):
-        raise ConfigError(f"special_tokens={special_tokens!r} must be a list of names: write [{special_tokens!r}].")
+    check_special_tokens(special_tokens)
     ids: dict[bytes, int] = {}
     for index, entry in vocab.items():
         if (other := ids.setdefault(entry, index)) != index:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxformer.config import ConfigError
 from jaxformer.data.sources.lenience import Judge
-from jaxformer.data.sources.reading import SourceFile, unreadable
+from jaxformer.data.sources.reading import PACKED, SourceFile, read_blocks, unreadable
 from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ def _values(column: "pyarrow.Array") -> list[Any]:
 
 
 def _parquet_batches(path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatch"]:
+    import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(path, buffer_size=BUFFER_BYTES) as file:
+    # A compressed one is held whole, since it is read from its end.
+    source = pyarrow.BufferReader(b"".join(read_blocks(path))) if path.suffix.lower() in PACKED else path
+    with ParquetFile(source, buffer_size=BUFFER_BYTES) as file:
         check_names(file.schema_arrow.names, fields, str(path))
         yield from file.iter_batches(ROWS_AT_ONCE, columns=[field.name for field in fields], use_threads=False)
 

@@ -34,7 +34,7 @@ NOT_TEXT = {
 }
 
 ALLOWED = (
-    "give a .txt, .jsonl, .tsv or .parquet file (all but the last plain, .gz or .zst), a directory or a glob of them in "
+    "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of them in "
     f"quotes, line-aligned files as in 'train.{{de,en}}', - for standard input, 'datasets:NAME', or {' or '.join(NAMED)}."
 )
 
@@ -168,10 +168,8 @@ def _source_file(path: Path, setting: str) -> SourceFile:
     suffix = _suffix(path)
     if suffix in NOT_TEXT:
         raise ConfigError(
-            f"{setting}: {path} is not a .txt, .jsonl or .tsv file (plain, .gz or .zst), nor .parquet: {NOT_TEXT[suffix]}."
+            f"{setting}: {path} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst): {NOT_TEXT[suffix]}."
         )
-    if suffix == ".parquet" and path.suffix.lower() in PACKED:
-        raise ConfigError(f"{setting}: {path} cannot be read: a .parquet file is compressed within. Unpack it once.")
     return SourceFile(path.absolute(), FORMATS.get(suffix, "text"))
 
 

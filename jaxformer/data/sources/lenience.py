@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from jaxformer.config import ConfigError, Malformed, Undecodable
 
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # what compressed files begin with
 REPLACEMENT = "\ufffd"
 
 
@@ -80,7 +81,8 @@ class Judge:
 
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(
-        f"{where} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {offset} ({error.reason}; of the "
-        "decompressed text). Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or skip."
-    )
+    packed = next((suffix for suffix, magic in MAGIC.items() if error.object.startswith(magic)), "")
+    remedy = "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or skip."
+    advice = f"It looks compressed: end its name in {packed}." if packed and offset < 4 else remedy
+    byte = error.object[error.start]
+    return ConfigError(f"{where} is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({error.reason}). {advice}")
