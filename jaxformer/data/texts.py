@@ -152,7 +152,7 @@ def build_part(source: Source, tokenizer: Tokenizer, surveyed: Path, folder: Pat
     groups = units(source)
     apart = len(groups) >= count
     mine = [(number, unit) for number, unit in enumerate(groups) if not apart or number % count == index]
-    part_of = f"{len(mine):,} of {len(groups):,} groups of files are" if apart else f"each {count}th shard is"
+    part_of = f"{len(mine):,} of {len(groups):,} groups of files are" if apart else f"one of every {count} shards is"
     say(f"{source}: {part_of} this task's")
     surveys = [survey_unit(unit, surveyed, say) for _, unit in mine]
     progress = Progress(say, sum(found.bytes for found in surveys))
