@@ -235,7 +235,12 @@ def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
     """What a program shows on a terminal of its own, interrupted as by Ctrl-C after some seconds, and its exit status."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"}
-    program = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+
+    def heeds() -> None:  # also where these tests run in the background of a shell, which ignores Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command, ends = [sys.executable, "-c", code], dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    program = subprocess.Popen(command, env=environment, preexec_fn=heeds, **ends)
     os.close(theirs)
     shown, end = b"", 0.0
     with contextlib.suppress(OSError):  # the read that finds the terminal closed
