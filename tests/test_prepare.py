@@ -98,6 +98,18 @@ def test_text_for_validation_is_prepared_beside_that_for_training(tmp_path: Path
     assert found.validation is not None and (found.train.documents, found.validation.documents) == (30, 60)
 
 
+def test_tasks_train_the_same_tokenizer_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    train, bpe = str(written(tmp_path)), TokenizerConfig(vocab_size=300)
+    prepare_text(run_of(tmp_path, train, bpe), tmp_path / "whole", False, quiet)
+    said: list[str] = []
+    for task in (1, 0):
+        prepare_share(run_of(tmp_path, train, bpe, cache=f"cache{task}"), tmp_path / "parts", (task, 2), said.append)
+    assert sum("training 300 entries" in line for line in said) == 1  # the second task found it beside the tokens
+    prepare_text(run_of(tmp_path, train, bpe, cache="last"), tmp_path / "parts", False, quiet)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("unit_bytes", [1, 1 << 30])
 @pytest.mark.parametrize("tasks", [1, 3, 4])
 def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
@@ -249,7 +261,6 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["--shard", "3/3"], "'3/3' is no share: write I/N"),
         (["--shard", "0/2", "--verify"], "--verify reads what all tasks have made"),
-        (["--shard", "0/2", "--tokenizer.kind", "bpe"], "needs a tokenizer that is there already"),
         (["--data.objective", "answers"], "reads records"),
         (["--data.weights", "1 2"], "data.weights"),
         (["--data.train", "none.txt"], "none.txt"),

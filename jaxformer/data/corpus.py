@@ -19,7 +19,7 @@ from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.store import TokenStore
-from jaxformer.data.texts import FORMAT, SURVEYS, find_held, find_texts, megabytes, store_of, survey_of
+from jaxformer.data.texts import FORMAT, SURVEYS, TOKENIZERS, find_held, find_texts, megabytes, store_of, survey_of
 from jaxformer.data.vocabulary import make_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def find_named(run: RunConfig) -> tuple[list[Source], list[Source]]:
 
 def tokenizer_of(run: RunConfig, sides: Sides, cache: Path, say: Say) -> Tokenizer:
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
-    tokenizer = make_tokenizer(run.tokenizer, sides, specials_of(run), cache / "tokenizers", say)
+    tokenizer = make_tokenizer(run.tokenizer, sides, specials_of(run), cache / TOKENIZERS, say)
     check_fit(run, tokenizer)
     return tokenizer
 

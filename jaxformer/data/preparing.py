@@ -15,7 +15,7 @@ from jaxformer.data.objectives import fields_of, specials_of
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Split, Survey
 from jaxformer.data.store import MANIFEST, TokenStore
-from jaxformer.data.texts import SURVEYS, Prepared, build_part, store_of, write_prepared
+from jaxformer.data.texts import SURVEYS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) 
     sides = find_sides(run, (output or cache) / SURVEYS, say)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
-    tokenizer = tokenizer_of(run, sides, cache, say)
+    tokenizer = tokenizer_of(run, sides, output or cache, say)
     if output:
         _require_own(output, tokenizer, [split.source.spec for split in sides["train"]])
     facts: list[TextFacts] = []
@@ -64,26 +64,28 @@ def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) 
 
 
 def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], say: Say) -> None:
-    """Makes the shards of task `share[0]` of `share[1]`. Raises ConfigError where the tokenizer is yet to be trained."""
+    """Makes the shards of task `share[0]` of `share[1]`.
+
+    Where the tokenizer is yet to be trained, each task reads all text, and trains it unless another was sooner: it is the
+    same.
+    """
     _require_text(run)
     cache = Path(os.path.expanduser(run.data.cache_dir))
     folder = _ready(output) if output else cache / "stores"
     train, held = find_named(run)
     if output:
         _require_sources([*train, *held])
+    kept = output or cache
     tokenizer = given_tokenizer(run.tokenizer, specials_of(run))
     if tokenizer is None:
-        raise ConfigError(
-            "--shard needs a tokenizer that is there already, so that every task has the same: make one with "
-            f"`jaxformer tokenizer train SOURCE --vocab_size {run.tokenizer.vocab_size} --output DIRECTORY`, and name it as "
-            "--tokenizer.path DIRECTORY."
-        )
+        say("each task reads all text for the tokenizer: with --tokenizer.path, of one made before, it reads its own part")
+        tokenizer = tokenizer_of(run, find_sides(run, kept / SURVEYS, say), kept, say)
     check_fit(run, tokenizer)
     if output:
         _require_own(output, tokenizer, [source.spec for source in train])
     for source in [*train, *held]:
         if not isinstance(source, Prepared):
-            build_part(source, tokenizer, (output or cache) / SURVEYS, folder, share, say)
+            build_part(source, tokenizer, kept / SURVEYS, folder, share, say)
 
 
 def _ready(output: Path) -> Path:
@@ -98,7 +100,7 @@ def _ready(output: Path) -> Path:
         ) from None
     if not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {new}.")
-    if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SURVEYS}", name) for name in names):
+    if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SURVEYS}|{TOKENIZERS}", name) for name in names):
         raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
     return output
 

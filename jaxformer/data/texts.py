@@ -23,7 +23,9 @@ from jaxformer.tokenizer.files import TOKENIZER_FILE
 # A change of how text becomes tokens or files takes a new number, so that no older cache is read.
 FORMAT = 2
 KIND = "jaxformer tokens"
-SURVEYS = "surveys"  # a folder of the cache, or of a prepared directory, so that what one machine read another finds
+
+# Folders of the cache, or of a prepared directory, so that what one machine has read and made another finds.
+SURVEYS, TOKENIZERS = "surveys", "tokenizers"
 
 Say = Callable[[str], None]
 
