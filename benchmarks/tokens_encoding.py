@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 from pairing import Neighbours, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save, verdict
-from tokens_training import END, make_texts
+from tokens_peer import END
+from tokens_training import make_texts
 
 SIDES = ("jaxformer", "jaxformer without tiktoken", "tokenizers", "tiktoken")
 ENTRIES = 32_000

@@ -21,6 +21,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, which all sides part text by
 
 Encode = Callable[[Sequence[str]], Iterable[Sequence[int]]]
 
@@ -78,8 +79,7 @@ class Tiktoken:
         model = json.loads(Path(path).read_text(encoding="utf-8"))["model"]
         tokens = [*BYTES, *("".join(pair) for pair in model["merges"])]
         ranks = {bytes(BYTES[character] for character in token): model["vocab"][token] for token in tokens}
-        words = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-        core = tiktoken.Encoding("peer", pat_str=words, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20})
+        core = tiktoken.Encoding("peer", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20})
         return functools.partial(core.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
 
 

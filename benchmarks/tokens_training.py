@@ -25,15 +25,14 @@ from pairing import (
     save,
     verdict,
 )
+from tokens_peer import END, WORDS
 
-END = "<|endoftext|>"
 # Of each text the bytes, the entries, and what is asked: seconds, or a ratio of the time to the peer's.
 CASES = {
     "English, 130 kB": (130_000, 500, "0.5 s"),
     "stdlib, 5 MB": (5_000_000, 8_000, "1.0x"),
     "stdlib and packages, 20 MB": (20_000_000, 32_000, "1.5x"),
 }
-WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ALLOWED, TIMES = 200e6, 10  # bytes, and times the bytes of the distinct words
 SAMPLE_SECONDS = 0.003
 SAMPLES = 7

@@ -4,6 +4,7 @@ The comment behind a field is its help text on the command line. Configs are has
 static argument of `jax.jit`.
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -45,6 +46,11 @@ Pattern = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
 Objective = Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"]
+
+
+def named_sources(text: str) -> list[str]:
+    """The sources that data.train or data.validation names: apart by ';', unless all of it is a path that exists."""
+    return [text] if os.path.exists(text) else [spec.strip() for spec in text.split(";") if spec.strip()]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config import ConfigError, RunConfig, flat
+from jaxformer.config import ConfigError, RunConfig, flat, named_sources
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 VOLATILE = (  # fields that say nothing about the numbers of a run, so a continued run may change them
@@ -147,9 +147,7 @@ def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
 def _has_tokenizer(config: RunConfig) -> bool:
     """Whether the tokenizer is there already: named, or in a prepared directory that data.train names."""
     return bool(config.tokenizer.path) or any(
-        os.path.isfile(os.path.join(os.path.expanduser(spec.strip()), "tokenizer.json"))
-        for spec in (config.data.train, *config.data.train.split(";"))
-        if spec.strip()
+        os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json")) for spec in named_sources(config.data.train)
     )
 
 

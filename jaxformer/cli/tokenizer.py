@@ -148,7 +148,7 @@ def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
     """Writes ids as they come; NumPy's header has room for the length, which is known at the end."""
     from jaxformer.data.writing import replacing
 
-    dtype, count = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32), 0
+    dtype, count = tokenizer.dtype, 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
     try:
         with replacing(path) as file:

@@ -84,7 +84,7 @@ class Shard:
 
     def entry(self) -> dict[str, Any]:
         """What a manifest says of it."""
-        return {**asdict(self), "path": None, "name": self.path.name}
+        return {"name": self.path.name} | {key: value for key, value in asdict(self).items() if key != "path"}
 
     def checked(self, thorough: bool = False) -> "Shard | None":
         """The shard with its files as they are now, None where one is gone. Raises ConfigError for one that was altered."""
@@ -134,9 +134,6 @@ class TokenStore:
         """Whole stores of one tokenizer, one after the other."""
         shards = [shard for store in stores for shard in store._shards]
         return stores[0] if len(stores) == 1 else cls(shards, stores[0]._dtype, fingerprint)
-
-    def __len__(self) -> int:
-        return self.tokens
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""

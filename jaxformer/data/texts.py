@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import ConfigError, DataConfig, named_sources
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.lenience import Lenience
 from jaxformer.data.sources.records import Fields
@@ -41,8 +41,7 @@ class Prepared(Source):
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     """The sources that `data.train` or `data.validation` names, apart by ';'. Raises ConfigError where one is none."""
-    named = getattr(data, setting.removeprefix("data."))
-    specs = [named] if os.path.exists(named) else [spec.strip() for spec in named.split(";") if spec.strip()]
+    specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
         raise ConfigError(f"{setting} names no source: give a file, a directory, a glob, or a named source such as stdlib.")
     lenience = Lenience(data.undecodable, data.malformed)

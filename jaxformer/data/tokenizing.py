@@ -72,15 +72,14 @@ def complete(directory: Path, made: list[Shard | None], tokenizer: Tokenizer) ->
     shards = [shard for shard in made if shard]
     if len(shards) < len(made):
         return None
-    dtype = width(tokenizer)
     manifest = {
-        "dtype": dtype.name,
+        "dtype": tokenizer.dtype.name,
         "tokenizer": tokenizer.fingerprint(),
         **{name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents", "bytes")},
         "shards": [shard.entry() for shard in shards],
     }
     write_manifest(directory, manifest)
-    return TokenStore(shards, dtype, directory.name)
+    return TokenStore(shards, tokenizer.dtype, directory.name)
 
 
 def build_shards(
@@ -100,11 +99,6 @@ def build_shards(
         progress.tell()
         made.append(shard)
     return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
-
-
-def width(tokenizer: Tokenizer) -> np.dtype:
-    """What a token takes in a store."""
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def _sized(pieces: Iterable[Piece], progress: Progress) -> Iterator[tuple[Piece, int]]:
@@ -142,7 +136,7 @@ def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tok
                     ends.append(tokens)
                     sizes.append(size)
                     places.append(place(piece.document))
-            raw = np.concatenate(rows).astype(width(tokenizer)).tobytes()
+            raw = np.concatenate(rows).astype(tokenizer.dtype).tobytes()
             read.update(raw)
             file.write(raw)
     table = ends.tobytes() + sizes.tobytes() + places.tobytes()

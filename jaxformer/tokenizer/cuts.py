@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxformer.tokenizer.pieces import ANY_CHARACTER
 from jaxformer.tokenizer.words import PATTERNS
 
 BLOCK = 1 << 16  # characters of a part, where the text has a place to cut
@@ -12,7 +13,7 @@ SPACES = r"(?<=\S)(?=[ \t\r\n])"
 
 # Pre-tokenizers that part a text at every white space whatever stands around it, and normalizers that see no further.
 WORD_BY_WORD = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-CHARACTER_BY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+CHARACTER_BY_CHARACTER = {"type": "Split", "pattern": {"Regex": ANY_CHARACTER}, "behavior": "Isolated", "invert": False}
 
 
 def pattern_of(spec: dict[str, Any]) -> str | None:

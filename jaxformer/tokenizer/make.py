@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer.bpe import train_on
 from jaxformer.tokenizer.files import END_OF_TEXT
-from jaxformer.tokenizer.pieces import byte_characters
+from jaxformer.tokenizer.pieces import ANY_CHARACTER, byte_characters
 from jaxformer.tokenizer.table import byte_level_bpe
 from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import BLOCK
@@ -57,7 +57,7 @@ def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> T
     backend = Backend(
         models.WordLevel(vocab={char: index for index, char in enumerate(sorted(alphabet))}, unk_token="<unk>")
     )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(ANY_CHARACTER), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([END_OF_TEXT, *specials])
     return Tokenizer(backend)

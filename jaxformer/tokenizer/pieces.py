@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxformer.config import ConfigError
 
+ANY_CHARACTER = r"[\s\S]"  # the pre-tokenizer of tokenizers whose tokens are characters
 SPACE = "▁"  # SentencePiece's stand-in for a space (arXiv:1808.06226)
 
 

@@ -72,6 +72,11 @@ class Tokenizer:
         self.vocab_size: int = max(self._vocab.values()) + 1
 
     @property
+    def dtype(self) -> np.dtype:
+        """What holds an id: uint16 as long as all fit, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    @property
     def end_token(self) -> int:
         if "eos" not in self._roles:
             raise ConfigError(
