@@ -16,7 +16,7 @@ from works import WORKS, shrunk, with_sizes
 
 import jaxformer as jf
 from jaxformer.config import RunConfig
-from jaxformer.train.device import prove_kernel, with_kernel
+from jaxformer.runs.device import prove_kernel, with_kernel
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 STEPS, BREAK = 10, 6  # of the run that is stopped and continued

@@ -22,10 +22,10 @@ from works import WORKS, with_sizes  # noqa: E402
 from jaxformer.config import RunConfig  # noqa: E402
 from jaxformer.models import decoder  # noqa: E402
 from jaxformer.optim import make_optimizer, make_schedule  # noqa: E402
+from jaxformer.runs.device import with_kernel  # noqa: E402
 from jaxformer.sharding import make_mesh  # noqa: E402
-from jaxformer.train.device import with_kernel  # noqa: E402
-from jaxformer.train.state import init_state  # noqa: E402
-from jaxformer.train.step import make_step  # noqa: E402
+from jaxformer.training.state import init_state  # noqa: E402
+from jaxformer.training.step import make_step  # noqa: E402
 
 
 class Trainer:

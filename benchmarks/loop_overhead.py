@@ -24,11 +24,11 @@ import jax  # noqa: E402
 from pairing import HERE, paired_ratio, print_table, ratio_text, save  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
-from jaxformer.evaluate import place_batch  # noqa: E402
+from jaxformer.evaluation import place_batch  # noqa: E402
 from jaxformer.report import MetricsLog  # noqa: E402
-from jaxformer.train import loop  # noqa: E402
-from jaxformer.train.job import Job, make_job  # noqa: E402
-from jaxformer.train.state import init_state  # noqa: E402
+from jaxformer.runs import run as loop  # noqa: E402
+from jaxformer.runs.setup import Job, make_job  # noqa: E402
+from jaxformer.training.state import init_state  # noqa: E402
 
 TARGET = 0.97
 STAMPS: dict[int, float] = {}

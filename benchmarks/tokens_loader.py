@@ -20,10 +20,10 @@ from pairing import HERE, print_table, save  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
 from jaxformer import data  # noqa: E402
-from jaxformer.evaluate import place_batch  # noqa: E402
-from jaxformer.train.job import Job, make_job  # noqa: E402
-from jaxformer.train.loop import compile_step  # noqa: E402
-from jaxformer.train.state import init_state  # noqa: E402
+from jaxformer.evaluation import place_batch  # noqa: E402
+from jaxformer.runs.run import compile_step  # noqa: E402
+from jaxformer.runs.setup import Job, make_job  # noqa: E402
+from jaxformer.training.state import init_state  # noqa: E402
 
 TIMES = 20  # that of training, which the loader must give
 WAYS = {"stream": {}, "documents": {}, "best_fit": {}, "stream, rows lengthened": {"length_warmup": "64; 1000000: 256"}}

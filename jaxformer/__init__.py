@@ -4,40 +4,38 @@ Names load when they are first used, so `import jaxformer` costs next to nothing
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxformer import layers, tokenizer
-    from jaxformer.checkpoint import Loaded, load
     from jaxformer.config import ConfigError, ModelConfig, RunConfig
     from jaxformer.config_file import load_config
-    from jaxformer.generate.beam import beam_search
-    from jaxformer.generate.decode import generate
+    from jaxformer.generation.beam import beam_search
+    from jaxformer.generation.decode import generate
     from jaxformer.interop.pretrained import save_pretrained
+    from jaxformer.loading import Loaded, load
     from jaxformer.models.inspect import attention_maps, inspect
     from jaxformer.models.transformer import forward, init
-    from jaxformer.train.loop import Result, train
+    from jaxformer.runs.run import Result, train
 
-_HOMES = {
+_MODULES = {
     "ConfigError": "jaxformer.config",
-    "Loaded": "jaxformer.checkpoint",
+    "Loaded": "jaxformer.loading",
     "ModelConfig": "jaxformer.config",
-    "Result": "jaxformer.train.loop",
+    "Result": "jaxformer.runs.run",
     "RunConfig": "jaxformer.config",
     "attention_maps": "jaxformer.models.inspect",
-    "beam_search": "jaxformer.generate.beam",
+    "beam_search": "jaxformer.generation.beam",
     "forward": "jaxformer.models.transformer",
-    "generate": "jaxformer.generate.decode",
+    "generate": "jaxformer.generation.decode",
     "init": "jaxformer.models.transformer",
     "inspect": "jaxformer.models.inspect",
-    "load": "jaxformer.checkpoint",
+    "load": "jaxformer.loading",
     "load_config": "jaxformer.config_file",
     "save_pretrained": "jaxformer.interop.pretrained",
-    "train": "jaxformer.train.loop",
+    "train": "jaxformer.runs.run",
 }
-_ROOMS = ("layers", "tokenizer")
+_PACKAGES = ("layers", "tokenizer")
 
 __all__ = [
     "ConfigError",
@@ -60,24 +58,13 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """A package whose names win over its rooms: `jf.train` stays the function after `jaxformer/train/` was imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _ROOMS:
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _PACKAGES:
         return importlib.import_module(f"jaxformer.{name}")
     raise AttributeError(f"module 'jaxformer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_ROOMS])
+    return sorted([*globals(), *_MODULES, *_PACKAGES])

@@ -15,8 +15,8 @@ from jaxformer.models.transformer import specs as specs_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
 from jaxformer.sharding import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
-from jaxformer.train.state import init_state
-from jaxformer.train.step import loss_sums, make_step
+from jaxformer.training.state import init_state
+from jaxformer.training.step import loss_sums, make_step
 
 MESHES = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 2": (4, 1, 2), "all three": (2, 2, 2), "tensor 4": (2, 1, 4)}
 SEQUENCE_TO_SEQUENCE = {"family": "encoder_decoder", "positions": "t5", "n_encoder_layers": 1, "bias": "all"}

@@ -8,7 +8,7 @@ import pytest
 from shapes import forward, strong
 
 import jaxformer as jf
-from jaxformer.generate.beam import beam_search
+from jaxformer.generation.beam import beam_search
 
 SMALL = dict(vocab_size=5, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64)
 FAMILIES = {

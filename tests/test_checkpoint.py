@@ -13,9 +13,9 @@ import pytest
 from tiny_run import EVERY, STEPS, contents, copy, line, params_of, reference, saved
 
 import jaxformer as jf
-from jaxformer.checkpoint import Checkpoints
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import ConfigError
-from jaxformer.train.state import TrainState
+from jaxformer.training.state import TrainState
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_functions_keep_their_names_after_their_rooms_were_imported() -> None:
-    from jaxformer.generate import decode
-    from jaxformer.train import loop
+    from jaxformer.generation import decode
+    from jaxformer.runs import run
 
-    assert jf.train is loop.train and jf.generate is decode.generate
+    assert jf.train is run.train and jf.generate is decode.generate
 
 
 def test_train_in_python_is_the_job_of_the_command(trained: Path, tmp_path: Path) -> None:

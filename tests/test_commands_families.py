@@ -16,14 +16,14 @@ from conftest import CACHE
 from shapes import forward, strong
 
 import jaxformer as jf
-from jaxformer.checkpoint import Checkpoints
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli import main
 from jaxformer.cli.prompts import text_of, tokens_of
-from jaxformer.generate.beam import beam_search
-from jaxformer.generate.translate import translate
+from jaxformer.generation.beam import beam_search
+from jaxformer.generation.translate import translate
+from jaxformer.runs.directory import claim
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer, train_bpe_tokenizer
-from jaxformer.train.directory import claim
-from jaxformer.train.state import TrainState
+from jaxformer.training.state import TrainState
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "the cat sees a dog under the tall tree and the dog likes a small cat by the river"

@@ -100,7 +100,7 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     moved = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
     found = verify.compare(there, moved, model.config)
     assert found.largest > 1e-3 * found.deviation and found.kl.max() > 1e-9
-    monkeypatch.setattr("jaxformer.checkpoint.load", lambda path, step: jf.Loaded(moved, model.config, None))
+    monkeypatch.setattr("jaxformer.loading.load", lambda path, step: jf.Loaded(moved, model.config, None))
     assert convert.run([str(there), str(base / "moved"), "--verify"]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
 

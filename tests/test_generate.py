@@ -7,8 +7,8 @@ import pytest
 from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
 
 import jaxformer as jf
-from jaxformer.generate.decode import stream_tokens
-from jaxformer.generate.sampling import Sampling, draw, keep_top_k, keep_top_p
+from jaxformer.generation.decode import stream_tokens
+from jaxformer.generation.sampling import Sampling, draw, keep_top_k, keep_top_p
 
 KEY = jax.random.key(7)
 

@@ -14,7 +14,7 @@ from jaxformer.layers.masks import places_of
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
 from jaxformer.params import rows
-from jaxformer.train.step import loss_sums
+from jaxformer.training.step import loss_sums
 
 HEADS = {
     "language": {},

@@ -14,7 +14,7 @@ from jaxformer.layers import kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
 from jaxformer.layers.masks import Places, View, places_of
-from jaxformer.train.device import check_kernel
+from jaxformer.runs.device import check_kernel
 
 
 def arrays(*shapes, seed=0):

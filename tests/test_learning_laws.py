@@ -16,8 +16,8 @@ from jaxformer.models import transformer
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
 from jaxformer.params import rows
 from jaxformer.sharding import make_mesh
-from jaxformer.train.state import init_state, state_shardings
-from jaxformer.train.step import gradients, make_step
+from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.step import gradients, make_step
 
 
 def a_run(name="llama", rows_at_once=8, train=None, optimizer=None, **model_changes) -> RunConfig:

@@ -16,7 +16,7 @@ from jaxformer.config_file import load_config
 from jaxformer.data import Batches, objective_of
 from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.models.cost import flops_per_token
-from jaxformer.train.job import make_job
+from jaxformer.runs.setup import make_job
 
 WARMUP = "3; 2: 6; 5: 12"
 SIZES = st.lists(st.integers(1, 80), min_size=8, max_size=12)
@@ -82,7 +82,7 @@ def test_the_loss_of_shorter_rows_is_that_of_segments() -> None:
     import jax
 
     import jaxformer as jf
-    from jaxformer.train.step import loss_sums
+    from jaxformer.training.step import loss_sums
 
     model = ModelConfig(vocab_size=257, d_model=16, n_layers=1, n_heads=2, max_length=12)
     params = jf.init(model, jax.random.key(0))

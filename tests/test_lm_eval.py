@@ -183,7 +183,7 @@ def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(direc
 
 def from_scratch(**settings):
     """A model as a run directory gives it: its tokenizer has an end token alone, and its table more rows than that."""
-    from jaxformer.checkpoint import Loaded
+    from jaxformer.loading import Loaded
     from jaxformer.tokenizer.make import train_bpe_tokenizer
 
     tokenizer = train_bpe_tokenizer([text(random.Random(0), 400)], 280)

@@ -12,22 +12,22 @@ from jax.sharding import Mesh
 from pretrained_tokenizers import saved
 
 import jaxformer as jf
-from jaxformer.checkpoint import run_of, save_run
 from jaxformer.cli import convert
 from jaxformer.config import ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import to_json
-from jaxformer.evaluate import evaluate_run
+from jaxformer.evaluation import evaluate_run
 from jaxformer.interop import verify
 from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.positions import rotate
+from jaxformer.loading import run_of, save_run
 from jaxformer.models.transformer import specs
 from jaxformer.params import init_params, map_specs
+from jaxformer.runs.init_from import adopted, carried, with_classes
 from jaxformer.sharding import MESH_AXES, parameter_sharding
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.train.adopt import adopted, carried, with_classes
 
 SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
 BERT = SMALL | dict(family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu")

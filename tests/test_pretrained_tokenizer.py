@@ -292,7 +292,7 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
 
     import jaxformer as jf
     from jaxformer.config import RunConfig, RunSettings
-    from jaxformer.train.adopt import adopted
+    from jaxformer.runs.init_from import adopted
 
     kept = json.loads((saved("gpt2") / "tokenizer.json").read_text())["model"]
     sizes = {"vocab_size": 1000, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}

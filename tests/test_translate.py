@@ -8,8 +8,8 @@ import pytest
 from shapes import strong
 
 import jaxformer as jf
-from jaxformer.generate.beam import beam_search
-from jaxformer.generate.translate import bleu_metric, padded, translate
+from jaxformer.generation.beam import beam_search
+from jaxformer.generation.translate import bleu_metric, padded, translate
 from jaxformer.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -95,8 +95,8 @@ def _check(rows: dict[str, np.ndarray], context: int) -> None:
 
 def _written(model: Model, source: np.ndarray, beams: int) -> list[int]:
     """What the model writes for a source, without the end token."""
-    from jaxformer.generate.beam import beam_search
-    from jaxformer.generate.decode import generate
+    from jaxformer.generation.beam import beam_search
+    from jaxformer.generation.decode import generate
 
     end = model.tokenizer.end_token
     given: dict[str, Any] = {"source": source[None], "end_token": end, "vocab_size": model.tokenizer.vocab_size}

@@ -14,7 +14,7 @@ from jaxformer.interop.theirs import Dtype
 from jaxformer.report import human_count
 
 if TYPE_CHECKING:
-    from jaxformer.checkpoint import Loaded
+    from jaxformer.loading import Loaded
 
 CLOSE = 2e-4  # of the logits' standard deviation: what float32 on both sides comes to
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -36,9 +36,9 @@ class Arguments:
 def run(arguments: Sequence[str]) -> int:
     asked = tyro.cli(Arguments, prog="jaxformer convert", args=arguments, use_underscores=True)
     limit = _bytes(asked.shard_size)
-    from jaxformer.checkpoint import load
     from jaxformer.interop.theirs import is_pretrained
     from jaxformer.interop.verify import require_transformers
+    from jaxformer.loading import load
 
     if asked.verify:
         require_transformers()
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _write_run(model: "Loaded", asked: Arguments) -> None:
-    from jaxformer.checkpoint import save_run
+    from jaxformer.loading import save_run
 
     save_run(asked.target, model, asked.source)
     use = ", to sample from or to begin from (--run.init_from)" if model.tokenizer else ", without a tokenizer"

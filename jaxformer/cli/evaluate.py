@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--output takes translations, which are made with --beams 5, for example.")
     if asked.output is not None and not asked.output.absolute().parent.is_dir():
         raise ConfigError(f"{asked.output} cannot be written: there is no directory {asked.output.absolute().parent}.")
-    from jaxformer.evaluate import evaluate_run
+    from jaxformer.evaluation import evaluate_run
 
     if asked.beams:
         _translate(asked)
@@ -57,8 +57,8 @@ def told(found: dict[str, float]) -> str:
 
 def _translate(asked: Arguments) -> None:
     """Prints the BLEU of the translations, and writes them where they are asked for."""
-    from jaxformer.evaluate import translate_run
-    from jaxformer.generate.translate import bleu_metric
+    from jaxformer.evaluation import translate_run
+    from jaxformer.generation.translate import bleu_metric
 
     metric = bleu_metric()
     made = translate_run(

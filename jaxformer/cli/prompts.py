@@ -30,7 +30,7 @@ class Model:
 
 def open_run(path: Path, step: int | None) -> Model:
     """The model of a run or of a Hugging Face directory, with its tokenizer. Raises ConfigError where there is none."""
-    from jaxformer.checkpoint import load, run_of
+    from jaxformer.loading import load, run_of
 
     model = load(path, step)
     if model.tokenizer is None:

@@ -53,8 +53,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _write(model: Model, asked: Arguments) -> None:
     """Prints the text that follows the prompt, or that answers it as the source."""
-    from jaxformer.generate.beam import beam_search
-    from jaxformer.generate.decode import stream_tokens
+    from jaxformer.generation.beam import beam_search
+    from jaxformer.generation.decode import stream_tokens
 
     given: dict[str, Any] = {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
     if asks := model.config.family == "encoder_decoder":

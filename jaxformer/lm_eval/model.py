@@ -19,11 +19,11 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_gen
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from jaxformer.checkpoint import load
 from jaxformer.config import ConfigError
-from jaxformer.generate.decode import decode, prepared, start
-from jaxformer.generate.sampling import Sampling
+from jaxformer.generation.decode import decode, prepared, start
+from jaxformer.generation.sampling import Sampling
 from jaxformer.lm_eval.scores import scores
+from jaxformer.loading import load
 from jaxformer.params import Params
 from jaxformer.tokenizer.files import without_tokenizer
 

@@ -12,7 +12,7 @@ from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.layers import kernels
 from jaxformer.layers.masks import View, places_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.train.state import compiler_options
+from jaxformer.training.state import compiler_options
 
 PEAK_TFLOPS = {  # dense bfloat16 products, by a part of the device's name, longest first
     "H200": 989.0,

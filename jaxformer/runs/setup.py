@@ -19,11 +19,11 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import decay_groups, make_optimizer, make_schedule
 from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
+from jaxformer.runs.device import peak_flops, with_kernel, with_rows_of
+from jaxformer.runs.directory import claim
+from jaxformer.runs.init_from import adopted, with_classes
 from jaxformer.sharding import make_mesh
-from jaxformer.train.adopt import adopted, with_classes
-from jaxformer.train.device import peak_flops, with_kernel, with_rows_of
-from jaxformer.train.directory import claim
-from jaxformer.train.state import TrainState, abstract_state
+from jaxformer.training.state import TrainState, abstract_state
 
 Say = Callable[[str], None]
 Fact = str | list[str]

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.generate.decode import Stream, prepared, start
-from jaxformer.generate.sampling import EndToken, ends, filler, within
+from jaxformer.generation.decode import Stream, prepared, start
+from jaxformer.generation.sampling import EndToken, ends, filler, within
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import Places

@@ -14,19 +14,19 @@ from typing import Any
 
 import jax
 
-from jaxformer.checkpoint import Checkpoints
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import RunConfig
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.evaluate import Evaluation, bytes_of_targets, make_evaluate, place_batch
-from jaxformer.generate.decode import generate
+from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluate, place_batch
+from jaxformer.generation.decode import generate
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
-from jaxformer.train.adopt import carried
-from jaxformer.train.device import prove_kernel
-from jaxformer.train.directory import lock
-from jaxformer.train.job import Job, Say, make_job
-from jaxformer.train.state import TrainState, init_state
-from jaxformer.train.step import Batch, Metrics, make_step
+from jaxformer.runs.device import prove_kernel
+from jaxformer.runs.directory import lock
+from jaxformer.runs.init_from import carried
+from jaxformer.runs.setup import Job, Say, make_job
+from jaxformer.training.state import TrainState, init_state
+from jaxformer.training.step import Batch, Metrics, make_step
 
 Steps = dict[int, Any]  # by the length of the rows: (state, batch) -> (state, metrics), compiled
 PROMPTS = {"masked": "Once [MASK] a time"}  # for the command named at the end, where the head wants more than a word

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.generate.sampling import Sampling, draw, ends, filler
+from jaxformer.generation.sampling import Sampling, draw, ends, filler
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import Places, places_of

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.generate.beam import beam_search
-from jaxformer.generate.decode import SLOTS
+from jaxformer.generation.beam import beam_search
+from jaxformer.generation.decode import SLOTS
 from jaxformer.params import Params
 from jaxformer.tokenizer import Tokenizer
 

@@ -1,22 +1,16 @@
-"""Checkpoints by Orbax: saved on a thread, checked before an array is read, never silently replaced by a fresh start.
-
-A checkpoint holds the train state as a flat table (dotted path to array) and a manifest of that table's paths, shapes and
-dtypes. The run directory holds the resolved config and the tokenizer beside them.
-"""
+"""Models read from disk: the checkpoint of a run, or a Hugging Face directory."""
 
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from jaxformer.checkpoints import Checkpoints, flat_leaves, in_short, read_checkpoint, saved_steps
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import read_config, to_json
 from jaxformer.interop.theirs import check_dtype, is_pretrained
@@ -24,9 +18,7 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
 from jaxformer.sharding import parameter_sharding
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.train.state import TrainState
 
-Say = Callable[[str], None]
 ROW = 1024  # most tokens of a row when a model directory is evaluated, which says nothing of its rows in training
 
 
@@ -38,95 +30,6 @@ class Loaded:
     config: ModelConfig
     tokenizer: Tokenizer | None
     labels: tuple[str, ...] = ()
-
-
-def flat_leaves(tree: Any) -> dict[str, Any]:
-    """`{"params.blocks.attention.q": leaf, ...}`: names that survive any change of the containers."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def manifest_of(leaves: dict[str, Any]) -> dict[str, list[Any]]:
-    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
-
-
-class Checkpoints:
-    """The checkpoints of one run directory. Use as a context manager: leaving waits for the last save."""
-
-    def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
-        self.folder = Path(run_dir).absolute() / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()
-
-    def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, ascending."""
-        return sorted(self._manager.all_steps())
-
-    def save(self, state: Any, step: int) -> None:
-        """Copies the state off the devices and returns; a thread writes it. A step already saved is left as it is."""
-        if step in self._manager.all_steps():
-            return
-        leaves = flat_leaves(state)
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=ocp.args.JsonSave(manifest_of(leaves)))
-        )
-
-    def restore(self, target: TrainState, say: Say) -> TrainState | None:
-        """The newest checkpoint that can be read, placed as `target` says; None if there are none.
-
-        Raises ConfigError if a checkpoint is of another model or optimizer, or if every one of them is damaged.
-        """
-        damaged = []
-        for step in reversed(self.steps()):
-            try:
-                leaves = _read(self.folder, step, flat_leaves(target))
-            except ConfigError:
-                raise
-            except Exception as error:  # Orbax and tensorstore raise many kinds for a torn file
-                damaged.append(f"  {self.folder / str(step)}: {_in_short(error)}")
-                say(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n{damaged[-1]}")
-                continue
-            for bad in [s for s in self.steps() if s > step]:
-                self._manager.delete(bad)
-            return jax.tree.unflatten(jax.tree.structure(target), leaves.values())  # type: ignore[no-any-return]
-        if damaged:
-            raise ConfigError("no checkpoint of this run can be read; nothing was overwritten:\n" + "\n".join(damaged))
-        return None
-
-
-def _read(folder: Path, step: int, wanted: dict[str, Any], whole: bool = True) -> dict[str, jax.Array]:
-    """The leaves of `wanted` from the checkpoint of `step`, after its manifest was held against them."""
-    place = folder / str(step)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        saved = reader.restore(place, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
-        _compare(place, saved, manifest_of(wanted), whole)
-        args = ocp.args.PyTreeRestore(
-            wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=not whole
-        )
-        leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
-    return {path: leaves[path] for path in wanted}
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: bool) -> None:
-    problems = [f"{path}: not in the checkpoint" for path in wanted if path not in saved]
-    problems += [f"{path}: only in the checkpoint" for path in saved if whole and path not in wanted]
-    problems += [
-        f"{path}: {saved[path][1]}{saved[path][0]} in the checkpoint, {wanted[path][1]}{wanted[path][0]} in the model"
-        for path in wanted
-        if path in saved and saved[path] != wanted[path]
-    ]
-    if problems:
-        shown = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
-        raise ConfigError(f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n  {shown}")
 
 
 def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32") -> Loaded:
@@ -171,11 +74,11 @@ def _load_run(run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh
     errors = []
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            leaves = _read(run_dir.absolute() / "checkpoints", candidate, wanted, whole=False)
+            leaves = read_checkpoint(run_dir.absolute() / "checkpoints", candidate, wanted, whole=False)
         except ConfigError:
             raise
         except Exception as error:  # as in Checkpoints.restore
-            errors.append(f"step {candidate}: {_in_short(error)}")
+            errors.append(f"step {candidate}: {in_short(error)}")
             warnings.warn(f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}", stacklevel=2)
             continue
         typed = [leaf.astype(dtype) for leaf in leaves.values()]
@@ -220,10 +123,3 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
 def _labels(run_dir: Path) -> tuple[str, ...]:
     record = run_dir / "data.json"
     return tuple(json.loads(record.read_text(encoding="utf-8")).get("labels", ())) if record.is_file() else ()
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the finished checkpoints in a run directory, ascending; unfinished ones carry another name."""
-    return sorted(
-        int(entry.name) for entry in (run_dir / "checkpoints").glob("*") if entry.is_dir() and entry.name.isdigit()
-    )

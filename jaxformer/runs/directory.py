@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config, to_json
+from jaxformer.runs.init_from import adopted
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.train.adopt import adopted
 
 LOCK = ".lock"
 

@@ -13,16 +13,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.checkpoint import load, run_of
 from jaxformer.config import ConfigError, ModelConfig, Objective, RunConfig
-from jaxformer.generate.translate import translate
+from jaxformer.generation.translate import translate
 from jaxformer.layers.head import head, output_layer, pooled
+from jaxformer.loading import load, run_of
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params, contract
 from jaxformer.sharding import MESH_AXES, batch_sharding
 from jaxformer.tokenizer.files import tokenizer_file
-from jaxformer.train.step import Batch, loss_sums
+from jaxformer.training.step import Batch, loss_sums
 
 Evaluation = dict[str, float]
 

@@ -14,7 +14,7 @@ from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
 from jaxformer.params import Params
 from jaxformer.sharding import batch_sharding
-from jaxformer.train.state import TrainState, compiler_options, state_shardings
+from jaxformer.training.state import TrainState, compiler_options, state_shardings
 
 Batch = dict[str, Any]
 Metrics = dict[str, jax.Array]

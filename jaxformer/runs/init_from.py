@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.checkpoint import flat_leaves, load, run_of
+from jaxformer.checkpoints import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
+from jaxformer.loading import load, run_of
 from jaxformer.params import Params
 from jaxformer.tokenizer.files import tokenizer_file
 

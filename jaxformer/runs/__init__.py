@@ -1,0 +1,1 @@
+"""Runs: what turns the settings of a run into functions, and claims its directory."""

@@ -1,1 +1,0 @@
-"""Training: the state, the step, and the loop around it."""

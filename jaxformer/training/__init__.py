@@ -1,0 +1,1 @@
+"""Training: the state, the step, checkpoints and the loop around them, for any loss over any parameters."""
