@@ -1,10 +1,12 @@
 """Checkpoints by Orbax: saved on a thread, checked before an array is read, never silently replaced by a fresh start.
 
 A checkpoint holds the train state as a flat table (dotted path to array) and a manifest of that table's paths, shapes and
-dtypes. The run directory holds the resolved config and the tokenizer beside them.
+dtypes.
 """
 
-from collections.abc import Callable
+import json
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import orbax.checkpoint as ocp
 from jaxformer.settings import ConfigError
 
 Say = Callable[[str], None]
+
+# What TensorStore says of files that are cut short, altered or gone.
+DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND")
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
@@ -26,18 +31,32 @@ def manifest_of(leaves: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. Use as a context manager: leaving waits for the last save."""
+    """The checkpoints of one run directory, in `run_dir/checkpoints/<step>`. As a context manager, leaving waits for the
+    last save.
 
-    def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
-        self.folder = Path(run_dir).absolute() / "checkpoints"
+    `every` is the number of steps between two saves of `fit` (0: at the end and on a signal alone); the newest `keep`
+    are kept.
+    """
+
+    def __init__(self, run_dir: str | Path, keep: int = 2, every: int = 0) -> None:
+        self.directory = Path(run_dir)
+        self.folder = self.directory.absolute() / "checkpoints"
+        self.every = every
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written ({error.strerror}): choose another directory.") from error
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._manager.close()
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk."""
+        self._manager.wait_until_finished()
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, ascending."""
@@ -52,32 +71,87 @@ class Checkpoints:
             step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=ocp.args.JsonSave(manifest_of(leaves)))
         )
 
+    def newest(self, state: Any, say: Say = warnings.warn) -> Any:
+        """The newest checkpoint that can be read and is beyond `state.step`, placed as `state` is; else `state` itself.
+
+        The arrays of `state` are freed before those of the checkpoint are read. Raises ConfigError as `restore` does.
+        """
+        if not self.steps() or self.steps()[-1] <= int(state.step):
+            return state
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+        jax.tree.map(lambda leaf: leaf.delete(), state)
+        return self.restore(target, say)
+
     def restore(self, target: Any, say: Say) -> Any | None:
         """The newest checkpoint that can be read, placed as `target` says; None if there are none.
 
-        Raises ConfigError if a checkpoint is of another model or optimizer, or if every one of them is damaged.
+        A checkpoint that is proven to be damaged is set aside under a name that says why, once one before it was read;
+        none is ever deleted. Raises ConfigError if a checkpoint is of another model or optimizer, if every one of them is
+        damaged, or if one cannot be read for another reason.
         """
-        damaged = []
+        damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
                 leaves = read_checkpoint(self.folder, step, flat_leaves(target))
-            except ConfigError:
-                raise
-            except Exception as error:  # Orbax and tensorstore raise many kinds for a torn file
-                damaged.append(f"  {self.folder / str(step)}: {in_short(error)}")
-                say(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n{damaged[-1]}")
+            except Damaged as error:
+                damaged[step] = str(error)
+                say(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n  {error}")
                 continue
-            for bad in [s for s in self.steps() if s > step]:
-                self._manager.delete(bad)
+            self._set_aside(damaged, say)
             return jax.tree.unflatten(jax.tree.structure(target), leaves.values())
         if damaged:
-            raise ConfigError("no checkpoint of this run can be read; nothing was overwritten:\n" + "\n".join(damaged))
+            lines = "\n".join(f"  {line}" for line in damaged.values())
+            raise ConfigError("no checkpoint of this run can be read; nothing was overwritten:\n" + lines)
         return None
+
+    def _set_aside(self, damaged: Mapping[int, str], say: Say) -> None:
+        """Renames damaged checkpoints, so that their steps can be saved again and nothing is lost."""
+        if not damaged or jax.process_index() > 0:
+            return
+        for step in damaged:
+            place, number = self.folder / f"damaged-{step}", 1
+            while place.exists():
+                number += 1
+                place = self.folder / f"damaged-{step}-{number}"
+            (self.folder / str(step)).rename(place)
+            (place / "damage.txt").write_text(damaged[step] + "\n", encoding="utf-8")
+            say(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
+        self._manager.reload()
+
+
+class Damaged(Exception):
+    """What a checkpoint holds is not what was written; the message says where and why."""
 
 
 def read_checkpoint(folder: Path, step: int, wanted: dict[str, Any], whole: bool = True) -> dict[str, jax.Array]:
-    """The leaves of `wanted` from the checkpoint of `step`, after its manifest was held against them."""
+    """The leaves of `wanted` from the checkpoint of `step`, after its manifest was held against them.
+
+    Raises Damaged where the files are proven to be torn: twice in a row their content is not what a checkpoint has.
+    Raises ConfigError if it is of another model, or cannot be read for another reason (memory, rights, a file system that
+    fails), which says nothing about the checkpoint.
+    """
     place = folder / str(step)
+    try:
+        return _read(place, wanted, whole)
+    except ConfigError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds
+        first = error
+    if _shows_damage(first):
+        try:
+            return _read(place, wanted, whole)
+        except Exception as error:
+            first = error
+            if _shows_damage(error):
+                raise Damaged(f"{place}: {_in_short(error)}") from error
+    raise ConfigError(
+        f"the checkpoint {place} cannot be read ({_in_short(first)}), and that does not show that it is damaged; nothing "
+        "was changed. Free memory, or see to the file system and its rights, and run the same command again. To go on "
+        f"from an earlier step instead, move {place} elsewhere."
+    ) from first
+
+
+def _read(place: Path, wanted: dict[str, Any], whole: bool) -> dict[str, jax.Array]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         saved = reader.restore(place, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
         _compare(place, saved, manifest_of(wanted), whole)
@@ -88,7 +162,22 @@ def read_checkpoint(folder: Path, step: int, wanted: dict[str, Any], whole: bool
     return {path: leaves[path] for path in wanted}
 
 
-def in_short(error: Exception) -> str:
+def _shows_damage(error: BaseException) -> bool:
+    """Whether an error, or one behind it, says that a file of a checkpoint is missing, cut short or altered."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    if any(isinstance(one, (MemoryError, PermissionError)) for one in chain):
+        return False
+    if any(isinstance(one, (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError)) for one in chain):
+        return True
+    # TensorStore raises ValueError with its status first.
+    return any(isinstance(one, ValueError) and str(one).startswith(DAMAGE) for one in chain)
+
+
+def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -1,7 +1,6 @@
 """Evaluation: a model's loss on held-out text, per token and per byte."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,80 +9,56 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxformer import data
 from jaxformer.config import ConfigError, ModelConfig, Objective, RunConfig
 from jaxformer.generation.translate import translate
-from jaxformer.layers.head import head, output_layer, pooled
 from jaxformer.loading import load, run_of
-from jaxformer.models.inputs import inputs_of
-from jaxformer.models.transformer import hidden
-from jaxformer.params import Params, contract
-from jaxformer.sharding import MESH_AXES, batch_sharding
+from jaxformer.objectives import METRICS, loss_of
+from jaxformer.params import Params
 from jaxformer.tokenizer.files import tokenizer_file
-from jaxformer.training.step import Batch, loss_sums
+from jaxformer.training.evaluate import Totals, make_totals
+from jaxformer.training.step import Batch, Sums
 
 Evaluation = dict[str, float]
 
 
-def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """This process's rows of a batch as global arrays on the mesh."""
-    where = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(where, rows) for name, rows in batch.items()}
-
-
-def make_evaluate(
-    config: ModelConfig, mesh: Mesh, token_bytes: np.ndarray | None = None
+def make_evaluation(
+    objective: str, config: ModelConfig, token_bytes: np.ndarray | None = None
 ) -> Callable[[Params, Iterable[Batch]], Evaluation]:
-    """A function of params and batches to `val_loss` (nats a target), and what else tells of the model's objective.
+    """A function of params and batches to `val_loss` (nats a target), and what else tells of the objective.
 
-    With `token_bytes` [V], the UTF-8 bytes each token stands for, `val_bits_per_byte` (ends of text counted in); for heads
-    other than a language model's `val_accuracy`, the share of targets that the likeliest class is; and with next_sentence
-    `val_next_sentence_accuracy`.
+    With `token_bytes` [V], the UTF-8 bytes each token stands for, `val_bits_per_byte` (ends of text counted in), and
+    every entry of the objective's loss and metrics: `val_accuracy` is the share of targets that the likeliest class is.
     """
+    loss = loss_of(objective, config)
+    metrics = METRICS.get(config.output)
 
-    sums_of = jax.jit(functools.partial(_sums, config))
+    def sums(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        found = dict(loss(params, batch, None))
+        if token_bytes is not None:
+            length = (jnp.asarray(token_bytes)[batch["targets"]] * batch["weights"]).sum()
+            found["bytes"] = (length, length)
+        return {**found, **(metrics(params, config, batch) if metrics else {})}
+
+    totals = make_totals(sums)
 
     def evaluate(params: Params, batches: Iterable[Batch]) -> Evaluation:
-        sums: list[dict[str, Any]] = []
-        weights = pairs = length = 0.0
-        with jax.set_mesh(mesh):
-            for batch in batches:
-                sums.append(sums_of(params, place_batch(batch, mesh)))
-                weights += float(batch["weights"].sum())
-                pairs += float(batch.get("next_sentence_weights", np.zeros(1)).sum())
-                if token_bytes is not None:
-                    length += float((token_bytes[batch["targets"]] * batch["weights"]).sum())
-                if len(sums) > 2:
-                    jax.block_until_ready(sums[-3])  # a few batches ahead, not all of them
-        total = {name: math.fsum(float(entry[name]) for entry in sums) for name in (sums[0] if sums else {"nats": 0})}
-        found = {"val_loss": total["nats"] / max(weights, 1)}
-        if token_bytes is not None:
-            found["val_bits_per_byte"] = total["nats"] / math.log(2) / max(length, 1)
-        if "right" in total:
-            found["val_accuracy"] = total["right"] / max(weights, 1)
-        if "follows" in total:
-            found["val_next_sentence_accuracy"] = total["follows"] / max(pairs, 1)
-        return found
+        return _line(totals(params, batches))
 
     return evaluate
 
 
-def _sums(config: ModelConfig, params: Params, batch: Batch) -> dict[str, jax.Array]:
-    """Nats of a batch, and how many of its targets the likeliest classes are."""
-    sums = {"nats": loss_sums(params, config, batch)[1]}
-    if config.output == "language":
-        return sums
-    inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs)
-    right = jnp.argmax(head(params, config, x, inputs.places), axis=-1) == batch["targets"]
-    sums["right"] = (right * batch["weights"]).sum()
-    if config.next_sentence:
-        rows, matrix = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
-        follows = jnp.argmax(contract("BTD,VD->BTV", rows, matrix), axis=-1) == batch["next_sentence"]
-        sums["follows"] = (follows * batch["next_sentence_weights"]).sum()
-    return sums
+def _line(totals: Totals) -> Evaluation:
+    """The numbers of an evaluation from its totals; nats stand for the loss where the objective is another."""
+    nats, weight = totals.get("nats") or totals.get("loss") or (0.0, 0.0)
+    line = {"val_loss": nats / max(weight, 1)}
+    if "bytes" in totals:
+        line["val_bits_per_byte"] = nats / math.log(2) / max(totals["bytes"][0], 1)
+    for name, (total, weight) in totals.items():
+        if name not in ("loss", "nats", "bytes"):
+            line[f"val_{name}"] = total / (weight or 1)
+    return line
 
 
 def evaluate_run(
@@ -99,9 +74,8 @@ def evaluate_run(
     corpus = data.prepare(run, labels=model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
-    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     rows = run.train.batch_size // run.train.microbatches
-    evaluate = make_evaluate(model.config, mesh, bytes_of_targets(corpus))
+    evaluate = make_evaluation(corpus.objective, model.config, bytes_of_targets(corpus))
     return evaluate(model.params, data.evaluation_batches(corpus.validation, run.data, rows))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.checkpoints import Checkpoints, flat_leaves, in_short, read_checkpoint, saved_steps
+from jaxformer.checkpoints import Checkpoints, Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import read_config, to_json
 from jaxformer.interop.theirs import check_dtype, is_pretrained
@@ -75,10 +75,8 @@ def _load_run(run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh
     for candidate in [step] if step is not None else reversed(steps):
         try:
             leaves = read_checkpoint(run_dir.absolute() / "checkpoints", candidate, wanted, whole=False)
-        except ConfigError:
-            raise
-        except Exception as error:  # as in Checkpoints.restore
-            errors.append(f"step {candidate}: {in_short(error)}")
+        except Damaged as error:
+            errors.append(f"step {candidate}: {error}")
             warnings.warn(f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}", stacklevel=2)
             continue
         typed = [leaf.astype(dtype) for leaf in leaves.values()]

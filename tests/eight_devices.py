@@ -7,16 +7,15 @@ import tempfile
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from test_learning_laws import a_batch, a_run
+from test_learning_laws import a_batch, a_run, step_of
 
 import jaxformer as jf
-from jaxformer.config import MeshConfig
 from jaxformer.models.transformer import specs as specs_of
+from jaxformer.objectives import head_loss
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
 from jaxformer.sharding import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
 from jaxformer.training.state import init_state
-from jaxformer.training.step import loss_sums, make_step
 
 MESHES = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 2": (4, 1, 2), "all three": (2, 2, 2), "tensor 4": (2, 1, 4)}
 SEQUENCE_TO_SEQUENCE = {"family": "encoder_decoder", "positions": "t5", "n_encoder_layers": 1, "bias": "all"}
@@ -59,8 +58,8 @@ def train(run, mesh):
     with jax.set_mesh(mesh):
         specs, schedule = specs_of(run.model), make_schedule(run.optimizer, run.train.steps)
         optimizer = make_optimizer(run.optimizer, schedule, specs)
-        state = init_state(specs, optimizer, mesh, run.run.seed)
-        step = make_step(run, optimizer, schedule, mesh)
+        state = init_state(specs, optimizer, mesh=mesh, seed=run.run.seed)
+        step = step_of(run, optimizer, schedule)
         seen = []
         for i in range(STEPS):
             state, metrics = step(state, jax.device_put(batch_of(run.model, i), batch_sharding(mesh)))
@@ -72,14 +71,15 @@ def train(run, mesh):
 
 def explicit_axes_trace(run):
     """Names what fails to trace under explicit axes: a placement that is nowhere said is an error there."""
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 16, explicit=True)
+    mesh = make_mesh(2, 2, 2, explicit=True)
     specs, batch = specs_of(run.model), batch_of(run.model)
 
     def nats(params, batch):
-        return loss_sums(params, run.model, batch)[1]
+        found = head_loss(params, run.model, batch)
+        return found.get("nats", found["loss"])[0]
 
     def objective(params, batch):
-        return loss_sums(params, run.model, batch)[0]
+        return head_loss(params, run.model, batch)["loss"][0]
 
     with jax.set_mesh(mesh):
         places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs)
@@ -92,7 +92,7 @@ def explicit_axes_trace(run):
 
 def loaded_on_a_mesh(config):
     """A model directory written from sharded params and read onto the mesh: whether all is equal, and where it should be."""
-    mesh, table = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 16), specs_of(config)
+    mesh, table = make_mesh(2, 2, 2), specs_of(config)
     places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), table)
     params = init_params(table, jax.random.key(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def main() -> None:
         run = run_of(name)
         losses, params, _ = train(run, one)
         for label in meshes:
-            found, placed, facts = train(run, make_mesh(MeshConfig(*MESHES[label]), 16, pieces))
+            found, placed, facts = train(run, make_mesh(*MESHES[label]))
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
             report[f"{name}, {pieces} microbatches, {label}"] = facts | {
                 "loss": float(np.abs(found / losses - 1).max()),

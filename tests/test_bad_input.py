@@ -15,8 +15,8 @@ from tiny_run import contents, copy, line, reference, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.config import ConfigError, MeshConfig
-from jaxformer.sharding import make_mesh
+from jaxformer.config import ConfigError
+from jaxformer.sharding import MESH_AXES, check_batch_size, make_mesh
 from jaxformer.tokenizer import byte_tokenizer
 
 Capture = pytest.CaptureFixture[str]
@@ -95,11 +95,12 @@ def test_a_setting_that_cannot_work_is_named(case: str, tmp_path: Path, capsys: 
 
 def test_a_batch_that_the_devices_do_not_divide_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 4)
+    mesh = jax.sharding.AbstractMesh((4, 1, 1), MESH_AXES)
     for batch, pieces, remedy in ((6, 1, 4), (8, 4, 16)):
         with pytest.raises(ConfigError, match=rf"train\.batch_size={batch} .* multiple of {remedy}\."):
-            make_mesh(MeshConfig(), batch, pieces)
+            check_batch_size(mesh, batch, pieces)
     with pytest.raises(ConfigError, match=r"mesh\.tensor=3 does not fit 4 devices"):
-        make_mesh(MeshConfig(tensor=3), 8)
+        make_mesh(tensor=3)
 
 
 DATA: dict[str, tuple[bytes | None, list[str]]] = {

@@ -13,8 +13,8 @@ from jaxformer.layers.head import output_layer, pooled, readout
 from jaxformer.layers.masks import places_of
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
+from jaxformer.objectives import head_loss
 from jaxformer.params import rows
-from jaxformer.training.step import loss_sums
 
 HEADS = {
     "language": {},
@@ -48,7 +48,8 @@ def residual(params, config, batch):
 
 
 def sums(params, config, batch):
-    return loss_sums(params, config, jax.tree.map(jnp.asarray, batch))
+    found = head_loss(params, config, jax.tree.map(jnp.asarray, batch))
+    return found["loss"][0], found.get("nats", found["loss"])[0]
 
 
 def softmax_nats(logits, targets):

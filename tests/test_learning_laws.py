@@ -11,12 +11,13 @@ import pytest
 from shapes import LENGTH, VOCABULARY, model, tokens
 
 import jaxformer as jf
-from jaxformer.config import MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+from jaxformer.config import OptimizerConfig, RunConfig, TrainConfig
 from jaxformer.models import transformer
+from jaxformer.objectives import loss_of
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
 from jaxformer.params import rows
 from jaxformer.sharding import make_mesh
-from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.state import TrainState, init_state, state_places
 from jaxformer.training.step import gradients, make_step
 
 
@@ -36,9 +37,22 @@ def a_batch(count=8, seed=0, uneven=True):
     return {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights if uneven else np.ones_like(weights)}
 
 
+def loss_for(run):
+    return loss_of("causal", run.model, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss)
+
+
+def step_of(run, optimizer, schedule):
+    """The step as the composer makes it, for any of the objectives whose loss is the head's."""
+    schedules = {"learning_rate": schedule}
+    pieces = run.train.microbatches
+    return make_step(loss_for(run), optimizer, microbatches=pieces, seed=run.run.seed, schedules=schedules)
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def gradient(params, run, batch):
-    return gradients(params, run, batch, jax.random.key(0))
+    state = TrainState(jnp.int32(0), params, ())
+    grads, means = gradients(loss_for(run), state, batch, jax.random.key(0), run.train.microbatches)
+    return grads, means.get("nats", means["loss"])
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])
@@ -75,10 +89,10 @@ def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
 
 
 def start(run):
-    mesh = make_mesh(MeshConfig(), run.train.batch_size)
     specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    return init_state(specs, optimizer, mesh, run.run.seed), make_step(run, optimizer, schedule, mesh)
+    state = init_state(specs, optimizer, mesh=make_mesh(), seed=run.run.seed)
+    return state, step_of(run, optimizer, schedule)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -163,7 +177,7 @@ def test_moments_are_sharded_as_their_parameters():
     run = a_run(optimizer={"name": "muon"})
     specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    placed = state_shardings(specs, optimizer, make_mesh(MeshConfig(), 8))
+    placed = state_places(specs, optimizer, make_mesh(), ())
     moments = [path for path, place in jax.tree.leaves_with_path(placed.optimizer) if "fsdp" in str(place.spec)]
     matrices = sum(spec.is_matrix for spec in rows(specs).values())
     assert len(moments) >= matrices

@@ -82,7 +82,7 @@ def test_the_loss_of_shorter_rows_is_that_of_segments() -> None:
     import jax
 
     import jaxformer as jf
-    from jaxformer.training.step import loss_sums
+    from jaxformer.objectives import head_loss
 
     model = ModelConfig(vocab_size=257, d_model=16, n_layers=1, n_heads=2, max_length=12)
     params = jf.init(model, jax.random.key(0))
@@ -91,7 +91,7 @@ def test_the_loss_of_shorter_rows_is_that_of_segments() -> None:
         short, whole = (Batches(rows_of(made, each), each, 4, 0)[0] for each in (config, plain))
         segments = whole["segment_ids"] * 4 + np.arange(12, dtype=np.int32) // 3
         whole["segment_ids"] = np.where(whole["weights"] > 0, segments, 0)
-        loss = jax.jit(lambda batch: loss_sums(params, model, batch)[1])
+        loss = jax.jit(lambda batch: head_loss(params, model, batch)["loss"][0])
         found, expected = (float(loss(batch)) for batch in (short, whole))
         assert found == pytest.approx(expected, rel=1e-6) and whole["weights"].sum() == short["weights"].sum()
 

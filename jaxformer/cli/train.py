@@ -13,7 +13,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"{USAGE}\nConfigs are Python files: see configs/, and begin with configs/quickstart.py.", file=sys.stderr)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     config = parse_arguments(read_config(arguments[0]), arguments[1:], program=f"train.py {arguments[0]}")
-    from jaxformer.runs.run import Diverged, Interrupted, train
+    from jaxformer.runs.run import train
+    from jaxformer.training.loop import Diverged, Interrupted
 
     try:
         train(config)

@@ -1,12 +1,9 @@
-"""The loop: steps, metrics read one step late, evaluations and checkpoints on the way, and the end of a run."""
+"""A whole run: the composer turns its settings into a step, batches and hooks, and hands them to `fit`."""
 
-import contextlib
+import dataclasses
 import itertools
-import math
-import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ import jax
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import RunConfig
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluate, place_batch
+from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.generation.decode import generate
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
@@ -25,19 +22,13 @@ from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import lock
 from jaxformer.runs.init_from import carried
 from jaxformer.runs.setup import Job, Say, make_job
+from jaxformer.sharding import place_batch
+from jaxformer.training.loop import fit
 from jaxformer.training.state import TrainState, init_state
-from jaxformer.training.step import Batch, Metrics, make_step
+from jaxformer.training.step import Batch, Metrics
 
-Steps = dict[int, Any]  # by the length of the rows: (state, batch) -> (state, metrics), compiled
+Programs = dict[int, Any]  # by the length of the rows: (state, batch) -> (state, metrics), compiled
 PROMPTS = {"masked": "Once [MASK] a time"}  # for the command named at the end, where the head wants more than a word
-
-
-class Diverged(RuntimeError):
-    """The loss or the gradient is no longer a number; checkpoints from before are untouched."""
-
-
-class Interrupted(RuntimeError):
-    """A signal asked the run to stop; its state is saved and the same command continues it."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +43,29 @@ class Result:
 def train(run: RunConfig) -> Result:
     """Trains as `run` says, continuing what its run directory holds; the same job as train.py.
 
+    With several processes the first one alone writes the run directory's records and speaks.
+
     Raises ConfigError for a setting or input that cannot work, Diverged where the loss is no number, and Interrupted
     after a SIGINT or SIGTERM, with the state saved.
     """
     begin = time.perf_counter()
+    if jax.process_index():
+        run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     say: Say = _print if run.run.progress != "none" else lambda text: None
     with lock(run):
         job = make_job(run, say)
         say(banner(job.facts))
-        with Checkpoints(run.run.dir, run.train.keep_checkpoints) as checkpoints:
-            state, advance = _begin(job, checkpoints, say)
-            with jax.set_mesh(job.mesh):
-                state, last = _steps(job, state, advance, checkpoints)
-    plot = plot_losses(run.run.dir)
-    say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
+        settings = run.train
+        with Checkpoints(run.run.dir, settings.keep_checkpoints, settings.checkpoint_every) as checkpoints:
+            state, programs = _begin(job, checkpoints, say)
+            state, last = _steps(job, state, programs, checkpoints)
+        if jax.process_index() == 0:
+            plot = plot_losses(run.run.dir)
+            say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
-def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Steps]:
+def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Programs]:
     """The state to start from and the compiled step for each length of rows that is left, its kernel checked.
 
     On a CPU the step compiles while the rest is made; on another device first, since its compiler times kernels there.
@@ -77,20 +73,20 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, St
     run, saved = job.run, checkpoints.steps() or [0]
     with ThreadPoolExecutor(1) as behind:
 
-        def start(first: int) -> Future[Steps]:
+        def start(first: int) -> Future[Programs]:
             lengths = job.lengths(first)
-            steps = behind.submit(lambda: {length: compile_step(job, length, say) for length in lengths})
+            programs = behind.submit(lambda: {length: compile_step(job, length, say) for length in lengths})
             if jax.default_backend() != "cpu":
-                steps.result()
+                programs.result()
             for length in lengths:
-                if proof := prove_kernel(job.runs[length], "segment_ids" in job.batches[0]):
+                if proof := prove_kernel(job.runs[length], job.packed):
                     say(proof)
-            return steps
+            return programs
 
-        steps = start(saved[0]) if saved[-1] < run.train.steps else None  # the newest may prove torn
+        programs = start(saved[0]) if saved[-1] < run.train.steps else None  # the newest may prove torn
         state = checkpoints.restore(job.target, say)
         if state is None:
-            state = init_state(job.specs, job.optimizer, job.mesh, run.run.seed)
+            state = init_state(job.specs, job.optimizer, mesh=job.mesh, seed=run.run.seed)
             if run.run.init_from:
                 params, sentence = carried(run, state.params, job.mesh, job.corpus.labels)
                 state = state.replace(params=params)  # type: ignore[attr-defined]
@@ -100,125 +96,102 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, St
         else:
             say(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
             return state, {}
-        return state, (steps or start(int(state.step))).result()
+        programs = programs or start(int(state.step))
+        return state, programs.result()
 
 
-def _print(text: str) -> None:
-    print(text, flush=True)
+def _steps(job: Job, state: TrainState, programs: Programs, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
+    """Runs the steps that are left; the final state and its evaluation."""
+    settings, first = job.run.train, int(state.step)
+    if jax.process_index():
+        return _fit(job, state, _ByLength(job, first, programs, lambda text: None), checkpoints, ()), {}
+    with (
+        Progress(settings.steps, first, job.run.run.progress) as progress,
+        MetricsLog(job.run.run.dir, first) as log,
+    ):
+        if first >= settings.steps:
+            done = [line for line in read_metrics(job.run.run.dir) if "val_loss" in line and line["step"] == first]
+            return state, done[-1] if done else {}
+        say: Say = (lambda text: None) if job.run.run.progress == "none" else progress.say
+        logger = MetricLogger(job, first, log, progress)
+        state = _fit(job, state, _ByLength(job, first, programs, say), checkpoints, (logger,))
+    return state, logger.evaluation
 
 
-class Watch:
-    """What is seen of a run: its log, its bar, and a clock that stops while evaluating and saving."""
+def _fit(job: Job, state: TrainState, step: "_ByLength", checkpoints: Checkpoints, hooks: tuple[Any, ...]) -> TrainState:
+    settings, heldout = job.run.train, job.heldout
+    evaluation = make_evaluation(job.corpus.objective, job.run.model, bytes_of_targets(job.corpus))
+
+    def evaluate(params: Params) -> Evaluation:
+        """On all that is held out at the end, on as much as the settings say on the way."""
+        limit = 0 if step.done == settings.steps else settings.eval_batches
+        return evaluation(params, itertools.islice(heldout or (), limit or None))
+
+    return fit(
+        step,
+        state,
+        job.batches,
+        steps=settings.steps,
+        evaluate=evaluate if heldout else None,
+        evaluate_every=settings.eval_every,
+        checkpoints=checkpoints,
+        hooks=hooks,
+    )
+
+
+class _ByLength:
+    """The step as `fit` calls it: the program for the rows of each step's length, of which there may be several."""
+
+    def __init__(self, job: Job, first: int, programs: Programs, say: Say) -> None:
+        self.job, self.done, self._programs, self._say = job, first, programs, say
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        before, now = self.job.length(max(self.done - 1, 0)), self.job.length(self.done)
+        if before != now:
+            self._say(f"step {self.done + 1}: rows of {now} tokens from here on, {before} until now")
+        self.done += 1
+        return self._programs[now](state, batch)  # type: ignore[no-any-return]
+
+
+class MetricLogger:
+    """The hook that writes metrics.jsonl and moves the progress bar; `evaluation` is the last one seen."""
 
     def __init__(self, job: Job, first: int, log: MetricsLog, progress: Progress) -> None:
         self.job, self.log, self.progress = job, log, progress
-        self.read_to = self.logged_to = first
-        self.since = time.perf_counter()
+        self.evaluation: Evaluation = {}
+        self._logged_to, self._seconds = first, 0.0
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - begin
-
-    def length(self, step: int) -> int:
-        """The tokens of a row of this step's batch, said where they change."""
-        before, now = self.job.length(max(0, step - 2)), self.job.length(step - 1)
-        if before != now and self.job.run.run.progress != "none":
-            self.progress.say(f"step {step}: rows of {now} tokens from here on, {before} until now")
-        return now
-
-    def read(self, step: int, metrics: Metrics) -> None:
-        """Waits for a step and logs it if it is due. The loop reads a step late, so that the device never waits."""
-        if step <= self.read_to:
+    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        if "step_seconds" not in metrics:
+            self.evaluation = dict(metrics)
+            self.log.log(step, metrics)
+            self.progress.update(step, metrics)
             return
-        self.read_to = step
-        metrics["loss"].block_until_ready()
+        self._seconds += metrics["step_seconds"]
         settings = self.job.run.train
         if step == 1 or step % settings.log_every == 0 or step == settings.steps:
             self._log(step, metrics)
         else:
             self.progress.update(step)
 
-    def _log(self, step: int, metrics: Metrics) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        require_finite(self.job, step, values)
-        now = time.perf_counter()
-        tokens = self.job.tokens_per_step
-        seconds = max(now - self.since, 1e-9)
-        rate = (step - self.logged_to) * tokens / seconds
-        mfu = self.job.flops(self.logged_to, step) / seconds / (self.job.peak * self.job.mesh.size)
+    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items() if name != "step_seconds"}
+        if "nats" in values:  # what is logged as the loss is nats a token, whatever else is minimized
+            values |= {"loss": values.pop("nats"), "objective": values["loss"]}
+        tokens, seconds = self.job.tokens_per_step, max(self._seconds, 1e-9)
+        rate = (step - self._logged_to) * tokens / seconds
+        mfu = self.job.flops(self._logged_to, step) / seconds / (self.job.peak * self.job.mesh.size)
         values |= {"tokens": step * tokens, "tokens_per_second": rate, "mfu": mfu}
-        self.since, self.logged_to = now, step
+        self._logged_to, self._seconds = step, 0.0
         self.log.log(step, values)
         self.progress.update(step, values)
-
-
-def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
-    if not math.isfinite(values["loss"] + values["grad_norm"]):
-        raise Diverged(
-            f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. The checkpoints in {job.run.run.dir} "
-            "are from before. Begin another run.dir with a lower optimizer.learning_rate, more optimizer.warmup_steps, or "
-            "train.z_loss."
-        )
-
-
-def _steps(job: Job, state: TrainState, advance: Steps, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
-    """Runs the steps that are left by those compiled; the final state and its evaluation."""
-    settings, first = job.run.train, int(state.step)
-    evaluate = make_evaluate(job.run.model, job.mesh, bytes_of_targets(job.corpus))
-    heldout = job.heldout
-    with (
-        Progress(settings.steps, first, job.run.run.progress) as progress,
-        MetricsLog(job.run.run.dir, first) as log,
-        _stop_signals() as stopped,
-    ):
-        if first >= settings.steps:
-            done = [line for line in read_metrics(job.run.run.dir) if "val_loss" in line and line["step"] == first]
-            return state, done[-1] if done else {}
-        batches = job.batches.iterate(first)
-        batch = place_batch(next(batches), job.mesh)
-        watch = Watch(job, first, log, progress)
-        metrics: Metrics = {}
-        result: Evaluation = {}
-        for step in range(first + 1, settings.steps + 1):
-            previous = metrics
-            state, metrics = advance[watch.length(step)](state, batch)
-            watch.read(step - 1, previous)
-            last, stop = step == settings.steps, stopped.is_set()
-            if not last:
-                batch = place_batch(next(batches), job.mesh)
-            if heldout and (last or _due(step, settings.eval_every)):
-                watch.read(step, metrics)
-                with watch.paused():
-                    result = evaluate(state.params, heldout if last else _some(heldout, settings.eval_batches))
-                log.log(step, result)
-                progress.update(step, result)
-            if last or stop or _due(step, settings.checkpoint_every):
-                watch.read(step, metrics)
-                with watch.paused():
-                    require_finite(job, step, jax.device_get(metrics))
-                    checkpoints.save(state, step)
-            if stop and not last:
-                raise Interrupted(f"stopped after step {step} and saved; the same command continues {job.run.run.dir}.")
-    return state, result
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _some(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
-    return itertools.islice(batches, limit or None)
 
 
 def compile_step(job: Job, length: int, say: Say) -> Any:
     """The step for rows of a length, compiled ahead of time, so that what it needs is known, and said, before it runs."""
     begin = time.perf_counter()
     first = next(first for first, tokens in job.batches.lengths if tokens == length)
-    with jax.set_mesh(job.mesh):
-        step = make_step(job.runs[length], job.optimizer, job.schedule, job.mesh)
-        compiled = step.lower(job.target, place_batch(job.batches[first], job.mesh)).compile()
+    compiled = job.step(length).lower(job.target, place_batch(job.batches[first], job.mesh)).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
     rows = f" for rows of {length} tokens" if len(job.runs) > 1 else ""
@@ -226,24 +199,8 @@ def compile_step(job: Job, length: int, say: Say) -> Any:
     return compiled
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a step in flight is finished and saved; a second signal ends at once."""
-    stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-
-    def ask(number: int, _: object) -> None:
-        stopped.set()
-        signal.signal(number, before[number])
-
-    before: dict[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: Path) -> str:

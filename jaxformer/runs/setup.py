@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: text, mesh, kernel, optimizer, and what it says about them."""
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,19 +12,21 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.config import ModelConfig, RunConfig
+from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.objectives import loss_of
 from jaxformer.optim import decay_groups, make_optimizer, make_schedule
 from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.device import peak_flops, with_kernel, with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.runs.init_from import adopted, with_classes
-from jaxformer.sharding import make_mesh
+from jaxformer.sharding import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.training.state import TrainState, abstract_state
+from jaxformer.training.step import Step, make_step
 
 Say = Callable[[str], None]
 Fact = str | list[str]
@@ -76,6 +79,23 @@ class Job:
         """The train state as shapes and shardings."""
         return abstract_state(self.specs, self.optimizer, self.mesh)
 
+    @functools.cached_property
+    def packed(self) -> bool:
+        """Whether rows come with segment ids."""
+        return "segment_ids" in self.batches[0]
+
+    def step(self, length: int) -> Step:
+        """The train step for rows of this many tokens."""
+        run = self.runs[length]
+        extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
+        return make_step(
+            loss_of(self.corpus.objective, run.model, **extras),
+            self.optimizer,
+            microbatches=run.train.microbatches,
+            seed=run.run.seed,
+            schedules={"learning_rate": self.schedule},
+        )
+
 
 def make_job(run: RunConfig, say: Say) -> Job:
     """Prepares text, tokenizer and optimizer, picks the kernel, and claims the run directory when all is well.
@@ -83,7 +103,8 @@ def make_job(run: RunConfig, say: Say) -> Job:
     Raises ConfigError at the door.
     """
     run = adopted(check(run))
-    mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
+    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
     corpus = data.prepare(run, say)
     if run.run.sample_tokens:
@@ -94,13 +115,14 @@ def make_job(run: RunConfig, say: Say) -> Job:
     heldout = data.evaluation_batches(corpus.validation, run.data, size, *place) if corpus.validation else None
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
+    split = check_split(specs, mesh)
     packed, lengths = "segment_ids" in batches[0], dict(batches.lengths).values()
     kernels = {length: with_kernel(with_rows_of(run, length), packed) for length in lengths}
     runs = {length: ready for length, (ready, _) in kernels.items()}
     peak = peak_flops(str(compute_dtype(run.model)))
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     job = Job(runs[run.data.sequence_length], runs, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {})
-    job.facts.update(_facts(job, {length: reason for length, (_, reason) in kernels.items()}))
+    job.facts.update(_facts(job, {length: reason for length, (_, reason) in kernels.items()}, split))
     texts = {"train": corpus.train, "validation": corpus.validation}
     claim(run, corpus.tokenizer, {name: rows.fingerprint for name, rows in texts.items() if rows}, corpus.labels)
     return job
@@ -114,22 +136,16 @@ def keep_compiled(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _facts(job: Job, kernels: dict[int, str]) -> dict[str, Fact]:
+def _facts(job: Job, kernels: dict[int, str], undivided: list[str]) -> dict[str, Fact]:
     run, mesh, device = job.run, job.mesh, jax.devices()[0]
     train, validation = job.corpus.train, job.corpus.validation
     state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(job.target))
     epoch = job.batches.examples / run.train.batch_size
     groups = decay_groups(run.optimizer, job.specs)
-    copied = [
-        path
-        for path, spec in rows(job.specs).items()
-        if mesh.shape["tensor"] > 1 and "kv_heads" in spec.axes and run.model.kv_heads % mesh.shape["tensor"]
-    ]
     return {
         "device": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
         f"best product {job.peak / 1e12:.3g} TFLOP/s each",
-        "mesh": ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-        + (f"; whole on every tensor device, since it does not divide: {', '.join(copied)}" if copied else ""),
+        "mesh": [", ".join(f"{name} {size}" for name, size in mesh.shape.items()), *undivided],
         "model": f"{run.model.family}, {human_count(count(job.specs))} parameters, {_layers(run.model)} layers, "
         f"{run.model.d_model} wide, "
         f"{run.model.n_heads} heads ({run.model.kv_heads} key-value), {compute_dtype(run.model)} products",
@@ -166,6 +182,33 @@ def _plan(job: Job) -> dict[str, Fact]:
     ]
     rows = lengths * (len(lengths) > 1) + [f"{train.filled:.2%} filled"] * (train.filled < 1)
     return found | ({"rows": "; ".join(rows)} if rows else {})
+
+
+def check_split(specs: Specs, mesh: Mesh) -> list[str]:
+    """A line for each parameter that the mesh would split but cannot, since it does not divide an axis, with its bytes.
+
+    Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
+    """
+    table = rows(specs)
+    whole = {path: found for path, spec in table.items() if (found := undivided(mesh, spec.shape, spec.axes))}
+    used = {
+        name
+        for spec in table.values()
+        for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec
+        for name in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    for name in ("fsdp", "tensor"):
+        if mesh.shape[name] > 1 and name not in used:
+            reasons = "\n  ".join(f"{path}: {', '.join(found)}" for path, found in list(whole.items())[:8])
+            raise ConfigError(
+                f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, since it divides none of their axes; "
+                f"every device would hold all of them:\n  {reasons}\n"
+                f"Choose a mesh.{name} that divides them, or leave it at 1."
+            )
+    return [
+        f"{path}, {human_bytes(4 * math.prod(table[path].shape))}, is not split along {', '.join(found)}"
+        for path, found in whole.items()
+    ]
 
 
 def _layers(model: ModelConfig) -> str:

@@ -1,51 +1,183 @@
-"""Everything a training run carries from step to step."""
+"""Everything a training run carries from step to step, for any parameters and any optax optimizer."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxformer.params import Params, Specs, abstract, init_params, rows
+from jaxformer.params import Params, Spec, abstract, init_params
+from jaxformer.settings import ConfigError
 from jaxformer.sharding import parameter_sharding, replicated
+
+# Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the leaf's dotted path and
+# the leaf itself (its `Spec`, where a table of specs was given). None: those whose `Spec` says so, and all without specs.
+Trainable = Any
 
 
 @struct.dataclass
 class TrainState:
-    """`step` counts optimizer steps done (int32); `params` and `optimizer` are float32 master weights and optax's state."""
+    """The state of a run between two steps.
+
+    `step` counts the optimizer steps done (int32); `params` are the master weights, any pytree; `optimizer` is optax's
+    state, which has moments for the leaves that learn. `frozen` names, by dotted path, the leaves that do not.
+    """
 
     step: jax.Array
     params: Params
     optimizer: Any
+    frozen: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
-def state_shardings(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A sharding a leaf: a moment lies as the parameter whose path its own path ends in, all else is on every device."""
-    table, whole = rows(specs), replicated(mesh)
+def init_state(
+    tree: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    trainable: Trainable = None,
+) -> TrainState:
+    """The state before the first step, each leaf made where it lives.
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        names = (jax.tree_util.keystr(path[i:], simple=True, separator=".") for i in range(len(path)))
-        spec = next((table[name] for name in names if name in table), None)
-        return whole if spec is None or spec.shape != leaf.shape else parameter_sharding(mesh, spec.shape, spec.axes)
+    Args:
+      tree: a table of specs (`jf.specs(config)`), whose initial values are drawn from `seed`, or params: any pytree of
+        arrays. Params are copied, because a step donates its state.
+      optimizer: any optax.GradientTransformation.
+      mesh: the devices, from `jf.make_mesh`. Specs are placed by the names of their axes; params that do not lie on the
+        mesh yet are copied to each of its devices. None: the default device, or where the params are.
+      seed: of the initial values.
+      trainable: which leaves learn (see `Trainable`); the others get no gradient and no moments.
 
-    return jax.tree.map_with_path(place, _shapes(specs, optimizer))  # type: ignore[no-any-return]
+    Raises:
+      ConfigError: if `trainable` does not fit the tree.
+    """
+    frozen = frozen_paths(tree, trainable)
+
+    def make(params: Params | None) -> TrainState:
+        start = init_params(tree, jax.random.key(seed)) if params is None else jax.tree.map(jnp.array, params)
+        return TrainState(jnp.int32(0), start, optimizer.init(learning(start, frozen)), frozen)
+
+    given = None if is_table(tree) else tree
+    places = None if mesh is None and given is None else state_places(tree, optimizer, mesh, frozen)
+    program = jax.jit(make, out_shardings=places, compiler_options=compiler_options())
+    return program(given)  # type: ignore[no-any-return]
 
 
-def _shapes(specs: Specs, optimizer: optax.GradientTransformation) -> TrainState:
-    return jax.eval_shape(lambda params: TrainState(jnp.int32(0), params, optimizer.init(params)), abstract(specs))
+def abstract_state(
+    tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, trainable: Trainable = None
+) -> TrainState:
+    """`init_state` as shapes, dtypes and shardings, with no array made."""
+    frozen = frozen_paths(tree, trainable)
+    return jax.tree.map(  # type: ignore[no-any-return]
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        _shapes(tree, optimizer, frozen),
+        state_places(tree, optimizer, mesh, frozen),
+    )
 
 
-def init_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
-    """The state before the first step, each leaf made where it lives."""
+def is_table(tree: Any) -> bool:
+    """Whether a tree is a table of specs, and not params."""
+    return all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree))
 
-    def make() -> TrainState:
-        params = init_params(specs, jax.random.key(seed))
-        return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-    places = state_shardings(specs, optimizer, mesh)
-    return jax.jit(make, out_shardings=places, compiler_options=compiler_options())()  # type: ignore[no-any-return]
+def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
+    """The dotted paths of the leaves that do not learn, in the order of the tree."""
+    leaves = jax.tree.leaves_with_path(tree)
+    if trainable is None:
+        return tuple(dotted(path) for path, leaf in leaves if not getattr(leaf, "trainable", True))
+    if callable(trainable):
+        return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
+    try:
+        kept = jax.tree.leaves(
+            jax.tree.map(lambda keep, branch: jax.tree.map(lambda _: bool(keep), branch), trainable, tree)
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"trainable does not fit the parameters: give a pytree of bools of their structure, in which one bool may stand "
+            f"for a whole branch, or a function of (path, leaf). {error}"
+        ) from error
+    return tuple(dotted(path) for (path, _), keep in zip(leaves, kept, strict=True) if not keep)
+
+
+def dotted(path: Any) -> str:
+    """`blocks.attention.q`: the path of a leaf as names apart by dots."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def learning(params: Params, frozen: tuple[str, ...]) -> Params:
+    """`params` with None in place of the leaves that do not learn, so that no tree map of optax reaches them."""
+    if not frozen:
+        return params
+    still = set(frozen)
+    kept: Params = jax.tree.map_with_path(lambda path, leaf: None if dotted(path) in still else leaf, params)
+    return kept
+
+
+def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
+    """`params` with the leaves that learn taken from `learned`, which `learning` made."""
+    if not frozen:
+        return learned
+    whole: Params = jax.tree.map(
+        lambda new, old: old if new is None else new, learned, params, is_leaf=lambda leaf: leaf is None
+    )
+    return whole
+
+
+def state_places(
+    tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None, frozen: tuple[str, ...]
+) -> TrainState:
+    """A sharding a leaf: a moment lies as the parameter at whose path its own path ends, all else is on every device."""
+    shapes = _shapes(tree, optimizer, frozen)
+    table = {path: (tuple(leaf.shape), _place(leaf, mesh)) for path, leaf in jax.tree.leaves_with_path(tree)}
+    whole: Sharding = replicated(mesh) if mesh is not None else _everywhere(place for _, place in table.values())
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
+        for start in range(len(path) + 1):
+            shape, sharding = table.get(path[start:], (None, whole))
+            if shape == leaf.shape:
+                return sharding
+        return whole
+
+    return jax.tree.map_with_path(place, shapes)  # type: ignore[no-any-return]
+
+
+def _place(leaf: Any, mesh: Mesh | None) -> Sharding:
+    """Where a parameter goes: by its axes' names on the mesh, or where it is, or a copy on each device of the mesh."""
+    if isinstance(leaf, Spec):
+        return _default() if mesh is None else parameter_sharding(mesh, leaf.shape, leaf.axes)
+    here = getattr(leaf, "sharding", None) or _default()
+    if mesh is None or (isinstance(here, NamedSharding) and here.mesh == mesh):
+        return here
+    return replicated(mesh)
+
+
+def _default() -> Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _everywhere(places: Iterator[Sharding]) -> Sharding:
+    """A copy on each device that the parameters lie on."""
+    found = next((place for place in places if isinstance(place, NamedSharding)), None)
+    return NamedSharding(found.mesh, PartitionSpec()) if found is not None else _default()
+
+
+def mesh_of(state: Any) -> Mesh | None:
+    """The mesh that the arrays of a state lie on; None where they lie on a device without one, or are being traced."""
+    for leaf in jax.tree.leaves(state):
+        place = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+            return place.mesh
+    return None
+
+
+def _shapes(tree: Any, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]) -> TrainState:
+    params = abstract(tree) if is_table(tree) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+    return jax.eval_shape(
+        lambda params: TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen), params
+    )
 
 
 def compiler_options() -> dict[str, int] | None:
@@ -54,12 +186,3 @@ def compiler_options() -> dict[str, int] | None:
     It takes a quarter less time for a step, and a fifth of the time for the initial values.
     """
     return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
-
-
-def abstract_state(specs: Specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state as shapes, dtypes and shardings, with no array made."""
-    return jax.tree.map(  # type: ignore[no-any-return]
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        _shapes(specs, optimizer),
-        state_shardings(specs, optimizer, mesh),
-    )

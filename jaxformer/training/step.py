@@ -1,92 +1,179 @@
-"""The train step: one jitted, donated function from state and batch to state and metrics."""
+"""The train step: one jitted, donated function from state and batch to state and metrics, for any loss."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
-from jaxformer.config import ModelConfig, RunConfig
-from jaxformer.layers.head import output_layer, pooled, readout
-from jaxformer.losses import cross_entropy
-from jaxformer.models.inputs import inputs_of
-from jaxformer.models.transformer import hidden, specs
 from jaxformer.params import Params
-from jaxformer.sharding import batch_sharding
-from jaxformer.training.state import TrainState, compiler_options, state_shardings
+from jaxformer.settings import ConfigError
+from jaxformer.training.state import (
+    Trainable,
+    TrainState,
+    compiler_options,
+    frozen_paths,
+    learning,
+    merged,
+    mesh_of,
+)
 
 Batch = dict[str, Any]
 Metrics = dict[str, jax.Array]
 
+# Sums over the examples of a batch and their weights. Only the step divides, once, over all microbatches and devices.
+Sums = Mapping[str, tuple[Any, Any]]
 
-def loss_sums(
-    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None, **extras: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Sums over the tokens of a batch: (objective, nats). Their weight is the sum of `batch["weights"]`.
+# loss(params, batch, key) -> Sums. "loss" is minimized, each entry is logged as sum / weight; a key turns dropout on.
+Loss = Callable[[Any, Any, jax.Array | None], Sums]
 
-    `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row), and what else the model
-    reads: segment_ids, token_types, source, source_segment_ids, all int. `extras` are label_smoothing and z_loss, which the
-    objective has and nats has not; it also has the loss of next_sentence [B, 1], weighted as the batch says. A key turns
-    dropout on.
+
+class Step:
+    """(state, batch) -> (state, metrics), compiled once for each placement of the state. `make_step` makes one."""
+
+    def __init__(self, advance: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> None:
+        self._advance = advance
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """The state after one more step, and its metrics. The state given is donated: use the one that comes back."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+            return self._advance(state, batch)
+        mesh = mesh_of(state)
+        if mesh is None:
+            return self._program(state)(state, batch)  # type: ignore[no-any-return]
+        with jax.set_mesh(mesh):
+            return self._program(state)(state, batch)  # type: ignore[no-any-return]
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s that say where they lie."""
+        mesh = mesh_of(state)
+        if mesh is None:
+            return self._program(state).lower(state, batch)
+        with jax.set_mesh(mesh):
+            return self._program(state).lower(state, batch)
+
+    def _program(self, state: TrainState) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        key = (structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
+        if key not in self._programs:
+            # The new state lies where the old one does, so that it takes the old one's memory.
+            places = jax.tree.unflatten(structure, key[1])
+            self._programs[key] = jax.jit(
+                self._advance,
+                donate_argnums=0,
+                in_shardings=(places, None),
+                out_shardings=(places, None),
+                compiler_options=compiler_options(),
+            )
+        return self._programs[key]
+
+
+def make_step(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    trainable: Trainable = None,
+    seed: int = 0,
+    schedules: Mapping[str, optax.Schedule] | None = None,
+) -> Step:
+    """The step of a loss and an optimizer: `state, metrics = step(state, batch)`, jitted, the state donated.
+
+    Args:
+      loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is that of the sum of
+        "loss", divided once by its weight over all microbatches and devices. The key depends on (seed, step) alone.
+      optimizer: any optax.GradientTransformation, the one that `init_state` was given.
+      microbatches: pieces that a batch is computed in, one after the other, to save memory. Every array of the batch
+        has its rows on the first axis, and piece m takes rows m, m + microbatches, ...: the rows of a device stay on it.
+      trainable: which leaves learn, as in `init_state`; None goes by what the state says.
+      seed: of the keys.
+      schedules: functions of the step number (from 0), logged beside the losses, as in {"learning_rate": schedule}.
+
+    Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any clipping of the optimizer),
+    and the schedules. Raises ConfigError where the batch cannot be divided, the loss returns something else, or
+    `trainable` is not that of the state.
     """
-    inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs, key=key)
-    extras["soft_cap"] = config.logit_soft_cap
-    layer = output_layer(params, config, readout(params, config, x, inputs.places))
-    objective, nats = cross_entropy(*layer, batch["targets"], batch["weights"], **extras)
-    if config.next_sentence:
-        layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
-        objective += cross_entropy(*layer, batch["next_sentence"], batch["next_sentence_weights"])[0]
-    return objective, nats
+
+    def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if trainable is not None:
+            _require_same(frozen_paths(state.params, trainable), state.frozen)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        learned = learning(state.params, state.frozen)
+        grads, means = gradients(loss, state, batch, key, microbatches)
+        updates, moments = optimizer.update(grads, state.optimizer, learned)
+        params = merged(optax.apply_updates(learned, updates), state.params, state.frozen)
+        metrics = {**means, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
+        return TrainState(state.step + 1, params, moments, state.frozen), metrics  # type: ignore[arg-type]
+
+    return Step(advance)
 
 
-def gradients(params: Params, run: RunConfig, batch: Batch, key: jax.Array) -> tuple[Params, jax.Array]:
-    """(gradient of the mean objective, mean nats), summed over microbatches as (sum, weight) and divided once."""
-    pieces = run.train.microbatches
-    extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
+def gradients(
+    loss: Loss, state: TrainState, batch: Batch, key: jax.Array, microbatches: int
+) -> tuple[Params, dict[str, jax.Array]]:
+    """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight) and divided once."""
 
-    def of_sums(piece: Batch, key: jax.Array) -> tuple[Params, jax.Array]:
-        def objective(params: Params) -> tuple[jax.Array, jax.Array]:
-            return loss_sums(params, run.model, piece, key if run.model.dropout else None, **extras)
+    def sums_of(piece: Batch, key: jax.Array) -> tuple[Params, dict[str, tuple[jax.Array, jax.Array]]]:
+        def objective(learned: Params) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+            sums = checked_sums(loss(merged(learned, state.params, state.frozen), piece, key))
+            return sums["loss"][0], sums
 
-        (_, nats), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        return grads, nats
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learning(state.params, state.frozen))
+        return grads, sums
 
     def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
         piece, i = item
-        return jax.tree.map(jnp.add, total, of_sums(piece, jax.random.fold_in(key, i))), None
+        return jax.tree.map(jnp.add, total, sums_of(piece, jax.random.fold_in(key, i))), None
 
-    if pieces == 1:
-        sums = of_sums(batch, jax.random.fold_in(key, 0))
-    else:  # piece m takes rows m, m + M, ...: the rows of a device stay on it
-        split = jax.tree.map(lambda a: a.reshape(-1, pieces, *a.shape[1:]).swapaxes(0, 1), batch)
-        nothing = (jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
-        sums, _ = jax.lax.scan(add, nothing, (split, jnp.arange(pieces)))
-    weight = jnp.maximum(batch["weights"].sum(), 1)
-    return jax.tree.map(lambda total: total / weight, sums)  # type: ignore[no-any-return]
+    if microbatches == 1:
+        grads, sums = sums_of(batch, jax.random.fold_in(key, 0))
+    else:
+        # [B, ...] -> [M, B / M, ...], in which piece m holds rows m, m + M, ...
+        _require_divisible(batch, microbatches)
+        split = jax.tree.map(lambda a: a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1), batch)
+        shapes = jax.eval_shape(sums_of, jax.tree.map(lambda a: a[0], split), key)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        (grads, sums), _ = jax.lax.scan(add, nothing, (split, jnp.arange(microbatches)))
+    means = {name: total / _divisor(weight) for name, (total, weight) in sums.items()}
+    weight = _divisor(sums["loss"][1])
+    return jax.tree.map(lambda total: total / weight, grads), means
 
 
-def make_step(run: RunConfig, optimizer: optax.GradientTransformation, schedule: optax.Schedule, mesh: Mesh) -> Any:
-    """The jitted step (state, batch) -> (state, metrics) of a run; call or lower it under `jax.set_mesh(mesh)`.
+def checked_sums(sums: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """What a loss returned, as float32 scalars. Raises ConfigError where it is no table of (sum, weight) with a "loss"."""
+    shape = "{'loss': (sum, weight), ...}, each a scalar"
+    if not isinstance(sums, Mapping) or "loss" not in sums:
+        found = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
+        raise ConfigError(f"the loss returned {found}, and must return {shape}.")
+    for name, entry in sums.items():
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2 or any(jnp.ndim(part) for part in entry):
+            shapes = [list(jnp.shape(part)) for part in entry] if isinstance(entry, (tuple, list)) else type(entry).__name__
+            raise ConfigError(f"the loss returned {name!r} as {shapes}, and must return {shape}: sum over the examples.")
+    scalars = {name: tuple(jnp.asarray(part, jnp.float32) for part in entry) for name, entry in sums.items()}
+    return scalars  # type: ignore[return-value]
 
-    The state given is donated: use the one that comes back. Metrics: loss (nats a token), grad_norm (before clipping),
-    learning_rate. Dropout depends on (run.seed, step) alone.
-    """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
-        grads, loss = gradients(state.params, run, batch, key)
-        updates, moments = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
-        return TrainState(state.step + 1, params, moments), metrics  # type: ignore[arg-type]
+def _divisor(weight: jax.Array) -> jax.Array:
+    """The weight, or 1 where it is 0: a batch of nothing but padding has a loss of 0."""
+    return jnp.where(weight > 0, weight, 1)
 
-    places = state_shardings(specs(run.model), optimizer, mesh)
-    return jax.jit(
-        step,
-        donate_argnums=0,
-        in_shardings=(places, batch_sharding(mesh)),
-        out_shardings=(places, None),
-        compiler_options=compiler_options(),
-    )
+
+def _require_divisible(batch: Any, microbatches: int) -> None:
+    for path, array in jax.tree.leaves_with_path(batch):
+        if array.ndim == 0 or array.shape[0] % microbatches:
+            raise ConfigError(
+                f"batch{jax.tree_util.keystr(path)} of shape {list(array.shape)} does not divide into microbatches="
+                f"{microbatches}: the first axis of every array of a batch is its rows, a multiple of that."
+            )
+
+
+def _require_same(asked: tuple[str, ...], frozen: tuple[str, ...]) -> None:
+    apart = sorted({*asked} ^ {*frozen})
+    if apart:
+        raise ConfigError(
+            f"trainable of make_step and of init_state differ at {', '.join(apart[:5])}{', ...' * (len(apart) > 5)}: "
+            "give both the same."
+        )
