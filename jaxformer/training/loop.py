@@ -76,7 +76,10 @@ def fit(
     feed = _Feed(batches, first, steps, mesh)
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
-    with _stop_signals(checkpoints is not None) as stopped:
+    with contextlib.ExitStack() as stack:
+        stopped = stack.enter_context(_stop_signals(checkpoints is not None))
+        if checkpoints is not None:
+            stack.callback(checkpoints.wait)
         batch = feed.next(first)
         for number in range(first + 1, steps + 1):
             previous = metrics
@@ -95,7 +98,6 @@ def fit(
                 with reader.paused():
                     checkpoints.save(state, number)
             if checkpoints is not None and stop and not last:
-                checkpoints.wait()
                 raise Interrupted(
                     f"stopped after step {number} and saved; the same command continues {checkpoints.directory}."
                 )
