@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import importlib.util
 import io
-import json
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config import ConfigError, RunConfig, flat, named_sources
+from jaxformer.config_json import from_json
 from jaxformer.settings import choices
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
@@ -198,20 +198,6 @@ def check(config: RunConfig) -> RunConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     return config
-
-
-def to_json(config: RunConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-
-
-def from_json(text: str, where: str) -> RunConfig:
-    """The inverse of `to_json`; `where` names the file in a ConfigError."""
-    try:
-        written: dict[str, dict[str, Any]] = json.loads(text)
-        sections = {entry.name: entry.default_factory for entry in dataclasses.fields(RunConfig)}
-        return RunConfig(**{name: sections[name](**fields) for name, fields in written.items()})  # type: ignore[operator, misc]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{where} is not a config of this version of jaxformer: {error}") from error
 
 
 def differences(written: RunConfig, asked: RunConfig) -> list[str]:

@@ -12,7 +12,8 @@ import pytest
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, RunConfig, Section, flat
-from jaxformer.config_file import from_json, parse_arguments, read_config, to_json
+from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_json import from_json, to_json
 from jaxformer.models.cost import parameter_count
 from jaxformer.optim import make_schedule
 

@@ -17,7 +17,8 @@ from tiny_run import line as run_line
 import jaxformer as jf
 from jaxformer import config_model
 from jaxformer.config import ConfigError, OptimizerConfig, RunConfig
-from jaxformer.config_file import from_json, parse_arguments, read_config, to_json
+from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_json import from_json, to_json
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, make_optimizer, make_schedule
@@ -51,8 +52,8 @@ def tables() -> dict[str, tuple[object, str]]:
     """Every setting that a row can be added to: its type, and where its table is."""
     found = {}
     for entry in dataclasses.fields(RunConfig):
-        hints = typing.get_type_hints(entry.default_factory, include_extras=True)  # type: ignore[arg-type]
-        for name, hint in hints.items():
+        section: typing.Any = entry.default_factory
+        for name, hint in typing.get_type_hints(section, include_extras=True).items():
             for extra in getattr(hint, "__metadata__", ()):
                 if isinstance(extra, TableAt):
                     found[f"{entry.name}.{name}"] = (hint, extra.path)
@@ -104,7 +105,10 @@ def test_an_added_activation_may_be_gated(cubed: None, monkeypatch: pytest.Monke
 
 
 def test_an_added_norm_brings_its_own_leaves() -> None:
-    NORMS["max"] = NormRow(lambda config: {}, lambda params, config, x: x / jnp.abs(x).max(-1, keepdims=True))
+    def run(params, config, x):
+        return x / jnp.abs(x).max(-1, keepdims=True)
+
+    NORMS["max"] = NormRow(lambda config: {}, run)
     try:
         config = jf.ModelConfig(**TINY, norm="max")
         assert not jf.init(config, jax.random.key(0))["blocks"]["ffn_norm"]
@@ -115,8 +119,9 @@ def test_an_added_norm_brings_its_own_leaves() -> None:
 
 def test_an_added_optimizer_and_schedule_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "signs", lambda config, specs: optax.scale_by_sign())
-    monkeypatch.setitem(SCHEDULES, "half", lambda config, steps: lambda step: config.learning_rate / 2)
-    config = OptimizerConfig(name="signs", schedule="half", learning_rate=0.5, warmup_steps=0, weight_decay=0)
+    monkeypatch.setitem(SCHEDULES, "half", lambda c, steps: lambda step: c.learning_rate / 2)
+    rates = {"learning_rate": 0.5, "warmup_steps": 0, "weight_decay": 0}
+    config = OptimizerConfig(name="signs", schedule="half", **rates)
     schedule = make_schedule(config, 10)
     optimizer = make_optimizer(config, schedule, Spec((2,), ("norm",), ones))
     assert float(schedule(3)) == 0.25
@@ -126,7 +131,7 @@ def test_an_added_optimizer_and_schedule_are_used(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_added_name_passes_through_json_a_config_file_and_the_command_line(tmp_path: Path) -> None:
+def test_an_added_name_passes_through_json_config_files_and_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(CONFIG_FILE)
     config = jf.load_config(file)
@@ -156,11 +161,12 @@ def test_help_lists_an_added_name(cubed: None, capsys: pytest.CaptureFixture[str
     assert "cubed" in capsys.readouterr().out
 
 
-def test_a_name_that_nothing_added_is_refused_with_what_is_allowed_and_what_to_do(tmp_path: Path) -> None:
+def test_a_name_that_nothing_added_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         jf.ModelConfig(activation="cubed")
     said = str(raised.value)
-    assert "model.activation='cubed' is not one of 'swiglu'" in said and "layers.ffn.ACTIVATIONS" in said
+    assert "model.activation='cubed' is not one of 'swiglu'" in said
+    assert "layers.ffn.ACTIVATIONS" in said
     ACTIVATIONS["cubed"] = lambda x: x**3
     written = to_json(RunConfig(model=jf.ModelConfig(activation="cubed")))
     with pytest.raises(ConfigError, match="'cubed'"):
