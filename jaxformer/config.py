@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxformer.config_model import ModelConfig
-from jaxformer.settings import Bounds, ConfigError, Count, Fraction, Natural, NonNegative, Rate, Section, divisors, flat
+from jaxformer.settings import (
+    Bounds,
+    ConfigError,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Rate,
+    Section,
+    TableAt,
+    divisors,
+    flat,
+)
 
 __all__ = [
     "ConfigError",
@@ -46,6 +58,15 @@ Pattern = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
 Objective = Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"]
+
+OptimizerName = Annotated[
+    Literal["adamw", "adafactor", "lion", "sgd", "muon"],
+    TableAt("jaxformer.optim.OPTIMIZERS"),
+]
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],
+    TableAt("jaxformer.optim.SCHEDULES"),
+]
 
 
 def named_sources(text: str) -> list[str]:
@@ -102,9 +123,9 @@ class OptimizerConfig(Section):
 
     section = "optimizer"
 
-    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"  # From optax; muon leaves non-matrices to AdamW.
+    name: OptimizerName = "adamw"  # From optax; muon leaves non-matrices to AdamW.
     learning_rate: NonNegative = 1e-3  # At the top of the schedule.
-    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"  # After the warm-up.
+    schedule: Schedule = "cosine"  # After the warm-up.
     warmup_steps: Natural = 100  # Steps of linear warm-up from zero.
     decay_steps: Natural = 0  # Step at which the decay ends; 0 means train.steps.
     final_fraction: Fraction = 0.1  # Learning rate at the end over that at the top.

@@ -5,16 +5,18 @@ import dataclasses
 import difflib
 import importlib.util
 import io
-import json
 import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config import ConfigError, RunConfig, flat, named_sources
+from jaxformer.config_json import from_json
+from jaxformer.settings import choices
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 VOLATILE = (  # fields that say nothing about the numbers of a run, so a continued run may change them
@@ -51,16 +53,44 @@ def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -
     import tyro
 
     _require_fields(arguments)
-    parsed = tyro.cli(
-        RunConfig,
-        prog=program,
-        description="Every field can be set; the defaults shown are those of the config file.",
-        args=arguments,
-        default=config,
-        config=(tyro.conf.FlagConversionOff,),
-        use_underscores=True,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")
+        parsed = tyro.cli(
+            RunConfig,
+            prog=program,
+            description="Every field can be set; the defaults shown are those of the config file.",
+            args=arguments,
+            default=config,
+            config=(tyro.conf.FlagConversionOff,),
+            use_underscores=True,
+            registry=_registry(),
+        )
     return check(with_vocabulary(parsed))
+
+
+def _registry() -> Any:
+    """How tyro reads a setting of named values, with the rows that were added to its table."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def named(info: Any) -> Any:
+        # tyro widens the type to Union[Literal, str] where the default is an added name.
+        kinds = [kind for kind in (info.type, *get_args(info.type)) if get_origin(kind) is Literal]
+        if not kinds:
+            return None
+        allowed = choices(kinds[0])
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{" + ",".join(allowed) + "}",
+            instance_from_str=lambda words: words[0],
+            is_instance=lambda value: value in allowed,
+            str_from_instance=lambda value: [value],
+            choices=allowed,
+        )
+
+    return registry
 
 
 def read_config(path: str | Path) -> RunConfig:
@@ -168,20 +198,6 @@ def check(config: RunConfig) -> RunConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     return config
-
-
-def to_json(config: RunConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-
-
-def from_json(text: str, where: str) -> RunConfig:
-    """The inverse of `to_json`; `where` names the file in a ConfigError."""
-    try:
-        written: dict[str, dict[str, Any]] = json.loads(text)
-        sections = {entry.name: entry.default_factory for entry in dataclasses.fields(RunConfig)}
-        return RunConfig(**{name: sections[name](**fields) for name, fields in written.items()})  # type: ignore[operator, misc]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{where} is not a config of this version of jaxformer: {error}") from error
 
 
 def differences(written: RunConfig, asked: RunConfig) -> list[str]:

@@ -4,14 +4,32 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Rate, Section, divisors
+from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Rate, Section, TableAt, divisors
 
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"]
+Activation = Annotated[
+    Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"],
+    TableAt("jaxformer.layers.ffn.ACTIVATIONS"),
+]
+RopeScaling = Annotated[
+    Literal["none", "linear", "dynamic", "yarn", "llama3"],
+    TableAt("jaxformer.layers.positions.FREQUENCIES"),
+]
+Normalization = Annotated[
+    Literal["rms", "rms1p", "layer", "none"],
+    TableAt("jaxformer.layers.norm.NORMS"),
+]
 Placement = Literal["pre", "post", "sandwich", "output"]
 Head = Literal["auto", "language", "masked", "classes", "tags", "none"]
 Biased = Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"]
-Initializer = Literal["gpt2", "truncated_normal", "xavier", "fan_in"]
+Initializer = Annotated[
+    Literal["gpt2", "truncated_normal", "xavier", "fan_in"],
+    TableAt("jaxformer.layers.linear.INITIALIZERS"),
+]
+AttentionKernel = Annotated[Literal["auto", "xla", "blocked", "cudnn", "tpu"], TableAt("jaxformer.layers.kernels.KERNELS")]
+
+# The activations of a gated feed-forward, down(act(gate x) * up x); add the name of a gated row of your own here too.
+GATED = {"swiglu", "geglu", "geglu_tanh", "reglu", "glu"}
 
 BIASED: dict[str, frozenset[str]] = {
     "none": frozenset(),
@@ -45,7 +63,7 @@ class ModelConfig(Section):
     rope_pairing: Literal["half", "interleaved"] = "half"  # Which dimensions rotate together: (i, i + H/2) or (2i, 2i + 1).
     rope_fraction: Fraction = 1.0  # Part of a head's width that rotates, from its start.
     rope_window_theta: NonNegative = 0.0  # Base in layers with a window, which are not stretched; 0 turns all layers alike.
-    rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"  # How RoPE is stretched past its length.
+    rope_scaling: RopeScaling = "none"  # How RoPE is stretched past its length.
     rope_factor: Annotated[float, Bounds(1)] = 1.0  # By how much it is stretched.
     rope_original_length: Natural = 0  # The length it was trained at; 0 means max_length.
     rope_low_frequency: Annotated[float, Bounds(0)] = 1.0  # llama3: turns within that length below which all is stretched.
@@ -63,11 +81,11 @@ class ModelConfig(Section):
     attention_soft_cap: NonNegative = 0.0  # Scores s become cap tanh(s / cap); 0 leaves them.
     attention_sinks: bool = False  # A learnt score a head that takes attention and gives nothing.
     query_key_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, by heads or all heads as one.
-    norm: Literal["rms", "rms1p", "layer", "none"] = "rms"  # Kind of normalisation; rms1p scales by 1 + weight (Gemma).
+    norm: Normalization = "rms"  # Kind of normalisation; rms1p scales by 1 + weight (Gemma).
     norm_placement: Placement = "pre"  # x + f(n(x)); post n(x + f(x)); sandwich x + n(f(n(x))); output x + n(f(x)).
     norm_eps: NonNegative = 1e-5  # Added to the variance, or the mean square, before its root.
     residual: Literal["sequential", "parallel"] = "sequential"  # A sublayer reads the sum so far, or all read the same.
-    activation: Activation = "swiglu"  # Of the feed-forward; those that end in glu are gated.
+    activation: Activation = "swiglu"  # Of the feed-forward; those that end in glu, and geglu_tanh, are gated.
     bias: Biased = "none"  # Which linear layers carry a bias, and layer norms: of queries to values, and so on.
     embedding_scale: Literal["none", "sqrt"] = "none"  # Token embeddings are multiplied by sqrt(d_model), or not.
     embedding_norm: bool = False  # A norm behind the embedding.
@@ -86,7 +104,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of the products; auto: bfloat16 on GPU and TPU, else float32.
     layer_loop: Literal["unroll", "scan"] = "unroll"  # Scan compiles once for all layers; unrolled runs faster.
     remat: Literal["none", "dots", "full"] = "none"  # What the backward pass recomputes: nothing, all but products, all.
-    attention_kernel: Literal["auto", "xla", "blocked", "cudnn", "tpu"] = "auto"  # auto: fastest in training, else plain.
+    attention_kernel: AttentionKernel = "auto"  # auto: fastest in training, else plain.
 
     @property
     def kv_heads(self) -> int:
@@ -112,7 +130,8 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        return self.activation.endswith("glu") or self.activation == "geglu_tanh"
+        """Whether the feed-forward has a gate."""
+        return self.activation in GATED
 
     @property
     def ff_width(self) -> int:
@@ -131,7 +150,7 @@ class ModelConfig(Section):
     @property
     def rotated_width(self) -> int:
         """Dimensions of a head that RoPE turns; they turn in pairs, so an odd number takes one more with it."""
-        return int(self.head_width * min(self.rope_fraction, 1.0))
+        return int(self.head_width * self.rope_fraction)
 
     @property
     def original_length(self) -> int:

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxformer.checkpoints import Checkpoints, Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
-from jaxformer.config_file import read_config, to_json
+from jaxformer.config_file import read_config
+from jaxformer.config_json import to_json
 from jaxformer.interop.theirs import check_dtype, is_pretrained
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs

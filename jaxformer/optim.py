@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from jaxformer.config import OptimizerConfig
+from jaxformer.config import OptimizerConfig, OptimizerName, Schedule
 from jaxformer.params import Spec, Specs, map_specs, rows
+from jaxformer.settings import Table
 
 Mask = dict[str, Any]
 
@@ -28,6 +29,16 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return schedule
 
 
+def _linear(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    peak = config.learning_rate
+    return optax.linear_schedule(peak, config.final_fraction * peak, steps)
+
+
+def _cosine(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    peak = config.learning_rate
+    return optax.cosine_decay_schedule(peak, steps, alpha=config.final_fraction)
+
+
 def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then linear (arXiv:2404.06395)."""
     decay = max(round(config.wsd_decay_fraction * steps), 1)
@@ -41,13 +52,16 @@ def _inverse_sqrt(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return lambda step: config.learning_rate * jnp.sqrt(w / (w + step))
 
 
-SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
-    "constant": lambda c, steps: optax.constant_schedule(c.learning_rate),
-    "linear": lambda c, steps: optax.linear_schedule(c.learning_rate, c.final_fraction * c.learning_rate, steps),
-    "cosine": lambda c, steps: optax.cosine_decay_schedule(c.learning_rate, steps, alpha=c.final_fraction),
-    "wsd": _wsd,
-    "inverse_sqrt": _inverse_sqrt,
-}
+SCHEDULES: Table[Callable[[OptimizerConfig, int], optax.Schedule]] = Table(
+    Schedule,
+    {
+        "constant": lambda c, steps: optax.constant_schedule(c.learning_rate),
+        "linear": _linear,
+        "cosine": _cosine,
+        "wsd": _wsd,
+        "inverse_sqrt": _inverse_sqrt,
+    },
+)
 
 
 def decay_mask(config: OptimizerConfig, specs: Specs) -> Mask:
@@ -97,13 +111,16 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     )
 
 
-OPTIMIZERS: dict[str, Rule] = {
-    "adamw": lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps),
-    "adafactor": _adafactor,
-    "lion": lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
-    "sgd": lambda c, specs: optax.trace(c.b1),
-    "muon": _muon,
-}
+OPTIMIZERS: Table[Rule] = Table(
+    OptimizerName,
+    {
+        "adamw": lambda c, specs: optax.scale_by_adam(c.b1, c.b2, c.eps),
+        "adafactor": _adafactor,
+        "lion": lambda c, specs: optax.scale_by_lion(c.b1, c.b2),
+        "sgd": lambda c, specs: optax.trace(c.b1),
+        "muon": _muon,
+    },
+)
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: Specs) -> optax.GradientTransformation:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Row = TypeVar("Row")
 
 
 class ConfigError(ValueError):
@@ -13,23 +15,71 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The closed or half-open range of a number: low <= value, and value < below where that is given."""
+    """The range of a number: low <= value, and value < below or value <= most where given."""
 
     low: float
     below: float | None = None
+    most: float | None = None
 
     def __str__(self) -> str:
-        return f"at least {self.low:g}" + ("" if self.below is None else f" and below {self.below:g}")
+        below = "" if self.below is None else f" and below {self.below:g}"
+        most = "" if self.most is None else f" and at most {self.most:g}"
+        return f"at least {self.low:g}{below}{most}"
 
     def hold(self, value: float) -> bool:
-        return math.isfinite(value) and value >= self.low and (self.below is None or value < self.below)
+        if not math.isfinite(value) or value < self.low:
+            return False
+        below = self.below is None or value < self.below
+        return below and (self.most is None or value <= self.most)
 
 
 Count = Annotated[int, Bounds(1)]
 Natural = Annotated[int, Bounds(0)]
 Rate = Annotated[float, Bounds(0, 1)]
-Fraction = Annotated[float, Bounds(0, 1.000001)]
+Fraction = Annotated[float, Bounds(0, most=1)]
 NonNegative = Annotated[float, Bounds(0)]
+
+
+@dataclass(frozen=True)
+class TableAt:
+    """Says of a `Literal` in `Annotated` which `Table` its values name rows of, by its full name."""
+
+    path: str
+
+
+class Table(dict[str, Row]):
+    """The rows that a setting chooses from by name. A row added from outside is a value of it.
+
+    `names` is the type of the setting: a `Literal`, alone or in `Annotated`. `besides` are those of
+    its values that name no row, such as "auto". After `TABLE["mine"] = row`, configs, config files,
+    config.json and the command line accept "mine" in every setting of that `Literal`.
+    Raises ConfigError where the rows and the `Literal` do not agree.
+    """
+
+    def __init__(self, names: Any, rows: Mapping[str, Row], besides: tuple[str, ...] = ()) -> None:
+        super().__init__(rows)
+        listed = get_args(_literal(names))
+        if apart := {*rows, *besides} ^ {*listed}:
+            raise ConfigError(
+                f"a table of {sorted(rows)} does not agree with {names}: "
+                f"add {sorted(apart)} to, or remove them from, one of the two."
+            )
+        _TABLES[listed] = self
+
+
+# By the values of their Literal. A table is here from the import of its file on, so that configs
+# are read without JAX: who adds a row has imported the table.
+_TABLES: dict[tuple[str, ...], Table[Any]] = {}
+
+
+def _literal(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """The allowed values of a setting: those of its `Literal`, and the rows added to its table."""
+    listed = get_args(_literal(hint))
+    return (*listed, *(name for name in _TABLES.get(listed, ()) if name not in listed))
 
 
 @dataclass(frozen=True)
@@ -52,14 +102,23 @@ def _field_problems(section: Section) -> Iterator[str]:
     for name, hint in get_type_hints(type(section), include_extras=True).items():
         value: Any = getattr(section, name)
         bounds = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Bounds)]
-        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        kind = _literal(hint)
         if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                yield f"{name}={value!r} is not one of {', '.join(map(repr, get_args(kind)))}."
+            if value not in choices(kind):
+                allowed = ", ".join(map(repr, choices(kind)))
+                yield f"{name}={value!r} is not one of {allowed}.{_how_to_add(hint)}"
         elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) is not (kind is bool):
             yield f"{name}={value!r} is not of type {kind.__name__}."
         elif not all(bound.hold(value) for bound in bounds):
             yield f"{name}={value!r} must be {bounds[0]}."
+
+
+def _how_to_add(hint: Any) -> str:
+    """The sentence that says where a new value is added; empty where none can be."""
+    extras = getattr(hint, "__metadata__", ())
+    tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
+    how = "A name of your own must be a row of {} first: import the code that adds it."
+    return "".join(" " + how.format(path) for path in tables)
 
 
 def divisors(number: int) -> str:

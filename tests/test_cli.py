@@ -146,6 +146,12 @@ def test_without_a_command_or_with_a_wrong_one_the_commands_are_listed(capsys: C
     assert main(["train"]) == 2 and "CONFIG" in capsys.readouterr().err
 
 
+def test_python_dash_m_jaxformer_is_the_command() -> None:
+    run = [sys.executable, "-m", "jaxformer", "--help"]
+    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and all(f"jaxformer {name}" in found.stdout for name in COMMANDS)
+
+
 def test_help_read_by_a_pipe_that_closes_ends_quietly() -> None:
     line = f"{sys.executable} train.py configs/quickstart.py --help | head -1"
     found = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -12,7 +12,8 @@ import pytest
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, RunConfig, Section, flat
-from jaxformer.config_file import from_json, parse_arguments, read_config, to_json
+from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_json import from_json, to_json
 from jaxformer.models.cost import parameter_count
 from jaxformer.optim import make_schedule
 
@@ -128,6 +129,15 @@ def test_all_faults_of_a_section_are_told_at_once() -> None:
         "model.norm",
         "model.dropout",
     ]
+
+
+def test_a_fraction_is_refused_above_one_and_its_message_says_at_most_one() -> None:
+    assert jf.ModelConfig(rope_fraction=1.0).rope_fraction == 1
+    for value in (1.0000001, 1.5, -0.1):
+        with pytest.raises(ConfigError, match="must be at least 0 and at most 1"):
+            jf.ModelConfig(rope_fraction=value)
+    with pytest.raises(ConfigError, match="must be at least 0 and below 1"):
+        jf.ModelConfig(dropout=1.0)
 
 
 def test_every_field_is_read_somewhere() -> None:

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ pytest.importorskip("lm_eval")
 from harness import END, LENGTH, answered, save, text, write_tasks
 
 import jaxformer as jf
+from jaxformer.cli import main as jaxformer_main
 from jaxformer.lm_eval import main, model, scores
 from jaxformer.lm_eval.model import JaxformerLM
 
@@ -260,11 +262,12 @@ def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, 
         JaxformerLM("run")
 
 
+@pytest.mark.parametrize("command", [("jaxformer.lm_eval",), ("jaxformer", "lm_eval")], ids=" ".join)
 @one_directory
-def test_the_command_evaluates_a_directory(directory, tasks, expected, tmp_path):
+def test_the_command_evaluates_a_directory(command, directory, tasks, expected, tmp_path):
     line = ["--model", "jaxformer", "--model_args", f"path={directory}", "--tasks", "tiny_choices", "--batch_size", "4"]
     line += ["--include_path", str(tasks), "--output_path", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "jaxformer.lm_eval", *line], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", *command, *line], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (report,) = tmp_path.rglob("results_*.json")
     results = json.loads(report.read_text())["results"]["tiny_choices"]
@@ -276,6 +279,18 @@ def test_the_command_says_a_mistake_in_one_message(monkeypatch, capsys):
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: JaxformerLM("/nowhere"))
     assert main() == 2
     assert capsys.readouterr().err.startswith("error: /nowhere has no config.json")
+
+
+def test_the_names_of_the_harness_are_left_to_it():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"jaxformer"}
+
+
+def test_the_arguments_given_are_those_that_the_harness_reads(monkeypatch):
+    before, seen = [*sys.argv], []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: seen.extend(sys.argv))
+    assert jaxformer_main(["lm_eval", "--tasks", "a,b"]) == 0
+    assert seen[1:] == ["--tasks", "a,b"] and sys.argv == before
 
 
 def test_without_the_harness_the_command_says_what_to_install():

@@ -1,4 +1,4 @@
-"""The command line: `jaxformer train | sample | evaluate | convert | prepare | tokenizer | attention`.
+"""The command line: `jaxformer train | sample | evaluate | convert | prepare | tokenizer | attention | lm_eval`.
 
 Exit status: 0 done, 2 a mistake in config or input (one message, no traceback), anything else a fault.
 """
@@ -18,6 +18,7 @@ COMMANDS = {
     "prepare": "CONFIG [--output DIR] [--shard I/N]       tokenizes the text of a config beforehand",
     "tokenizer": "train | encode | inspect            makes a tokenizer, writes ids, shows how a text is split",
     "attention": 'RUN --prompt "..."                 a page of attention maps',
+    "lm_eval": "--model jaxformer --model_args path=RUN --tasks ...   the evaluation harness's command",
 }
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -24,7 +24,10 @@ class Arguments:
     path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
     prompt: str | None = None  # Start of the text, or what is read; without it a decoder starts a new text.
     pair: str = ""  # A second text to read beside the prompt, for an encoder trained on two.
-    max_new_tokens: int = 256  # Tokens to write, at most; also limited by the model's context.
+    max_new_tokens: int = 256  # Tokens to write, at most.
+    # At the end of the model's context: stop, or slide, which lets a decoder go on from the newest
+    # three quarters of it, read again each time it is full.
+    beyond: Literal["stop", "slide"] = "stop"
     temperature: float = 0.8  # 0 always takes the likeliest token.
     top_k: int = 50  # Draw from the k likeliest tokens; 0 from all.
     top_p: float = 1.0  # Draw from the likeliest tokens that hold this probability together.
@@ -47,34 +50,84 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{asked.path} has the head {model.config.output!r}, which writes no text: leave out --beams.")
     if asked.pair and model.config.family != "encoder":
         raise ConfigError(f"--pair is for an encoder, and {asked.path} has model.family={model.config.family!r}.")
+    if asked.beyond == "slide":
+        _require_slide(model, asked)
     ANSWERS[model.config.output](model, asked)
     return 0
 
 
+def _require_slide(model: Model, asked: Arguments) -> None:
+    """ConfigError where a text cannot go on past the context."""
+    if model.config.output != "language":
+        reason = f"{asked.path} has the head {model.config.output!r}, which writes no text"
+    elif model.config.family != "decoder":
+        reason = (
+            f"{asked.path} has model.family={model.config.family!r}, and what it writes is an answer "
+            "that has to begin with its start token"
+        )
+    elif asked.beams:
+        reason = "--beams searches for the likeliest of whole texts, which a window does not hold"
+    else:
+        return
+    raise ConfigError(f"--beyond slide is for text drawn from a decoder; {reason}: leave it out.")
+
+
 def _write(model: Model, asked: Arguments) -> None:
     """Prints the text that follows the prompt, or that answers it as the source."""
-    from jaxformer.generation.beam import beam_search
-    from jaxformer.generation.decode import stream_tokens
-
-    given: dict[str, Any] = {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    given: dict[str, Any] = {}
     if asks := model.config.family == "encoder_decoder":
         given["source"] = [source_of(model, asked.prompt or "")]
     start = model.tokenizer.as_target([]) if asks else prompt_of(model, asked.prompt or "")
     if asked.prompt is None:
         start = start or [model.tokenizer.end_token]
     room = _room(model, start, given.get("source", [[]])[0])
-    count = min(asked.max_new_tokens, room)
     sys.stdout.write("" if asks else asked.prompt or "")
-    if asked.beams:
-        rules = {"beams": asked.beams, "keep": 1, "length_penalty": asked.length_penalty}
-        found = beam_search(model.params, model.config, [start], count, **given, **rules)
-        pieces: Iterator[np.ndarray] = iter([np.asarray(found.tokens[:, 0])])
-    else:
-        pieces = stream_tokens(model.params, model.config, [start], count, key=_key(asked.seed), **given, **_drawing(asked))
-    for text in _growing(functools.partial(text_of, model.tokenizer), start, (piece[0].tolist() for piece in pieces)):
+    made: list[int] = []
+    pieces = _noted(_pieces(model, asked, start, room, given), made)
+    for text in _growing(functools.partial(text_of, model.tokenizer), start, pieces):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()
+    ended = not {*made}.isdisjoint(model.tokenizer.end_tokens)
+    if asked.beyond == "stop" and room < asked.max_new_tokens and not ended:
+        slide = "; --beyond slide goes on" if model.config.family == "decoder" else ""
+        print(
+            f"note: the text was cut: {asked.max_new_tokens} tokens were asked for, and {room} fit "
+            f"behind the prompt in the context of {model.config.max_length}{slide}.",
+            file=sys.stderr,
+        )
+
+
+def _pieces(model: Model, asked: Arguments, start: list[int], room: int, given: dict[str, Any]) -> Iterator[list[int]]:
+    """New tokens as they are made: no more than fit, or as many as asked for where they slide."""
+    from jaxformer.generation.beam import beam_search
+    from jaxformer.generation.decode import stream_tokens
+    from jaxformer.generation.slide import slide_tokens
+
+    params, config, count = model.params, model.config, min(asked.max_new_tokens, room)
+    given = given | {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    if asked.beams:
+        rules = {"beams": asked.beams, "keep": 1, "length_penalty": asked.length_penalty}
+        found = beam_search(params, config, [start], count, **given, **rules)
+        yield np.asarray(found.tokens[0, 0]).tolist()
+        return
+    given |= {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+    key = _key(asked.seed)
+    if asked.beyond == "slide":
+        first = len(prompt_of(model, ""))  # what every text begins with
+        row = slide_tokens(params, config, start, asked.max_new_tokens, key=key, beginning=first, **given)
+    else:
+        row = stream_tokens(params, config, [start], count, key=key, **given)
+    for piece in row:
+        yield piece[0].tolist()
+
+
+def _noted(pieces: Iterator[list[int]], made: list[int]) -> Iterator[list[int]]:
+    """The pieces, while `made` gathers their tokens."""
+    for piece in pieces:
+        made += piece
+        yield piece
 
 
 def _room(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
@@ -86,10 +139,6 @@ def _room(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
         size = max(len(start), len(source))
         raise ConfigError(f"the prompt is {size} tokens, and the context of this model is {most}: shorten it.")
     return most - len(start)
-
-
-def _drawing(asked: Arguments) -> dict[str, Any]:
-    return {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
 
 
 def _key(seed: int | None) -> Any:

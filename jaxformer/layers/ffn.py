@@ -1,14 +1,17 @@
 """The feed-forward sublayer: plain or gated, with any activation of the table."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
+from jaxformer.config_model import Activation
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.params import Params, Spec, Specs, contract, zeros
+from jaxformer.settings import Table
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -21,19 +24,23 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-ACTIVATIONS = {  # of the hidden layer, or of the gate where there is one
-    "swiglu": jax.nn.silu,
-    "geglu": gelu,
-    "geglu_tanh": jax.nn.gelu,
-    "reglu": jax.nn.relu,
-    "glu": jax.nn.sigmoid,
-    "gelu": gelu,
-    "gelu_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "relu2": relu2,
-    "tanh": jnp.tanh,
-}
+# Of the hidden layer, or of the gate where there is one (then its name is in `config_model.GATED` too).
+ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
+    Activation,
+    {
+        "swiglu": jax.nn.silu,
+        "geglu": gelu,
+        "geglu_tanh": jax.nn.gelu,
+        "reglu": jax.nn.relu,
+        "glu": jax.nn.sigmoid,
+        "gelu": gelu,
+        "gelu_tanh": jax.nn.gelu,
+        "relu": jax.nn.relu,
+        "silu": jax.nn.silu,
+        "relu2": relu2,
+        "tanh": jnp.tanh,
+    },
+)
 
 
 def swiglu(

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config_model import AttentionKernel
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.masks import View, visible
+from jaxformer.settings import Table
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array]
 Weigh = Callable[[jax.Array], jax.Array]
@@ -193,12 +195,16 @@ def _goes_by_tiles(view: View) -> bool:
     return _goes_by_order(view) and all(side.positions.shape[-1] % 128 == 0 for side in (view.queries, view.keys))
 
 
-KERNELS = {
-    "cudnn": Row(_cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked),
-    "tpu": Row(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
-    "blocked": Row(_blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores),
-    "xla": Row(plain, "plain XLA attention", lambda case: "", lambda view: True),
-}
+KERNELS: Table[Row] = Table(
+    AttentionKernel,
+    {
+        "cudnn": Row(_cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked),
+        "tpu": Row(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
+        "blocked": Row(_blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores),
+        "xla": Row(plain, "plain XLA attention", lambda case: "", lambda view: True),
+    },
+    besides=("auto",),
+)
 PREFERRED = {"gpu": ("cudnn", "xla"), "tpu": ("tpu", "xla"), "cpu": ("blocked", "xla")}
 
 

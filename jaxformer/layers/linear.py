@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
+from jaxformer.config_model import Initializer as InitializerName
 from jaxformer.layers.positions import sinusoids
 from jaxformer.params import (
     Initializer,
@@ -20,6 +21,7 @@ from jaxformer.params import (
     unit_truncated_normal,
     xavier_uniform,
 )
+from jaxformer.settings import Table
 from jaxformer.sharding import Axes
 
 
@@ -61,12 +63,15 @@ def _fan_in(config: ModelConfig) -> Initializers:
     return Initializers(fan_in_normal, fan_in_normal, normal(1.0), normal(1.0))
 
 
-INITIALIZERS: dict[str, Callable[[ModelConfig], Initializers]] = {
-    "gpt2": _gpt2,
-    "truncated_normal": _truncated_normal,
-    "xavier": _xavier,
-    "fan_in": _fan_in,
-}
+INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
+    InitializerName,
+    {
+        "gpt2": _gpt2,
+        "truncated_normal": _truncated_normal,
+        "xavier": _xavier,
+        "fan_in": _fan_in,
+    },
+)
 
 
 def linear(equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None) -> jax.Array:

@@ -1,11 +1,16 @@
 """Normalisation over the last axis, in float32 whatever the dtype of the input."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
+from jaxformer.config_model import Normalization
 from jaxformer.params import Params, Spec, Specs, ones, zeros
+from jaxformer.settings import Table
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float = 1e-5) -> Float[Array, "... D"]:
@@ -35,20 +40,46 @@ def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
     return 1 + scale if config.norm == "rms1p" else scale
 
 
-def norm_specs(config: ModelConfig) -> Specs:
-    scale = {"scale": scale_spec(config, (config.d_model,))}
+class NormRow(NamedTuple):
+    """A kind of norm: the specs of its leaves, and what it makes of x [..., D] with them."""
+
+    specs: Callable[[ModelConfig], Specs]
+    run: Callable[[Params, ModelConfig, jax.Array], jax.Array]
+
+
+def _rms_specs(config: ModelConfig) -> Specs:
+    return {"scale": scale_spec(config, (config.d_model,))}
+
+
+def _rms(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    return rms_norm(x, scale_of(config, params["scale"]), config.norm_eps)
+
+
+def _layer_specs(config: ModelConfig) -> Specs:
     bias = {"bias": Spec((config.d_model,), ("norm",), zeros)} if "norm" in config.biased else {}
-    return {"rms": scale, "rms1p": scale, "layer": scale | bias, "none": {}}[config.norm]
+    return _rms_specs(config) | bias
 
 
-NORMS = {
-    "rms": lambda params, config, x: rms_norm(x, scale_of(config, params["scale"]), config.norm_eps),
-    "rms1p": lambda params, config, x: rms_norm(x, scale_of(config, params["scale"]), config.norm_eps),
-    "layer": lambda params, config, x: layer_norm(x, params["scale"], params.get("bias"), config.norm_eps),
-    "none": lambda params, config, x: x,
-}
+def _layer(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    return layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
+
+
+NORMS: Table[NormRow] = Table(
+    Normalization,
+    {
+        "rms": NormRow(_rms_specs, _rms),
+        "rms1p": NormRow(_rms_specs, _rms),
+        "layer": NormRow(_layer_specs, _layer),
+        "none": NormRow(lambda config: {}, lambda params, config, x: x),
+    },
+)
+
+
+def norm_specs(config: ModelConfig) -> Specs:
+    """The leaves of the config's norm."""
+    return NORMS[config.norm].specs(config)
 
 
 def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """The config's norm: [..., D] -> [..., D]."""
-    return NORMS[config.norm](params, config, x)
+    return NORMS[config.norm].run(params, config, x)

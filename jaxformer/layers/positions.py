@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
+from jaxformer.config_model import RopeScaling
 from jaxformer.layers.masks import FAR, Places
 from jaxformer.params import Spec, Specs, lookup, normal
+from jaxformer.settings import Table
 
 
 def sinusoids(positions: Int[Array, "... T"], width: int, order: str = "interleaved") -> Float[Array, "... T D"]:
@@ -98,13 +100,16 @@ def _llama3(config: ModelConfig, positions: jax.Array) -> jax.Array:
     return plain * kept + plain / config.rope_factor * (1 - kept)
 
 
-FREQUENCIES: dict[str, Callable[[ModelConfig, jax.Array], jax.Array]] = {
-    "none": _plain,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-}
+FREQUENCIES: Table[Callable[[ModelConfig, jax.Array], jax.Array]] = Table(
+    RopeScaling,
+    {
+        "none": _plain,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "yarn": _yarn,
+        "llama3": _llama3,
+    },
+)
 
 
 def rotate(

@@ -1,15 +1,20 @@
-"""EleutherAI's evaluation harness: `lm_eval --model jaxformer --model_args path=DIRECTORY --tasks ...`.
+"""EleutherAI's evaluation harness: `jaxformer lm_eval --model jaxformer --model_args path=DIRECTORY --tasks ...`.
 
-The harness finds only models that are registered, so the command `lm_eval` is ours: it registers `model.JaxformerLM` and
-hands over, whatever the model, to the harness's own. `python -m jaxformer.lm_eval` is the same command; from Python,
-`import jaxformer.lm_eval.model` registers it.
+The arguments are those of the harness's own command `lm_eval`. That command cannot find our model,
+because the harness knows registered models only: `main` registers `model.JaxformerLM` and hands over
+to the harness, whatever the model. `python -m jaxformer.lm_eval` is the same command. From Python,
+`import jaxformer.lm_eval.model` registers the model.
 """
 
 import sys
+from collections.abc import Sequence
 
 
-def main() -> int:
-    """Runs the harness's command line and returns the exit status: 2 for a mistake in config or input, in one message."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the harness's command line with `arguments` (default: those of the process).
+
+    Returns the exit status: 2 for a mistake in config or input, told in one message.
+    """
     from jaxformer.config import ConfigError
 
     try:
@@ -23,9 +28,14 @@ def main() -> int:
         return 2
     if "jaxformer" not in model_registry:
         model_registry.register("jaxformer", target="jaxformer.lm_eval.model:JaxformerLM")
+    before = sys.argv
+    given = before[1:] if arguments is None else arguments
+    sys.argv = ["jaxformer lm_eval", *given]  # the harness reads no other arguments
     try:
         cli_evaluate()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        sys.argv = before
     return 0

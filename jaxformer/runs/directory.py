@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxformer.config import ConfigError, RunConfig
-from jaxformer.config_file import differences, read_config, to_json
+from jaxformer.config_file import differences, read_config
+from jaxformer.config_json import to_json
 from jaxformer.runs.init_from import adopted
 from jaxformer.tokenizer import Tokenizer
 

@@ -1,0 +1,9 @@
+"""`jaxformer lm_eval`: the command line of EleutherAI's evaluation harness, with our models."""
+
+from collections.abc import Sequence
+
+from jaxformer.lm_eval import main
+
+
+def run(arguments: Sequence[str]) -> int:
+    return main(arguments)
