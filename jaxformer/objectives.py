@@ -1,0 +1,195 @@
+"""Objectives: the models that can learn each, what it reads, and how its rows are made."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxformer.config import ConfigError, DataConfig, ModelConfig
+from jaxformer.data.masking import MaskedRows, missing_marks
+from jaxformer.data.phases import row_lengths
+from jaxformer.data.rows import RowFormat
+from jaxformer.data.sources.records import Field, Fields, Kind
+from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
+from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
+from jaxformer.data.templates import Answers, Classes, Pairs, Tags, Template
+from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
+
+
+class Objective(NamedTuple):
+    """A row of the table of objectives; to add a row is to add an objective.
+
+    The models that can learn it are those of its `families` and its `head`.
+
+    fields: what is read of each record: names of `FIELDS`, whose settings name the field, or a
+        `Field` itself, as `Field("", "rejected", "text")`. One alone means that it reads text.
+    specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
+        that are no decoder).
+    template, rows: how rows are made, of records by the template, of text by `rows`.
+    missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
+    shortest: the fewest tokens of a row that has room for special tokens and text.
+    takes_packing: rows may hold several texts, so data.packing may be other than "stream".
+    can_be_cut: rows keep their sense when they are cut in shorter ones (data.length_warmup).
+    every_token: each token of the text is predicted once, so that bits per byte mean something.
+    """
+
+    families: tuple[str, ...]
+    head: str
+    fields: tuple[str | Field, ...]
+    specials: tuple[str, ...] = ()
+    template: type[Template] | None = None
+    rows: MakeRows = causal_rows
+    missing: Callable[[Tokenizer], list[str]] = nothing_missing
+    shortest: int = 8
+    takes_packing: bool = True
+    can_be_cut: bool = False
+    every_token: bool = False
+
+
+# For a model's family and head, `auto` is the first that both can learn.
+OBJECTIVES = {
+    "causal": Objective(
+        ("decoder",),
+        "language",
+        ("text",),
+        shortest=1,
+        can_be_cut=True,
+        every_token=True,
+    ),
+    "masked": Objective(
+        ("encoder",),
+        "masked",
+        ("text",),
+        MARKS,
+        rows=MaskedRows,
+        missing=missing_marks,
+    ),
+    "spans": Objective(
+        ("encoder_decoder",),
+        "language",
+        ("text",),
+        SENTINELS,
+        rows=SpanRows,
+        missing=missing_sentinels,
+        takes_packing=False,
+    ),
+    "prefix": Objective(
+        ("encoder_decoder",),
+        "language",
+        ("text",),
+        rows=PrefixRows,
+        takes_packing=False,
+    ),
+    "pairs": Objective(("encoder_decoder",), "language", ("source", "target"), template=Pairs),
+    "answers": Objective(("decoder",), "language", ("source", "target"), template=Answers),
+    "classes": Objective(("encoder", "decoder"), "classes", ("text", "pair", "label"), MARKS, Classes),
+    "tags": Objective(("encoder", "decoder"), "tags", ("words", "tags"), MARKS, Tags),
+}
+
+
+class FieldSetting(NamedTuple):
+    """The setting of DataConfig that names a field, what the field holds, and whether an empty
+    setting means that it is not read.
+    """
+
+    setting: str
+    kind: Kind
+    optional: bool = False
+
+
+# What an objective may read that a setting names.
+FIELDS = {
+    "text": FieldSetting("text_field", "text"),
+    "pair": FieldSetting("pair_field", "text", optional=True),
+    "source": FieldSetting("source_field", "text"),
+    "target": FieldSetting("target_field", "text"),
+    "label": FieldSetting("label_field", "label"),
+    "words": FieldSetting("text_field", "words"),
+    "tags": FieldSetting("label_field", "tags"),
+}
+
+
+def objective_of(model: ModelConfig, data: DataConfig) -> str:
+    """The objective of a run, `auto` resolved.
+
+    Raises ConfigError for one that its model or its rows cannot learn.
+    """
+    family, head, asked = model.family, model.output, data.objective
+    rows = OBJECTIVES.items()
+    fitting = [known for known, row in rows if family in row.families and head == row.head]
+    name = fitting[0] if asked == "auto" and fitting else asked
+    if not fitting:
+        raise ConfigError(
+            f"a model with model.head={head} learns nothing: set model.head to language, masked, classes or tags."
+        )
+    if name not in fitting:
+        wanted = OBJECTIVES.get(name)
+        needs = ""
+        if wanted:
+            needs = f" needs model.family {' or '.join(wanted.families)} and model.head={wanted.head}"
+        raise ConfigError(
+            f"data.objective={name}{needs}, and the model has model.family={family} and "
+            f"model.head={head}: change the model, or set data.objective to one that it can learn "
+            f"({', '.join(fitting)})."
+        )
+    _check_rows(name, model, data)
+    return name
+
+
+def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
+    """Raises ConfigError where settings ask what the rows of an objective are not made for."""
+    row = OBJECTIVES[name]
+    if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
+        what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
+        raise ConfigError(
+            f"data.packing={data.packing} cannot be had with {what}, whose rows are one text: set it to stream."
+        )
+    if len(row_lengths(data)) > 1 and not row.can_be_cut:
+        raise ConfigError(
+            f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "
+            "whose rows lose their sense when they are cut: leave it empty."
+        )
+    if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
+        raise ConfigError(
+            f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}: "
+            f"a row of data.objective={name} takes at least {row.shortest} tokens."
+        )
+
+
+def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
+    """How rows are laid out for a model."""
+    return RowFormat(
+        data.sequence_length,
+        data.source_length or data.sequence_length,
+        marks=model.family == "encoder",
+        token_types=model.token_types,
+        next_sentence=model.next_sentence,
+    )
+
+
+def task_of(model: ModelConfig, data: DataConfig) -> Task:
+    """What the data package needs to know of a run's objective. Raises as `objective_of` does."""
+    name = objective_of(model, data)
+    row = OBJECTIVES[name]
+    return Task(
+        name,
+        row_format(model, data),
+        _fields(row, data),
+        row.specials if model.family != "decoder" else (),
+        row.template,
+        row.rows,
+        row.missing,
+        row.every_token,
+    )
+
+
+def _fields(row: Objective, data: DataConfig) -> Fields:
+    """The fields of an objective by the names that the settings give them."""
+    found = []
+    for entry in row.fields:
+        if isinstance(entry, Field):
+            found.append(entry)
+            continue
+        setting, kind, optional = FIELDS[entry]
+        field_name = getattr(data, setting)
+        if field_name or not optional:
+            found.append(Field(f"data.{setting}", field_name, kind))
+    return tuple(found)
