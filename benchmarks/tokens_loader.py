@@ -21,6 +21,7 @@ from pairing import HERE, print_table, save  # noqa: E402
 import jaxformer as jf  # noqa: E402
 from jaxformer import data  # noqa: E402
 from jaxformer.evaluation import place_batch  # noqa: E402
+from jaxformer.objectives import task_of  # noqa: E402
 from jaxformer.runs.run import compile_step  # noqa: E402
 from jaxformer.runs.setup import Job, make_job  # noqa: E402
 from jaxformer.training.state import init_state  # noqa: E402
@@ -54,7 +55,8 @@ def batches_of(run: jf.RunConfig) -> dict[str, data.Batches]:
     rows, configs = {}, {}
     for way, changes in WAYS.items():
         configs[way] = dataclasses.replace(run.data, packing=way.partition(",")[0], **changes)
-        rows[way] = data.prepare(dataclasses.replace(run, data=configs[way])).train
+        task = task_of(run.model, configs[way])
+        rows[way] = data.prepare(configs[way], run.tokenizer, task, seed=run.run.seed).train
     configs[MIXED] = dataclasses.replace(configs["documents"], weights="0.7 0.3; 1000: 0.5 0.5")
     rows[MIXED] = data.Mixture([("once", rows["documents"]), ("again", rows["documents"])], configs[MIXED])
     return {way: data.Batches(rows[way], configs[way], run.train.batch_size, run.run.seed) for way in rows}

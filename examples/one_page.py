@@ -8,6 +8,7 @@ RMSNorm (arXiv:1910.07467), rotary positions (arXiv:2104.09864), grouped-query a
 Legend: B batch, T query length, S key length, N heads, K key-value heads, H head width, D width, F feed-forward, V vocabulary.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ def loss(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
 class Batches:
     """`batches[k]` is the batch of step k: rows of bytes from this very file."""
 
-    text = np.frombuffer(open(__file__, "rb").read(), np.uint8).astype(np.int32)
+    text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         starts = np.random.default_rng(step).integers(0, len(self.text) - 65, 8)

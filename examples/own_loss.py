@@ -1,10 +1,11 @@
 """A loss of your own: a small decoder learns the next-byte distribution of a larger one (distillation, arXiv:1503.02531).
 
-    python examples/own_loss.py [RUN_DIRECTORY]        # the same line continues what the directory holds
+python examples/own_loss.py [RUN_DIRECTORY]        # the same line continues what the directory holds
 """
 
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import optax
 
 import jaxformer as jf
 
-TEXT = np.frombuffer(open(optax.__file__, "rb").read(), np.uint8).astype(np.int32)  # any array of token ids
+TEXT = np.frombuffer(Path(optax.__file__).read_bytes(), np.uint8).astype(np.int32)  # any array of token ids
 TEACHER = jf.ModelConfig(vocab_size=256, d_model=64, n_layers=2, n_heads=4, max_length=64)
 STUDENT = jf.ModelConfig(vocab_size=256, d_model=32, n_layers=1, n_heads=2, max_length=64)
 

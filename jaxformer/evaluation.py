@@ -14,7 +14,7 @@ from jaxformer import data
 from jaxformer.config import ConfigError, ModelConfig, Objective, RunConfig
 from jaxformer.generation.translate import translate
 from jaxformer.loading import load, run_of
-from jaxformer.objectives import METRICS, loss_of
+from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.params import Params
 from jaxformer.tokenizer.files import tokenizer_file
 from jaxformer.training.evaluate import Totals, make_totals
@@ -32,7 +32,7 @@ def make_evaluation(
     every entry of the objective's loss and metrics: `val_accuracy` is the share of targets that the likeliest class is.
     """
     loss = loss_of(objective, config)
-    metrics = METRICS.get(config.output)
+    metrics = OBJECTIVES[objective].metrics
 
     def sums(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
         found = dict(loss(params, batch, None))
@@ -71,11 +71,11 @@ def evaluate_run(
     """
     model = load(path, step)
     run = _on_text(run_of(path), Path(path), validation, objective)
-    corpus = data.prepare(run, labels=model.labels)
+    corpus = _corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
     rows = run.train.batch_size // run.train.microbatches
-    evaluate = make_evaluation(corpus.objective, model.config, bytes_of_targets(corpus))
+    evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus))
     return evaluate(model.params, data.evaluation_batches(corpus.validation, run.data, rows))
 
 
@@ -94,9 +94,10 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
     that learnt no pairs.
     """
     run = _on_text(run_of(path), Path(path), validation)
-    if data.objective_of(run) != "pairs":
-        raise ConfigError(f"{path} learnt data.objective={data.objective_of(run)}: only a model of pairs translates.")
-    model, records = load(path, step), [piece.record for piece in data.prepare(run).validation_records()]
+    objective = objective_of(run.model, run.data)
+    if objective != "pairs":
+        raise ConfigError(f"{path} learnt data.objective={objective}: only a model of pairs translates.")
+    model, records = load(path, step), [piece.record for piece in _corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
@@ -106,14 +107,26 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
 
 def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
     """Bytes of each token where every byte of the text is predicted once; None where bits per byte would mean nothing."""
-    return corpus.tokenizer.token_bytes() if corpus.objective == "causal" else None
+    return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
+
+
+def _corpus_of(run: RunConfig, labels: tuple[str, ...] = ()) -> data.Corpus:
+    return data.prepare(
+        run.data,
+        run.tokenizer,
+        task_of(run.model, run.data),
+        seed=run.run.seed,
+        vocab_size=run.model.vocab_size,
+        labels=labels,
+    )
 
 
 def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective = "auto") -> RunConfig:
     """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that stands apart."""
     text = validation or run.data.validation
     if objective != "auto" and run.data.train:
-        raise ConfigError(f"{path} is evaluated on what it learnt, data.objective={data.objective_of(run)}: name no other.")
+        learnt = objective_of(run.model, run.data)
+        raise ConfigError(f"{path} is evaluated on what it learnt, data.objective={learnt}: name no other.")
     if objective != "auto":
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=objective))
     if not text and not run.data.train:
@@ -121,7 +134,8 @@ def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective =
             f"{path} was trained elsewhere, and has held out no text: name some, as in --data.validation PATH."
         )
     if text:
-        data.find_texts(dataclasses.replace(run.data, validation=text), "data.validation", data.fields_of(run))
+        named = dataclasses.replace(run.data, validation=text)
+        data.find_texts(named, "data.validation", task_of(run.model, run.data).fields)
     alone = dataclasses.replace(run.data, train=text, validation=text, weights="", epochs="", length_warmup="")
     texts = alone if text else run.data
     return dataclasses.replace(run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path))))

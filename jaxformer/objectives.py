@@ -1,63 +1,217 @@
-"""What is learned: each objective's rows and the loss that they are learned by."""
+"""Objectives: the models that can learn each, what it reads, how its rows are made, and its loss."""
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.layers.head import head, output_layer, pooled, readout
-from jaxformer.losses import cross_entropy
-from jaxformer.models.inputs import inputs_of
-from jaxformer.models.transformer import hidden
-from jaxformer.params import Params, contract
+from jaxformer.config import ConfigError, DataConfig, ModelConfig
+from jaxformer.config import Objective as ObjectiveName
+from jaxformer.data.masking import MaskedRows, missing_marks
+from jaxformer.data.phases import row_lengths
+from jaxformer.data.rows import RowFormat
+from jaxformer.data.sources.records import Field, Fields, Kind
+from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
+from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
+from jaxformer.data.templates import Answers, Classes, Pairs, Tags, Template
+from jaxformer.head_loss import accuracy, head_loss
+from jaxformer.params import Params
+from jaxformer.settings import Table
+from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
 from jaxformer.training.step import Batch, Loss, Sums
 
 
-def head_loss(
-    params: Params,
-    config: ModelConfig,
-    batch: Batch,
-    key: jax.Array | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Sums:
-    """The cross-entropy of a model's head, as sums over the targets of a batch and their weight.
+class Objective(NamedTuple):
+    """A row of the table of objectives; to add a row is to add an objective.
 
-    `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row), and what else the model
-    reads: segment_ids, token_types, source, source_segment_ids, all int. "loss" is the objective; "nats", where label
-    smoothing, the z-loss or next sentences [B, 1] make that another, is the plain cross-entropy. A key turns dropout on.
+    The models that can learn it are those of its `families` and its `head`.
+
+    fields: what is read of each record: names of `FIELDS`, whose settings name the field, or a
+        `Field` itself, as `Field("", "rejected", "text")`. One alone means that it reads text.
+    specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
+        that are no decoder).
+    template, rows: how rows are made, of records by the template, of text by `rows`.
+    missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
+    shortest: the fewest tokens of a row that has room for special tokens and text.
+    takes_packing: rows may hold several texts, so data.packing may be other than "stream".
+    can_be_cut: rows keep their sense when they are cut in shorter ones (data.length_warmup).
+    every_token: each token of the text is predicted once, so that bits per byte mean something.
+    loss: (params, config, batch, key, **options) -> Sums, what is minimized; "nats" among them is
+        what is logged as the loss where that is another.
+    metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     """
-    inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs, key=key if config.dropout else None)
-    extras: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "soft_cap": config.logit_soft_cap}
-    layer = output_layer(params, config, readout(params, config, x, inputs.places))
-    objective, nats = cross_entropy(*layer, batch["targets"], batch["weights"], **extras)
-    weight = batch["weights"].sum()
-    if config.next_sentence:
-        layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
-        # Added to the sum over tokens, by weights that say how many tokens a pair of sentences counts for.
-        objective += cross_entropy(*layer, batch["next_sentence"], batch["next_sentence_weights"])[0]
-    if label_smoothing or z_loss or config.next_sentence:
-        return {"loss": (objective, weight), "nats": (nats, weight)}
-    return {"loss": (objective, weight)}
+
+    families: tuple[str, ...]
+    head: str
+    fields: tuple[str | Field, ...]
+    specials: tuple[str, ...] = ()
+    template: type[Template] | None = None
+    rows: MakeRows = causal_rows
+    missing: Callable[[Tokenizer], list[str]] = nothing_missing
+    shortest: int = 8
+    takes_packing: bool = True
+    can_be_cut: bool = False
+    every_token: bool = False
+    loss: Callable[..., Sums] = head_loss
+    metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
 
 
-def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
-    """Whether the likeliest class is the target: "accuracy", and of the pairs of sentences "next_sentence_accuracy"."""
-    inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs)
-    right = jnp.argmax(head(params, config, x, inputs.places), axis=-1) == batch["targets"]
-    sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
-    if config.next_sentence:
-        rows, matrix = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
-        follows = jnp.argmax(contract("BTD,VD->BTV", rows, matrix), axis=-1) == batch["next_sentence"]
-        weights = batch["next_sentence_weights"]
-        sums["next_sentence_accuracy"] = ((follows * weights).sum(), weights.sum())
-    return sums
+# For a model's family and head, `auto` is the first that both can learn.
+OBJECTIVES: Table[Objective] = Table(
+    ObjectiveName,
+    {
+        "causal": Objective(
+            ("decoder",),
+            "language",
+            ("text",),
+            shortest=1,
+            can_be_cut=True,
+            every_token=True,
+        ),
+        "masked": Objective(
+            ("encoder",),
+            "masked",
+            ("text",),
+            MARKS,
+            rows=MaskedRows,
+            missing=missing_marks,
+            metrics=accuracy,
+        ),
+        "spans": Objective(
+            ("encoder_decoder",),
+            "language",
+            ("text",),
+            SENTINELS,
+            rows=SpanRows,
+            missing=missing_sentinels,
+            takes_packing=False,
+        ),
+        "prefix": Objective(
+            ("encoder_decoder",),
+            "language",
+            ("text",),
+            rows=PrefixRows,
+            takes_packing=False,
+        ),
+        "pairs": Objective(("encoder_decoder",), "language", ("source", "target"), template=Pairs),
+        "answers": Objective(("decoder",), "language", ("source", "target"), template=Answers),
+        "classes": Objective(("encoder", "decoder"), "classes", ("text", "pair", "label"), MARKS, Classes, metrics=accuracy),
+        "tags": Objective(("encoder", "decoder"), "tags", ("words", "tags"), MARKS, Tags, metrics=accuracy),
+    },
+    besides=("auto",),
+)
+
+
+class FieldSetting(NamedTuple):
+    """The setting of DataConfig that names a field, what the field holds, and whether an empty
+    setting means that it is not read.
+    """
+
+    setting: str
+    kind: Kind
+    optional: bool = False
+
+
+# What an objective may read that a setting names.
+FIELDS = {
+    "text": FieldSetting("text_field", "text"),
+    "pair": FieldSetting("pair_field", "text", optional=True),
+    "source": FieldSetting("source_field", "text"),
+    "target": FieldSetting("target_field", "text"),
+    "label": FieldSetting("label_field", "label"),
+    "words": FieldSetting("text_field", "words"),
+    "tags": FieldSetting("label_field", "tags"),
+}
+
+
+def objective_of(model: ModelConfig, data: DataConfig) -> str:
+    """The objective of a run, `auto` resolved.
+
+    Raises ConfigError for one that its model or its rows cannot learn.
+    """
+    family, head, asked = model.family, model.output, data.objective
+    rows = OBJECTIVES.items()
+    fitting = [known for known, row in rows if family in row.families and head == row.head]
+    name = fitting[0] if asked == "auto" and fitting else asked
+    if not fitting:
+        raise ConfigError(
+            f"a model with model.head={head} learns nothing: set model.head to language, masked, classes or tags."
+        )
+    if name not in fitting:
+        wanted = OBJECTIVES.get(name)
+        needs = ""
+        if wanted:
+            needs = f" needs model.family {' or '.join(wanted.families)} and model.head={wanted.head}"
+        raise ConfigError(
+            f"data.objective={name}{needs}, and the model has model.family={family} and "
+            f"model.head={head}: change the model, or set data.objective to one that it can learn "
+            f"({', '.join(fitting)})."
+        )
+    _check_rows(name, model, data)
+    return name
+
+
+def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
+    """Raises ConfigError where settings ask what the rows of an objective are not made for."""
+    row = OBJECTIVES[name]
+    if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
+        what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
+        raise ConfigError(
+            f"data.packing={data.packing} cannot be had with {what}, whose rows are one text: set it to stream."
+        )
+    if len(row_lengths(data)) > 1 and not row.can_be_cut:
+        raise ConfigError(
+            f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "
+            "whose rows lose their sense when they are cut: leave it empty."
+        )
+    if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
+        raise ConfigError(
+            f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}: "
+            f"a row of data.objective={name} takes at least {row.shortest} tokens."
+        )
+
+
+def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
+    """How rows are laid out for a model."""
+    return RowFormat(
+        data.sequence_length,
+        data.source_length or data.sequence_length,
+        marks=model.family == "encoder",
+        token_types=model.token_types,
+        next_sentence=model.next_sentence,
+    )
+
+
+def task_of(model: ModelConfig, data: DataConfig) -> Task:
+    """What the data package needs to know of a run's objective. Raises as `objective_of` does."""
+    name = objective_of(model, data)
+    row = OBJECTIVES[name]
+    return Task(
+        name,
+        row_format(model, data),
+        _fields(row, data),
+        row.specials if model.family != "decoder" else (),
+        row.template,
+        row.rows,
+        row.missing,
+        row.every_token,
+    )
+
+
+def _fields(row: Objective, data: DataConfig) -> Fields:
+    """The fields of an objective by the names that the settings give them."""
+    found = []
+    for entry in row.fields:
+        if isinstance(entry, Field):
+            found.append(entry)
+            continue
+        setting, kind, optional = FIELDS[entry]
+        field_name = getattr(data, setting)
+        if field_name or not optional:
+            found.append(Field(f"data.{setting}", field_name, kind))
+    return tuple(found)
 
 
 def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
@@ -66,9 +220,9 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies; 0 leaves one out.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not have.
     """
-    if objective not in LOSSES:
-        raise ConfigError(f"objective {objective!r} is not one of {', '.join(map(repr, LOSSES))}.")
-    loss = LOSSES[objective]
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}.")
+    loss = OBJECTIVES[objective].loss
     given = {name: value for name, value in options.items() if value}
     known = inspect.signature(loss).parameters
     if unknown := [name for name in given if name not in known]:
@@ -79,9 +233,3 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
         return loss(params, config, batch, key, **given)
 
     return bound
-
-
-LOSSES: dict[str, Any] = dict.fromkeys(
-    ("causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"), head_loss
-)
-METRICS: dict[str, Any] = {"masked": accuracy, "classes": accuracy, "tags": accuracy}

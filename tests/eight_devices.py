@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from test_learning_laws import a_batch, a_run, step_of
 
 import jaxformer as jf
+from jaxformer.head_loss import head_loss
 from jaxformer.models.transformer import specs as specs_of
-from jaxformer.objectives import head_loss
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
 from jaxformer.sharding import MESH_AXES, batch_sharding, make_mesh, parameter_sharding

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import cut_rows
 from hypothesis import strategies as st
 
 from jaxformer.config import DataConfig, RunConfig
 from jaxformer.data import Batch, Batches, Rows, TokenStore, open_or_build, tokenizing
-from jaxformer.data.objectives import OBJECTIVES
 from jaxformer.data.sources import Piece
+from jaxformer.data.task import causal_rows
 from jaxformer.tokenizer import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -37,7 +38,7 @@ def data(length: int, packing: str = "stream", prefetch: int = 0, **more: Any) -
 
 
 def rows_of(made: TokenStore, data: DataConfig) -> Rows:
-    return OBJECTIVES["causal"].rows(made, RunConfig(data=data), BYTES)
+    return cut_rows(causal_rows, made, RunConfig(data=data), BYTES)
 
 
 def targets(batches: list[Batch]) -> list[int]:

@@ -48,6 +48,24 @@ def test_the_tail_is_bounded() -> None:
     assert not found, "\n".join(found)
 
 
+def test_data_tokenizer_and_report_know_neither_a_run_nor_a_model() -> None:
+    """They take the values that they need: no settings of a whole run, none of a model."""
+    found = []
+    for package in ("data", "tokenizer", "report"):
+        for path in sorted((ROOT / "jaxformer" / package).rglob("*.py")):
+            names = set()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    names |= {node.module, *(alias.name for alias in node.names)}
+                elif isinstance(node, ast.Import):
+                    names |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.Name | ast.Attribute):
+                    names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            known = names & {"RunConfig", "ModelConfig", "config_model", "jaxformer.config_model"}
+            found += [f"{path}: {name}" for name in sorted(known)]
+    assert not found, "\n".join(found)
+
+
 def test_no_file_is_named_after_nothing() -> None:
     assert not {path.stem for path in FILES} & {"utils", "util", "common", "helpers", "core", "manager", "misc"}
 

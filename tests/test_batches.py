@@ -100,6 +100,18 @@ def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(packing: s
             assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("lengths", ["", "4; 2: 8"])
+def test_a_batch_of_one_row_is_read_from_any_step_on(lengths: str, prefetch: int) -> None:
+    with stored([40] * 10) as made:
+        config = data(8, prefetch=prefetch, length_warmup=lengths)
+        batches = batches_of(made, config, 1, 7)
+        for start in (0, 5, 1_000_003):
+            found = list(islice(batches.iterate(start), 3))
+            assert all(same(batch, batches[start + place]) for place, batch in enumerate(found))
+            assert all(batch["tokens"].size == 8 for batch in found)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_each_epoch_has_every_row_in_another_order(packing: str) -> None:
     with stored([40] * 10) as made:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import cut_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import BYTES, SIZES, data, rows_of, stored
@@ -95,11 +96,11 @@ def test_a_row_of_masks_holds_whole_documents(tmp_path: Path) -> None:
     texts = ["abcdefg", "hij", "klmnopqr"]
     made = open_or_build(tmp_path, lambda: [Piece(text, text, True) for text in texts], tokenizer)
     run = RunConfig(model=ModelConfig(family="encoder"), data=DataConfig(sequence_length=14, packing="best_fit"))
-    rows = MaskedRows(made, run, tokenizer)
+    rows = cut_rows(MaskedRows, made, run, tokenizer)
     assert [rows[index]["targets"].tolist() for index in range(len(rows))] == [
         [257, *b"klmnopqr", 256, 258, 0, 0, 0],
         [257, *b"abcdefg", 256, *b"hij", 256, 258],
     ]
     assert rows[1]["segment_ids"].tolist() == [1] * 9 + [2] * 5 and rows.filled == pytest.approx((21 / 24 * 12 + 2) / 14)
-    single = MaskedRows(made, replace(run, data=replace(run.data, sequence_length=100)), tokenizer)
+    single = cut_rows(MaskedRows, made, replace(run, data=replace(run.data, sequence_length=100)), tokenizer)
     assert len(single) == 1 and single[0]["segment_ids"].tolist()[:24] == [1] * 9 + [2] * 4 + [3] * 10 + [0]

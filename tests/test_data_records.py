@@ -10,18 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import prepare, template_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batch, prepare
+from jaxformer.data import Batch
 from jaxformer.data.corpus import in_order
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.forms import Pairs
 from jaxformer.data.packing import ExampleRows, first_fit
 from jaxformer.data.sources import Piece, find_source
 from jaxformer.data.sources.records import Field, Fields, Record
 from jaxformer.data.splits import Split, survey
+from jaxformer.data.templates import Pairs
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -151,7 +152,8 @@ def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> 
 
 
 def stored(folder: Path, pairs: list[tuple[str, str]], run: RunConfig) -> ExampleStore:
-    return open_or_encode(folder, lambda: [Piece("", "", True, pair) for pair in pairs], Pairs(run, BYTES).encode)
+    template = template_of(Pairs, run, BYTES)
+    return open_or_encode(folder, lambda: [Piece("", "", True, pair) for pair in pairs], template.encode)
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +166,7 @@ def stored(folder: Path, pairs: list[tuple[str, str]], run: RunConfig) -> Exampl
 def test_packing_loses_no_pair_and_mixes_none(pairs: list[tuple[str, str]], length: int, source: int, seed: int) -> None:
     run = run_of(sequence_length=length, source_length=source)
     with tempfile.TemporaryDirectory() as folder:
-        rows = ExampleRows(stored(Path(folder), pairs, run), Pairs(run, BYTES), seed)
+        rows = ExampleRows(stored(Path(folder), pairs, run), template_of(Pairs, run, BYTES), seed)
         found: list[tuple[bytes, bytes]] = []
         for row in (rows[index] for index in range(len(rows))):
             numbers = row["segment_ids"].max()

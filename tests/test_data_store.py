@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Corpus, TokenStore, gzip_bits_per_byte, open_or_build, prepare, store, tokenizing, vocabulary
+from jaxformer.data import Corpus, TokenStore, gzip_bits_per_byte, open_or_build, store, tokenizing, vocabulary
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer

@@ -9,11 +9,11 @@ import pytest
 from families import SIZES, alone, params_of
 
 import jaxformer as jf
+from jaxformer.head_loss import head_loss
 from jaxformer.layers.head import output_layer, pooled, readout
 from jaxformer.layers.masks import places_of
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
-from jaxformer.objectives import head_loss
 from jaxformer.params import rows
 
 HEADS = {

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from stored import PACKINGS, assert_shared, data, rows_of, same, stored, targets
 from tiny_run import assert_same_run, copy_until, line, logged, train_here, write_text
 
-from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig
+from jaxformer.config import ConfigError, DataConfig, ModelConfig
 from jaxformer.config_file import load_config
-from jaxformer.data import Batches, objective_of
+from jaxformer.data import Batches
 from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.models.cost import flops_per_token
+from jaxformer.objectives import objective_of
 from jaxformer.runs.setup import make_job
 
 WARMUP = "3; 2: 6; 5: 12"
@@ -73,16 +74,16 @@ def test_lengths_are_read_as_they_stand_and_only_causal_rows_are_cut() -> None:
     assert row_lengths(DataConfig(sequence_length=32)) == row_lengths(DataConfig(sequence_length=32, length_warmup="32"))
     assert row_lengths(DataConfig(sequence_length=32, length_warmup=" 8;10 :32")) == [(0, 8), (10, 32)]
     settings = DataConfig(length_warmup="64; 10: 256")
-    assert objective_of(RunConfig(data=settings)) == "causal"
+    assert objective_of(ModelConfig(), settings) == "causal"
     with pytest.raises(ConfigError, match=r"length_warmup='64; 10: 256' cannot be had with data\.objective=masked"):
-        objective_of(RunConfig(model=ModelConfig(family="encoder"), data=settings))
+        objective_of(ModelConfig(family="encoder"), settings)
 
 
 def test_the_loss_of_shorter_rows_is_that_of_segments() -> None:
     import jax
 
     import jaxformer as jf
-    from jaxformer.objectives import head_loss
+    from jaxformer.head_loss import head_loss
 
     model = ModelConfig(vocab_size=257, d_model=16, n_layers=1, n_heads=2, max_length=12)
     params = jf.init(model, jax.random.key(0))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import prepare
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batch, Batches, evaluation_batches, prepare
+from jaxformer.data import Batch, Batches, evaluation_batches
 from jaxformer.tokenizer import byte_tokenizer
 
 
@@ -109,7 +110,7 @@ def test_auto_is_what_the_model_is_for(tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text(TEXT)
         data = {"train": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path / "cache"), "sequence_length": 32}
         run = replace(run_of(family, model, **data), tokenizer=TokenizerConfig(vocab_size=400))
-        assert prepare(run).objective == expected
+        assert prepare(run).task.name == expected
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {

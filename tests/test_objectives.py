@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from corpora import cut_rows
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from jaxformer.data import Batch, TokenStore, open_or_build
@@ -49,7 +50,7 @@ def drawn(rows: Any) -> list[Batch]:
 
 
 def test_masks_have_the_rates_of_bert(places: TokenStore) -> None:
-    rows = MaskedRows(places, run_of("encoder", sequence_length=64), NUMBERS)
+    rows = cut_rows(MaskedRows, places, run_of("encoder", sequence_length=64), NUMBERS)
     ordinary = chosen = 0
     fates: Counter[str] = Counter()
     for row in drawn(rows):
@@ -72,7 +73,7 @@ def test_masks_have_the_rates_of_bert(places: TokenStore) -> None:
 def test_half_of_the_second_texts_follow_and_half_are_from_elsewhere(places: TokenStore) -> None:
     run = run_of("encoder", {"next_sentence": True, "token_types": 2}, sequence_length=40)
     follow, cuts = 0, set()
-    for row in drawn(MaskedRows(places, run, NUMBERS)):
+    for row in drawn(cut_rows(MaskedRows, places, run, NUMBERS)):
         real = row["targets"][row["segment_ids"] == 1]
         cls, first_end, second_end = np.flatnonzero(real >= PLACES)
         assert (cls, real[0], real[first_end], second_end, real[-1]) == (0, CLS, SEP, len(real) - 1, SEP)
@@ -93,7 +94,7 @@ BPE = train_bpe_tokenizer([WORDS.replace("_9", "") * 3], 330, MARKS)
 
 def test_whole_words_are_told_whole(tmp_path: Path) -> None:
     made = open_or_build(tmp_path, lambda: [Piece(WORDS + "\n", str(index), True) for index in range(200)], BPE)
-    rows = MaskedRows(made, run_of("encoder", sequence_length=64, mask_units="words"), BPE)
+    rows = cut_rows(MaskedRows, made, run_of("encoder", sequence_length=64, mask_units="words"), BPE)
     edges = BPE.word_edges()
     inside = edges[BPE.encode(WORDS)]
     begins = np.flatnonzero(~(inside[1:, 0] & inside[:-1, 1])) + 1
@@ -116,7 +117,7 @@ def test_whole_words_are_told_whole(tmp_path: Path) -> None:
 def test_masked_documents_are_kept_apart(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKS)
     made = open_or_build(tmp_path, lambda: [Piece("abc", "0", True), Piece("defg", "1", True)], tokenizer)
-    row = MaskedRows(made, run_of("encoder", sequence_length=12, packing="documents"), tokenizer)[0]
+    row = cut_rows(MaskedRows, made, run_of("encoder", sequence_length=12, packing="documents"), tokenizer)[0]
     assert row["targets"].tolist() == [257, *b"abc", 256, *b"defg", 256, 258, 0]
     assert row["segment_ids"].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 0]
 
@@ -124,7 +125,7 @@ def test_masked_documents_are_kept_apart(tmp_path: Path) -> None:
 def test_spans_are_those_of_t5(places: TokenStore) -> None:
     assert raw_length(512, 0.15, 3.0) == 568 and hidden_counts(568, 0.15, 3.0) == (85, 28)
     assert hidden_counts(33, 0.15, 3.0) == (5, 2) and hidden_counts(2, 0.15, 3.0) == (1, 1)
-    rows = SpanRows(places, run_of("encoder_decoder", sequence_length=114, source_length=512), NUMBERS)
+    rows = cut_rows(SpanRows, places, run_of("encoder_decoder", sequence_length=114, source_length=512), NUMBERS)
     spans: list[int] = []
     for row in drawn(rows):
         source, targets = row["source"], row["targets"]
@@ -157,15 +158,16 @@ def test_each_way_to_part_a_text_is_as_likely() -> None:
 
 def test_spans_without_room_are_one_message(places: TokenStore) -> None:
     with pytest.raises(ConfigError, match=r"sequence_length=113 has no room .* hides 85 in 28 spans, .* at least 114"):
-        SpanRows(places, run_of("encoder_decoder", sequence_length=113, source_length=512), NUMBERS)
+        cut_rows(SpanRows, places, run_of("encoder_decoder", sequence_length=113, source_length=512), NUMBERS)
     short = byte_tokenizer(SENTINELS[:27])
     with pytest.raises(ConfigError, match=r"hides 28 spans .* has 27 sentinels .* raise data\.span_length"):
-        SpanRows(places, run_of("encoder_decoder", sequence_length=114, source_length=512), short)
-    assert SpanRows(places, run_of("encoder_decoder", noise_density=0.9, sequence_length=999, source_length=64), NUMBERS)[0]
+        cut_rows(SpanRows, places, run_of("encoder_decoder", sequence_length=114, source_length=512), short)
+    dense = run_of("encoder_decoder", noise_density=0.9, sequence_length=999, source_length=64)
+    assert cut_rows(SpanRows, places, dense, NUMBERS)[0]
 
 
 def test_a_prefix_and_what_follows_are_the_text(places: TokenStore) -> None:
-    rows = PrefixRows(places, run_of("encoder_decoder", sequence_length=30, source_length=20), NUMBERS)
+    rows = cut_rows(PrefixRows, places, run_of("encoder_decoder", sequence_length=30, source_length=20), NUMBERS)
     cuts = Counter[int]()
     for row in drawn(rows):
         source, targets = row["source"][row["source_segment_ids"] == 1], row["targets"][row["weights"] > 0]

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from corpora import prepare, prepare_share, prepare_text
 
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, DataConfig, RunConfig, TokenizerConfig
 from jaxformer.config_file import load_config, with_vocabulary
-from jaxformer.data import Batches, prepare, splits, tokenizing
-from jaxformer.data.preparing import prepare_share, prepare_text
+from jaxformer.data import Batches, splits, tokenizing
 from jaxformer.data.sources import Source
 
 ROOT = Path(__file__).parent.parent

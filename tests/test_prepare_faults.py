@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import prepare, prepare_share, prepare_text
 from test_prepare import BYTES, ROOT, contents, quiet, run_of, written
 
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, TokenizerConfig
-from jaxformer.data import TokenStore, open_or_build, prepare, preparing, splits, tokenizing
-from jaxformer.data.preparing import prepare_share, prepare_text
+from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
 from jaxformer.data.sources import Piece, Source
 from jaxformer.data.sources.reading import in_pieces
 from jaxformer.data.tokenizing import Progress

@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from corpora import cut_rows, template_of
 from pretrained_tokenizers import TEXTS, saved
 from tokenizers import Tokenizer as Backend
 
 from jaxformer.cli.sample import _growing
 from jaxformer.config import DataConfig, ModelConfig, RunConfig
-from jaxformer.data.forms import Answers, Pairs
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import Shard, TokenStore
+from jaxformer.data.templates import Answers, Pairs
 from jaxformer.tokenizer import SENTINELS, Tokenizer
 
 
@@ -24,15 +25,15 @@ def test_pairs_are_what_transformers_trains_an_encoder_decoder_on(
     """The source and the labels are texts in the template, and the decoder reads the labels after its start token."""
     ours, theirs = Tokenizer.load(saved(kind)), transformers.AutoTokenizer.from_pretrained(saved(kind))
     run = RunConfig(model=ModelConfig(family="encoder_decoder"), data=DataConfig(sequence_length=8, source_length=6))
-    form = Pairs(run, ours)
+    template = template_of(Pairs, run, ours)
     for source, target in [("the cat", "sat"), (TEXTS[0], TEXTS[3])]:
-        (parts,) = form.encode([(source, target)], {})
-        row = form.arrays(*(np.array(part) for part in parts))
+        (parts,) = template.encode([(source, target)], {})
+        row = template.arrays(*(np.array(part) for part in parts))
         read, labels = theirs(source).input_ids, theirs(target).input_ids
         assert row["source"].tolist() == ([*read[:5], read[-1]] if len(read) > 6 else read)
         assert row["targets"].tolist() == (labels := [*labels[:7], labels[-1]] if len(labels) > 8 else labels)
         assert row["tokens"].tolist() == [ours.start_token, *labels[:-1]] and row["weights"].tolist() == [1] * len(labels)
-        sizes = form.sizes(np.array([[len(part) for part in parts]]))
+        sizes = template.sizes(np.array([[len(part) for part in parts]]))
         assert sizes.tolist() == [[len(read), len(theirs(target).input_ids)]]
 
 
@@ -52,7 +53,8 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
     (tmp_path / "00000.tokens").write_bytes(text.tobytes())
     store = TokenStore([Shard(tmp_path / "00000", 300, 0, 0, {})], np.dtype(np.uint16), "text")
     data = DataConfig(sequence_length=length, source_length=source_length)
-    made = rows(store, RunConfig(model=ModelConfig(family="encoder_decoder"), data=data), tokenizer)
+    run = RunConfig(model=ModelConfig(family="encoder_decoder"), data=data)
+    made = cut_rows(rows, store, run, tokenizer)
     before, around = tokenizer.as_target([])[1:], len(tokenizer.as_source([]))
     read, written = [], []
     for seed in range(60):
@@ -77,14 +79,14 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
 
 def test_a_decoder_answers_to_the_prompt_that_it_is_given_later() -> None:
     tokenizer = Tokenizer.load(saved("llama2"))
-    form = Answers(RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer)
-    (parts,) = form.encode([("the cat", "sat")], {})
-    row = form.arrays(*(np.array(part) for part in parts))
+    template = template_of(Answers, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer)
+    (parts,) = template.encode([("the cat", "sat")], {})
+    row = template.arrays(*(np.array(part) for part in parts))
     prompt = tokenizer.as_prompt(tokenizer.encode("the cat"))
     answer = tokenizer.encode("sat")
     assert row["tokens"].tolist() == [*prompt, *answer] and row["targets"][-1] == tokenizer.end_token
     assert row["weights"].tolist() == [0] * (len(prompt) - 1) + [1] * (len(answer) + 1)
-    assert form.sizes(np.array([[len(part) for part in parts]])).tolist() == [[len(row["tokens"])]]
+    assert template.sizes(np.array([[len(part) for part in parts]])).tolist() == [[len(row["tokens"])]]
 
 
 def test_what_is_written_after_a_prompt_keeps_its_space() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import prepare, prepare_text
 from test_prepare import ROOT, quiet, run_of, written
 
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.config_file import load_config
-from jaxformer.data import prepare, splits
-from jaxformer.data.preparing import prepare_text
+from jaxformer.data import splits
 from jaxformer.data.sources import TEXT, find_source
 from jaxformer.data.sources.lenience import Lenience
 from jaxformer.data.sources.records import Field

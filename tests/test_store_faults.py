@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import prepare, prepare_share, prepare_text
 from test_prepare import contents, quiet, run_of, written
 
 from jaxformer.config import ConfigError
-from jaxformer.data import TokenStore, open_or_build, prepare, splits, store, texts, tokenizing
-from jaxformer.data.preparing import prepare_share, prepare_text
+from jaxformer.data import TokenStore, open_or_build, splits, store, texts, tokenizing
 from jaxformer.data.sources import Piece, Source
 from jaxformer.data.tokenizing import Progress, build_shards
 from jaxformer.tokenizer import byte_tokenizer

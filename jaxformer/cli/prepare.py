@@ -37,12 +37,15 @@ def run(arguments: Sequence[str]) -> int:
     if share and asked.verify:
         raise ConfigError("--verify reads what all tasks have made: leave --shard out.")
     from jaxformer.data.preparing import TextFacts, prepare_share, prepare_text
+    from jaxformer.objectives import task_of
 
+    task, size = task_of(config.model, config.data), config.model.vocab_size
+    what = (config.data, config.tokenizer, task)
     if share:
-        prepare_share(config, asked.output, share, _say)
+        prepare_share(*what, share, output=asked.output, vocab_size=size, say=_say)
         _say(f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard joins them")
         return 0
-    found: list[TextFacts] = prepare_text(config, asked.output, asked.verify, _say)
+    found: list[TextFacts] = prepare_text(*what, output=asked.output, thorough=asked.verify, vocab_size=size, say=_say)
     for text in found:
         rate = text.bytes / max(1, text.tokens - text.documents)
         print(

@@ -14,7 +14,7 @@ from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import ROLES, without_tokenizer
 
 if TYPE_CHECKING:
-    from jaxformer.data.forms import Form
+    from jaxformer.data.templates import Template
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,31 @@ def prompt_of(model: Model, text: str) -> list[int]:
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     """The row of one text or two as it was in training: tokens [T] between [CLS] and [SEP], token_types where it has any."""
-    from jaxformer.data.forms import Classes
+    from jaxformer.data.templates import Classes
+    from jaxformer.objectives import row_format
 
     ids = [tokens_of(model.tokenizer, part) for part in (text, *([pair] if pair else []))]
-    return _fitted(Classes(model.run, model.tokenizer), [*ids, [0]])
+    template = Classes(row_format(model.run.model, model.run.data), model.tokenizer)
+    return _fitted(template, [*ids, [0]])
 
 
 def words_of(model: Model, text: str) -> tuple[list[str], dict[str, np.ndarray]]:
     """The words of a text, and their row, in which weights [T] are 1 on the first piece of each."""
-    from jaxformer.data.forms import Tags
+    from jaxformer.data.templates import Tags
+    from jaxformer.objectives import row_format
 
-    words, form = text.split(), Tags(model.run, model.tokenizer)
-    (parts,) = form.encode([(tuple(words), ("",) * len(words))], {})
-    return words, _fitted(form, list(parts))
+    words = text.split()
+    template = Tags(row_format(model.run.model, model.run.data), model.tokenizer)
+    (parts,) = template.encode([(tuple(words), ("",) * len(words))], {})
+    return words, _fitted(template, list(parts))
 
 
-def _fitted(form: "Form", parts: list[Sequence[int]]) -> dict[str, np.ndarray]:
-    size = int(form.sizes(np.array([[len(part) for part in parts]]))[0, 0])
+def _fitted(template: "Template", parts: list[Sequence[int]]) -> dict[str, np.ndarray]:
+    size = int(template.sizes(np.array([[len(part) for part in parts]]))[0, 0])
     if len(parts[0]) == 0:
         raise ConfigError("the prompt is empty: give --prompt some text.")
-    if size > form.length:
-        raise ConfigError(f"the prompt is {size} tokens, and this model was trained on rows of {form.length}: shorten it.")
-    return form.arrays(*(np.asarray(part, np.int32) for part in parts))
+    if size > template.length:
+        raise ConfigError(
+            f"the prompt is {size} tokens, and this model was trained on rows of {template.length}: shorten it."
+        )
+    return template.arrays(*(np.asarray(part, np.int32) for part in parts))

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from jaxformer.config import ConfigError, DataConfig, RunConfig
+from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.forms import Form
 from jaxformer.data.mixture import Mixture, check_shares
-from jaxformer.data.objectives import OBJECTIVES, check_tokenizer, fields_of, objective_of, specials_of
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.store import TokenStore
+from jaxformer.data.task import Task
+from jaxformer.data.templates import Template
 from jaxformer.data.texts import FORMAT, SURVEYS, TOKENIZERS, find_held, find_texts, megabytes, store_of, survey_of
 from jaxformer.data.vocabulary import make_tokenizer
 from jaxformer.tokenizer import Tokenizer
@@ -35,12 +35,12 @@ Say = Callable[[str], None]
 class Corpus:
     """The data of a run as rows; `validation` is None where nothing is held out.
 
-    `objective` is never "auto"; `labels` are the names of classes or tags, in the order of their numbers; `stores` are the
-    tokens of each side's texts, none of them for records.
+    `task` is what is learnt of it; `labels` are the names of classes or tags, in the order of their
+    numbers; `stores` are the tokens of each side's texts, none of them for records.
     """
 
     tokenizer: Tokenizer
-    objective: str
+    task: Task
     labels: tuple[str, ...]
     train: Rows
     validation: Rows | None
@@ -49,7 +49,7 @@ class Corpus:
 
     def validation_text(self) -> Iterator[str]:
         """The text that the validation tokens stand for, in pieces; none where they are not each told from the last."""
-        for store in self.stores["validation"] if self.objective == "causal" else ():
+        for store in self.stores["validation"] if self.task.every_token else ():
             for start in range(0, store.tokens, BLOCK_TOKENS):
                 yield self.tokenizer.decode(store.read(start, start + BLOCK_TOKENS))
 
@@ -58,61 +58,76 @@ class Corpus:
         return itertools.chain.from_iterable(split.pieces() for split in self.sides["validation"])
 
 
-def prepare(run: RunConfig, say: Say = lambda line: None, labels: tuple[str, ...] = ()) -> Corpus:
+def prepare(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+    *,
+    seed: int,
+    vocab_size: int = 0,
+    labels: tuple[str, ...] = (),
+    say: Say = lambda line: None,
+) -> Corpus:
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
-    `labels` are those of a model that knows some already, in place of the training data's. Raises ConfigError for data
-    that cannot be used.
+    `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which the
+    tokenizer has to fit in; 0 takes any. `labels` are those of a model that knows some already, in
+    place of the training data's. Raises ConfigError for data that cannot be used.
     """
-    cache = Path(os.path.expanduser(run.data.cache_dir))
-    objective = objective_of(run)
-    sides = find_sides(run, cache / SURVEYS, say)
-    tokenizer = tokenizer_of(run, sides, cache, say)
-    form, cut = OBJECTIVES[objective].form, OBJECTIVES[objective].rows
+    cache = Path(os.path.expanduser(data.cache_dir))
+    sides = find_sides(data, task, cache / SURVEYS, say)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, say)
     stores: dict[str, list[TokenStore]] = {side: [] for side in sides}
-    if form:
-        rows, labels = _example_rows(sides, form(run, tokenizer), objective, labels, run, say)
+    if task.template:
+        template = task.template(task.format, tokenizer)
+        examples = _example_stores(sides, task.name, template, cache / "stores", say)
+        labels = labels or in_order({label for store in examples["train"] for label in store.labels})
+        rows = _example_rows(sides, examples, template, labels, seed, say)
     else:
         stores = text_stores(sides, tokenizer, cache / "stores", say)
-        rows = {side: [cut(store, run, tokenizer) for store in several] for side, several in stores.items()}
-    train, validation = (_mixed(sides[side], rows[side], run.data) for side in SIDES)
+        rows = {
+            side: [task.rows(store, data, task.format, tokenizer) for store in several] for side, several in stores.items()
+        }
+    train, validation = (_mixed(sides[side], rows[side], data) for side in SIDES)
     if train is None:
-        raise ConfigError(f"data.train={run.data.train} holds nothing to train on.")
-    return Corpus(tokenizer, objective, labels, train, validation, sides, stores)
+        raise ConfigError(f"data.train={data.train} holds nothing to train on.")
+    return Corpus(tokenizer, task, labels, train, validation, sides, stores)
 
 
-def find_sides(run: RunConfig, surveyed: Path, say: Say = lambda line: None) -> Sides:
+def find_sides(data: DataConfig, task: Task, surveyed: Path, say: Say = lambda line: None) -> Sides:
     """What is for training, and what is held out; every text is read once, so that a fault shows before any work.
 
     What was read before is found again in the folder `surveyed`.
     """
-    fraction = run.data.validation_fraction
-    texts, held = ([(source, survey_of(source, surveyed, say)) for source in several] for several in find_named(run))
+    fraction = data.validation_fraction
+    texts, held = ([(source, survey_of(source, surveyed, say)) for source in several] for several in find_named(data, task))
     if held or not fraction:
         return {"train": [Split(*text) for text in texts], "validation": [Split(*text) for text in held]}
     return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}
 
 
-def find_named(run: RunConfig) -> tuple[list[Source], list[Source]]:
+def find_named(data: DataConfig, task: Task) -> tuple[list[Source], list[Source]]:
     """The texts for training and those for validation that the settings name, not yet read."""
-    sources = find_texts(run.data, "data.train", fields_of(run))
-    check_shares([source.spec for source in sources], run.data)
-    return sources, find_held(run.data, sources, fields_of(run))
+    sources = find_texts(data, "data.train", task.fields)
+    check_shares([source.spec for source in sources], data)
+    return sources, find_held(data, sources, task.fields)
 
 
-def tokenizer_of(run: RunConfig, sides: Sides, cache: Path, say: Say) -> Tokenizer:
+def tokenizer_of(settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, say: Say) -> Tokenizer:
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
-    tokenizer = make_tokenizer(run.tokenizer, sides, specials_of(run), cache / TOKENIZERS, say)
-    check_fit(run, tokenizer)
+    tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, say)
+    check_fit(task, vocab_size, tokenizer, settings.path)
     return tokenizer
 
 
-def check_fit(run: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for a tokenizer that a run's objective or its model cannot do with."""
-    check_tokenizer(objective_of(run), tokenizer, run.tokenizer.path)
-    if 0 < run.model.vocab_size < tokenizer.vocab_size:
+def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> None:
+    """Raises ConfigError for a tokenizer (that of tokenizer.path=`path`, if any) that a task, or a
+    model of `vocab_size` entries, cannot do with.
+    """
+    task.check_tokenizer(tokenizer, path)
+    if 0 < vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={run.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,} entries: "
+            f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,} entries: "
             f"set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
 
@@ -150,33 +165,40 @@ def gzip_bits_per_byte(texts: Iterable[str]) -> float:
 
 
 def _example_rows(
-    sides: Sides, form: Form, objective: str, labels: tuple[str, ...], run: RunConfig, say: Say
-) -> tuple[dict[str, list[Rows]], tuple[str, ...]]:
-    """The rows of records, and the names of their labels: those of the texts for training where none are given."""
-    folder = Path(os.path.expanduser(run.data.cache_dir)) / "stores"
-    stores = {side: [_example_store(split, objective, form, folder, say) for split in sides[side]] for side in SIDES}
-    labels = labels or in_order({label for store in stores["train"] for label in store.labels})
+    sides: Sides,
+    stores: dict[str, list[ExampleStore]],
+    template: Template,
+    labels: tuple[str, ...],
+    seed: int,
+    say: Say,
+) -> dict[str, list[Rows]]:
+    """The rows of each side's records, their labels numbered in the order of `labels`."""
     rows: dict[str, list[Rows]] = {side: [] for side in SIDES}
     for side in SIDES:
         for store, split in zip(stores[side], sides[side], strict=True):
             if labels:
                 store.number_as(labels, str(split.source))
-            made = ExampleRows(store, form, run.run.seed)
-            if form.packs:
+            made = ExampleRows(store, template, seed)
+            if template.packs:
                 say(f"{split.name}: packed in {len(made):,} rows, {made.filled:.0%} of them filled")
             if made.cut:
                 say(f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
             rows[side].append(made)
-    return rows, labels
+    return rows
 
 
-def _example_store(split: Split, objective: str, form: Form, folder: Path, say: Say) -> ExampleStore:
-    directory = folder / fingerprint(FORMAT, split.identity(), form.tokenizer.fingerprint(), objective)
+def _example_stores(sides: Sides, name: str, template: Template, folder: Path, say: Say) -> dict[str, list[ExampleStore]]:
+    """The examples of each side's records, made or found; `name` is the objective's."""
+    return {side: [_example_store(split, name, template, folder, say) for split in sides[side]] for side in SIDES}
+
+
+def _example_store(split: Split, objective: str, template: Template, folder: Path, say: Say) -> ExampleStore:
+    directory = folder / fingerprint(FORMAT, split.identity(), template.tokenizer.fingerprint(), objective)
     began = time.perf_counter()
     found = ExampleStore.open(directory)
     if not found:
         say(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
-    store = found or open_or_encode(directory, split.pieces, form.encode, say)
+    store = found or open_or_encode(directory, split.pieces, template.encode, say)
     how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
     facts = f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
     say(f"{split.name}: {facts}, {how}")

@@ -2,14 +2,20 @@
 
 import numpy as np
 
-from jaxformer.config import RunConfig
+from jaxformer.config import DataConfig
 from jaxformer.data.best_fit import BestFit, numbered
-from jaxformer.data.rows import Batch, TextRows, padded
+from jaxformer.data.rows import Batch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
-from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer import MARKS, Tokenizer
 
 # Of the tokens that are chosen, the part that is masked, and the part that is masked or replaced by any other.
 MASKED, CHANGED = 0.8, 0.9
+
+
+def missing_marks(tokenizer: Tokenizer) -> list[str]:
+    """Names of the special tokens that `MaskedRows` needs and a tokenizer lacks."""
+    roles = zip(MARKS, ("cls", "sep", "mask"), strict=True)
+    return [mark for mark, role in roles if tokenizer.special(role) is None]
 
 
 class MaskedRows(TextRows):
@@ -20,14 +26,14 @@ class MaskedRows(TextRows):
     weighs as much as the hidden tokens of its row.
     """
 
-    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
-        self.length, self.density, self.types = run.data.sequence_length, run.data.noise_density, run.model.token_types
-        self.sentences, self.by_word = run.model.next_sentence, run.data.mask_units == "words"
-        self.packed = run.data.packing == "documents"
+    def __init__(self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        self.length, self.density, self.types = row_format.length, data.noise_density, row_format.token_types
+        self.sentences, self.by_word = row_format.next_sentence, data.mask_units == "words"
+        self.packed = data.packing == "documents"
         size = self.length - 2 - self.sentences
         super().__init__(store, 3 * size if self.sentences else size, size)  # a text, and room for another beside it
         self.cls, self.sep, self.mask = (np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask"))
-        self._fit = BestFit(store.ends(), size) if run.data.packing == "best_fit" else None
+        self._fit = BestFit(store.ends(), size) if data.packing == "best_fit" else None
         if self._fit:
             self.window, self.filled = 0, (self._fit.filled * size + 2) / self.length
         self.ordinary = tokenizer.ordinary()

@@ -3,8 +3,8 @@
 import numpy as np
 
 from jaxformer.data.examples import ExampleStore
-from jaxformer.data.forms import Form
 from jaxformer.data.rows import Batch, Rows, padded
+from jaxformer.data.templates import Template
 
 # Rows that are looked at for room; when none has it, the fullest is closed for a new one.
 OPEN_ROWS = 512
@@ -14,19 +14,19 @@ SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
 
 
 class ExampleRows(Rows):
-    """Rows of whole examples, packed in an order that the seed gives, or each a row where the form says so.
+    """Rows of whole examples, packed in an order that the seed gives, or each a row where the template says so.
 
     `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is the part of the rows
     that holds tokens.
     """
 
-    def __init__(self, store: ExampleStore, form: Form, seed: int) -> None:
-        self.store, self.form = store, form
+    def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
+        self.store, self.template = store, template
         self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
         self.fingerprint = store.directory.name
-        sizes, room = form.sizes(store.lengths()), np.array(form.room)
+        sizes, room = template.sizes(store.lengths()), np.array(template.room)
         self.cut = int((sizes > room).any(1).sum())
-        if form.packs:
+        if template.packs:
             order = np.random.default_rng(seed).permutation(len(store))
             rows = first_fit(np.minimum(sizes, room), room, order)
         else:
@@ -43,13 +43,13 @@ class ExampleRows(Rows):
         return self._members[self._bounds[index] : self._bounds[index + 1]]
 
     def row(self, index: int, rng: np.random.Generator) -> Batch:
-        examples = [self.form.arrays(*self.store[member]) for member in self.members(index)]
+        examples = [self.template.arrays(*self.store[member]) for member in self.members(index)]
         row = {name: np.concatenate([example[name] for example in examples]) for name in examples[0]}
         numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
         for name, array in SEGMENTS.items():
             if array in row:
                 row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
-        return padded(row, self.form.lengths)
+        return padded(row, self.template.lengths)
 
 
 def first_fit(sizes: np.ndarray, room: np.ndarray, order: np.ndarray) -> list[list[int]]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.corpus import Say, check_fit, find_named, find_sides, tokenizer_of
-from jaxformer.data.objectives import fields_of, specials_of
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Split, Survey
 from jaxformer.data.store import MANIFEST, TokenStore
+from jaxformer.data.task import Task
 from jaxformer.data.texts import SURVEYS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
 from jaxformer.tokenizer import Tokenizer
@@ -32,22 +32,31 @@ class TextFacts:
     skipped: tuple[str, ...]
 
 
-def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) -> list[TextFacts]:
+def prepare_text(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+    *,
+    output: Path | None = None,
+    thorough: bool = False,
+    vocab_size: int = 0,
+    say: Say = lambda line: None,
+) -> list[TextFacts]:
     """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a source of its own.
 
-    `thorough` reads all that is there, holds it against its checksums, and makes nothing. Raises ConfigError for text, or a
-    store, that cannot be used.
+    `thorough` reads all that is there, holds it against its checksums, and makes nothing. `vocab_size` is the model's, 0 for
+    any. Raises ConfigError for text, or a store, that cannot be used.
     """
-    _require_text(run)
-    cache = Path(os.path.expanduser(run.data.cache_dir))
+    _require_text(task)
+    cache = Path(os.path.expanduser(data.cache_dir))
     if thorough and output:
-        prepared = replace(run, data=replace(run.data, train=str(output), validation="", weights="", epochs=""))
-        return prepare_text(prepared, None, True, say)
+        data = replace(data, train=str(output), validation="", weights="", epochs="")
+        output = None
     folder = _ready(output) if output else cache / "stores"
-    sides = find_sides(run, (output or cache) / SURVEYS, say)
+    sides = find_sides(data, task, (output or cache) / SURVEYS, say)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
-    tokenizer = tokenizer_of(run, sides, output or cache, say)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, output or cache, say)
     if output:
         _require_own(output, tokenizer, [split.source.spec for split in sides["train"]])
     facts: list[TextFacts] = []
@@ -63,24 +72,34 @@ def prepare_text(run: RunConfig, output: Path | None, thorough: bool, say: Say) 
     return facts
 
 
-def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], say: Say) -> None:
+def prepare_share(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+    share: tuple[int, int],
+    *,
+    output: Path | None = None,
+    vocab_size: int = 0,
+    say: Say = lambda line: None,
+) -> None:
     """Makes the shards of task `share[0]` of `share[1]`.
 
     Where the tokenizer is yet to be trained, each task reads all text, and trains it unless another was sooner: it is the
     same.
     """
-    _require_text(run)
-    cache = Path(os.path.expanduser(run.data.cache_dir))
+    _require_text(task)
+    cache = Path(os.path.expanduser(data.cache_dir))
     folder = _ready(output) if output else cache / "stores"
-    train, held = find_named(run)
+    train, held = find_named(data, task)
     if output:
         _require_sources([*train, *held])
     kept = output or cache
-    tokenizer = given_tokenizer(run.tokenizer, specials_of(run))
+    tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
         say("each task reads all text for the tokenizer: with --tokenizer.path, of one made before, it reads its own part")
-        tokenizer = tokenizer_of(run, find_sides(run, kept / SURVEYS, say), kept, say)
-    check_fit(run, tokenizer)
+        sides = find_sides(data, task, kept / SURVEYS, say)
+        tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, say)
+    check_fit(task, vocab_size, tokenizer, settings.path)
     if output:
         _require_own(output, tokenizer, [source.spec for source in train])
     for source in [*train, *held]:
@@ -128,10 +147,10 @@ def _require_sources(sources: Iterable[Source]) -> None:
             )
 
 
-def _require_text(run: RunConfig) -> None:
-    if len(fields_of(run)) > 1:
+def _require_text(task: Task) -> None:
+    if len(task.fields) > 1:
         raise ConfigError(
-            f"data.objective={run.data.objective} reads records, which training encodes by itself in one go: "
+            f"data.objective={task.name} reads records, which training encodes by itself in one go: "
             "jaxformer prepare tokenizes text."
         )
 

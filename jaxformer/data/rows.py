@@ -1,7 +1,7 @@
 """The rows that batches are made of: numbered, each a few arrays, the same whenever it is asked for."""
 
 import abc
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +10,22 @@ from jaxformer.data.store import TokenStore
 
 # One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
 Batch = dict[str, np.ndarray]
+
+
+class RowFormat(NamedTuple):
+    """How a row is laid out, as the model reads it.
+
+    `length` is how many tokens a row has, `source_length` how many a row of sources (an
+    encoder-decoder's). With `marks` rows begin with [CLS] and end with [SEP], where the tokenizer
+    has these (an encoder's). `token_types` is how many kinds of tokens the model tells apart, 0 for
+    none; with `next_sentence` a row holds two texts, and says whether the second follows the first.
+    """
+
+    length: int
+    source_length: int
+    marks: bool = False
+    token_types: int = 0
+    next_sentence: bool = False
 
 
 class Rows(abc.ABC):

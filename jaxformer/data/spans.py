@@ -4,19 +4,24 @@ import itertools
 
 import numpy as np
 
-from jaxformer.config import ConfigError, RunConfig
-from jaxformer.data.rows import Batch, TextRows, padded
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.rows import Batch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import Tokenizer
+
+
+def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
+    """Names of the special tokens that `SpanRows` needs and a tokenizer lacks."""
+    return [] if tokenizer.sentinels() else ["<extra_id_0> and so on"]
 
 
 class SourceRows(TextRows):
     """Rows of a source, and the target that is made of it, as the tokenizer has an encoder-decoder read them."""
 
-    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer, window: int) -> None:
+    def __init__(self, store: TokenStore, row_format: RowFormat, tokenizer: Tokenizer, window: int) -> None:
         super().__init__(store, window, window)
         self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
-        self.length, self.source_length = _lengths(run)
+        self.length, self.source_length = row_format.length, row_format.source_length
 
     def arrays(self, text: np.ndarray, targets: np.ndarray) -> Batch:
         """One row, padded."""
@@ -43,12 +48,12 @@ class SpanRows(SourceRows):
     Raises ConfigError where the target has no room, or there are too few sentinels.
     """
 
-    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
-        self.density, self.mean = run.data.noise_density, run.data.span_length
-        length, source_length = _lengths(run)
+    def __init__(self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        self.density, self.mean = data.noise_density, data.span_length
+        length, source_length = row_format.length, row_format.source_length
         window = raw_length(source_length, self.density, self.mean, len(tokenizer.as_source([])))
         hidden, spans = hidden_counts(window, self.density, self.mean)
-        super().__init__(store, run, tokenizer, window)
+        super().__init__(store, row_format, tokenizer, window)
         self.sentinels = np.array(tokenizer.sentinels(), np.int32)
         if (needed := hidden + spans + len(self.start)) > length:
             raise ConfigError(
@@ -77,10 +82,11 @@ class SpanRows(SourceRows):
 class PrefixRows(SourceRows):
     """A text cut at a random place: the source is what comes before, the target what comes after."""
 
-    def __init__(self, store: TokenStore, run: RunConfig, tokenizer: Tokenizer) -> None:
-        length, source_length = _lengths(run)
-        room = min(source_length - len(tokenizer.as_source([])), length + 1 - len(tokenizer.as_target([])))
-        super().__init__(store, run, tokenizer, room + 1)  # so that each side fits, wherever cut
+    def __init__(self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        source_room = row_format.source_length - len(tokenizer.as_source([]))
+        target_room = row_format.length + 1 - len(tokenizer.as_target([]))
+        room = min(source_room, target_room)
+        super().__init__(store, row_format, tokenizer, room + 1)  # so that each side fits, wherever cut
 
     def row(self, index: int, rng: np.random.Generator) -> Batch:
         start = int(index) * self.stride
@@ -114,7 +120,3 @@ def random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray
     """The sizes of `parts` parts, none empty, of `total` things, each way to part them as likely."""
     cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
-
-
-def _lengths(run: RunConfig) -> tuple[int, int]:
-    return run.data.sequence_length, run.data.source_length or run.data.sequence_length

@@ -120,7 +120,7 @@ def _steps(job: Job, state: TrainState, programs: Programs, checkpoints: Checkpo
 
 def _fit(job: Job, state: TrainState, step: "_ByLength", checkpoints: Checkpoints, hooks: tuple[Any, ...]) -> TrainState:
     settings, heldout = job.run.train, job.heldout
-    evaluation = make_evaluation(job.corpus.objective, job.run.model, bytes_of_targets(job.corpus))
+    evaluation = make_evaluation(job.corpus.task.name, job.run.model, bytes_of_targets(job.corpus))
 
     def evaluate(params: Params) -> Evaluation:
         """On all that is held out at the end, on as much as the settings say on the way."""

@@ -17,7 +17,7 @@ from jaxformer.config_file import check, with_vocabulary
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import loss_of
+from jaxformer.objectives import loss_of, task_of
 from jaxformer.optim import decay_groups, make_optimizer, make_schedule
 from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
@@ -89,7 +89,7 @@ class Job:
         run = self.runs[length]
         extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
         return make_step(
-            loss_of(self.corpus.objective, run.model, **extras),
+            loss_of(self.corpus.task.name, run.model, **extras),
             self.optimizer,
             microbatches=run.train.microbatches,
             seed=run.run.seed,
@@ -106,7 +106,14 @@ def make_job(run: RunConfig, say: Say) -> Job:
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
-    corpus = data.prepare(run, say)
+    corpus = data.prepare(
+        run.data,
+        run.tokenizer,
+        task_of(run.model, run.data),
+        seed=run.run.seed,
+        vocab_size=run.model.vocab_size,
+        say=say,
+    )
     if run.run.sample_tokens:
         corpus.tokenizer.encode(run.run.sample_prompt)  # one that it cannot is said now, not at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
@@ -157,7 +164,7 @@ def _facts(job: Job, kernels: dict[int, str], undivided: list[str]) -> dict[str,
         "attention": [f"rows of {length}: {reason}" for length, reason in kernels.items()]
         if len({*kernels.values()}) > 1
         else next(iter(kernels.values())),
-        "data": f"{job.corpus.objective}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
+        "data": f"{job.corpus.task.name}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
         + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
         **_plan(job),
         "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",

@@ -16,11 +16,17 @@ Kind = Literal["text", "label", "words", "tags"]
 
 
 class Field(NamedTuple):
-    """A field of a record: the setting that names it, its name, and what it holds."""
+    """A field of a record: the setting that names it, its name, and what it holds.
+
+    `setting` is empty for a field that an objective reads and no setting names.
+    """
 
     setting: str
     name: str
     kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({f'{self.setting}={self.name}' if self.setting else self.name})"
 
 
 Fields = tuple[Field, ...]
@@ -133,14 +139,15 @@ def _record(found: Any, fields: Fields) -> Record:
             shown = f"its fields are {', '.join(map(repr, found))}" if isinstance(found, dict) else "it is no object"
             raise Fault(
                 f"records without the field {field.name!r}",
-                f" has no field {field.name!r} ({shown}): set {field.setting} to the one that holds the {field.kind}.",
+                f" has no field {field.name!r} ({shown}): {_remedy(field)}.",
             )
         value = KINDS[field.kind](found[field.name])
         if value is None:
             given = "null" if found[field.name] is None else type(found[field.name]).__name__
             raise Fault(
                 f"records whose field {field.name!r} is {given}",
-                f": the field {field.name!r} is {given}, not {EXPECTED[field.kind]}; see {field.setting}.",
+                f": the field {field.name!r} is {given}, not {EXPECTED[field.kind]}; "
+                f"see {field.setting or 'data.objective'}.",
             )
         _check_characters(field, value)
         values.append(value)
@@ -151,6 +158,12 @@ def _record(found: Any, fields: Fields) -> Record:
         told = " and ".join(f"the field {name!r} {count}" for name, count in counts)
         raise Fault("records with more tags than words, or fewer", f": {told} entries: give one tag for each word.")
     return tuple(values)
+
+
+def _remedy(field: Field) -> str:
+    if field.setting:
+        return f"set {field.setting} to the one that holds the {field.kind}"
+    return f"data.objective reads the {field.kind} there, so give it that name"
 
 
 def _check_characters(field: Field, value: Value) -> None:

@@ -152,7 +152,7 @@ def find_source(
 
 def _check(file: SourceFile, where: str, fields: Fields) -> None:
     """Raises ConfigError where a file's format cannot hold the fields."""
-    wanted = " and ".join(f"{field.kind} ({field.setting}={field.name})" for field in fields)
+    wanted = " and ".join(map(str, fields))
     if file.format in TEXTS and len(fields) > 1:
         raise ConfigError(
             f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}: give a .jsonl, .tsv or "

@@ -1,36 +1,36 @@
-"""The forms of records: how each becomes ids, and these the arrays of a row."""
+"""Templates of records: how each record becomes ids, and these the arrays of a row."""
 
 import abc
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxformer.config import RunConfig
 from jaxformer.data.examples import Labels, Parts
-from jaxformer.data.rows import Batch
+from jaxformer.data.rows import Batch, RowFormat
 from jaxformer.data.sources.records import Record
 from jaxformer.tokenizer import Tokenizer
 
 
-class Form(abc.ABC):
+class Template(abc.ABC):
     """What records of an objective become.
 
-    `room` is how many tokens each stream of a row holds, `lengths` how long each array of a row is.
+    `room` is how many tokens each stream of a row holds, `lengths` how long each array of a row is;
+    a template whose arrays have other names adds theirs.
     """
 
     packs = True
 
-    def __init__(self, run: RunConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.end = tokenizer, tokenizer.end_token
-        self.length, self.source_length = run.data.sequence_length, run.data.source_length or run.data.sequence_length
-        self.types = run.model.token_types
+        self.length, self.source_length = row_format.length, row_format.source_length
+        self.types = row_format.token_types
         names = ("tokens", "targets", "weights", "segment_ids", "token_types")
         self.lengths = dict.fromkeys(names, self.length) | dict.fromkeys(
             ("source", "source_segment_ids"), self.source_length
         )
         self.room: tuple[int, ...] = (self.length,)
-        encoder = run.model.family == "encoder"
-        first, last = (tokenizer.special(role) if encoder else None for role in ("cls", "sep"))
+        first = tokenizer.special("cls") if row_format.marks else None
+        last = tokenizer.special("sep") if row_format.marks else None
         self.start = [] if first is None else [first]
         self.stop = [self.end if last is None else last]
 
@@ -55,11 +55,11 @@ class Form(abc.ABC):
         return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
 
 
-class Pairs(Form):
+class Pairs(Template):
     """Sequence to sequence: the source as the tokenizer closes it; the target, after its start, and with the end token."""
 
-    def __init__(self, run: RunConfig, tokenizer: Tokenizer) -> None:
-        super().__init__(run, tokenizer)
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
         self.room = (self.source_length, self.length)
         self.more = np.array([len(tokenizer.as_source([])), len(tokenizer.as_target([]))])
 
@@ -80,7 +80,7 @@ class Pairs(Form):
         }
 
 
-class Answers(Form):
+class Answers(Template):
     """A prompt, its answer and the end token, of which only the answer and its end are learnt."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
@@ -96,15 +96,15 @@ class Answers(Form):
         return {"tokens": text[:-1], "targets": text[1:], "weights": learnt.astype(np.float32)}
 
 
-class Classes(Form):
+class Classes(Template):
     """One text or two and their class, one example a row: [CLS] text [SEP] (text [SEP]) in an encoder whose tokenizer has
     these, else each text with the end token. Of two that are too long the longer is cut first (BERT, arXiv:1810.04805).
     """
 
     packs = False
 
-    def __init__(self, run: RunConfig, tokenizer: Tokenizer) -> None:
-        super().__init__(run, tokenizer)
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
         self.lengths |= {"targets": 1, "weights": 1}
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
@@ -127,7 +127,7 @@ class Classes(Form):
         return self.with_types(row, *map(len, closed))
 
 
-class Tags(Form):
+class Tags(Template):
     """Words and a tag for each, learnt on the word's first piece, between [CLS] and [SEP] as classes are."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:

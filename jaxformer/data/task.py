@@ -1,0 +1,61 @@
+"""What data needs to know of an objective: what it reads, and how rows are made of it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.best_fit import BestFitRows
+from jaxformer.data.rows import CausalRows, RowFormat, Rows
+from jaxformer.data.sources.records import Fields
+from jaxformer.data.store import TokenStore
+from jaxformer.data.templates import Template
+from jaxformer.tokenizer import Tokenizer
+
+# Rows cut from the tokens of a text.
+MakeRows = Callable[[TokenStore, DataConfig, RowFormat, Tokenizer], Rows]
+
+
+def causal_rows(
+    store: TokenStore,
+    data: DataConfig,
+    row_format: RowFormat,
+    tokenizer: Tokenizer,
+) -> Rows:
+    """Rows in which every token but the first is a target once, packed as data.packing says."""
+    if data.packing == "best_fit":
+        return BestFitRows(store, data, tokenizer.end_token)
+    return CausalRows(store, data)
+
+
+def nothing_missing(tokenizer: Tokenizer) -> list[str]:
+    """For rows that every tokenizer will do for."""
+    return []
+
+
+class Task(NamedTuple):
+    """An objective as the data package sees it, resolved for one run (`objectives.task_of`).
+
+    `fields` are those that are read of each record; one alone means text. `specials` are the
+    special tokens, beside the end token, of a tokenizer that is made for it. Records become rows by
+    their `template`, text by `rows` where there is no template. `missing` gives the names of the
+    special tokens that a tokenizer lacks and the rows cannot do without. `every_token` says that
+    each token of a text is predicted once, so that bits per byte mean something.
+    """
+
+    name: str
+    format: RowFormat
+    fields: Fields
+    specials: tuple[str, ...] = ()
+    template: type[Template] | None = None
+    rows: MakeRows = causal_rows
+    missing: Callable[[Tokenizer], list[str]] = nothing_missing
+    every_token: bool = False
+
+    def check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
+        """Raises ConfigError where a tokenizer, that of tokenizer.path=`path`, lacks tokens."""
+        if missing := self.missing(tokenizer):
+            named, remedy = "the tokenizer of the prepared text", "prepare the text with this config"
+            if path:
+                named = f"tokenizer.path={path}"
+                remedy = "add what is missing to its added_tokens, or leave tokenizer.path empty to have one made"
+            raise ConfigError(f"{named} has no {', '.join(missing)}, which data.objective={self.name} needs: {remedy}.")

@@ -1,0 +1,45 @@
+"""The data package as the composer calls it: from the settings of a whole run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxformer import data
+from jaxformer.config import RunConfig
+from jaxformer.data import preparing
+from jaxformer.data.preparing import TextFacts
+from jaxformer.data.templates import Template
+from jaxformer.objectives import row_format, task_of
+from jaxformer.tokenizer import Tokenizer
+
+Say = Callable[[str], None]
+Kind = TypeVar("Kind", bound=Template)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def prepare(run: RunConfig, say: Say = quiet, labels: tuple[str, ...] = ()) -> data.Corpus:
+    task, size = task_of(run.model, run.data), run.model.vocab_size
+    options = {"seed": run.run.seed, "vocab_size": size, "labels": labels, "say": say}
+    return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
+
+
+def prepare_text(run: RunConfig, output: Path | None = None, thorough: bool = False, say: Say = quiet) -> list[TextFacts]:
+    task, size = task_of(run.model, run.data), run.model.vocab_size
+    return preparing.prepare_text(run.data, run.tokenizer, task, output=output, thorough=thorough, vocab_size=size, say=say)
+
+
+def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], say: Say = quiet) -> None:
+    task, size = task_of(run.model, run.data), run.model.vocab_size
+    preparing.prepare_share(run.data, run.tokenizer, task, share, output=output, vocab_size=size, say=say)
+
+
+def cut_rows(kind: Callable[..., Any], store: data.TokenStore, run: RunConfig, tokenizer: Tokenizer) -> Any:
+    """The rows that a maker of rows cuts from a store for a run."""
+    return kind(store, run.data, row_format(run.model, run.data), tokenizer)
+
+
+def template_of(kind: type[Kind], run: RunConfig, tokenizer: Tokenizer) -> Kind:
+    return kind(row_format(run.model, run.data), tokenizer)
