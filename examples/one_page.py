@@ -5,7 +5,8 @@ RMSNorm (arXiv:1910.07467), rotary positions (arXiv:2104.09864), grouped-query a
 
     python examples/one_page.py         # trains it for some steps and prints the loss
 
-Legend: B batch, T query length, S key length, N heads, K key-value heads, H head width, D width, F feed-forward, V vocabulary.
+Legend: B batch, T query length, S key length, N heads, K key-value heads, H head width, D width,
+F feed-forward, V vocabulary.
 """
 
 from pathlib import Path

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from jaxformer import layers, tokenizer
     from jaxformer.checkpoints import Checkpoints
     from jaxformer.config import ConfigError, ModelConfig, RunConfig
-    from jaxformer.config_file import load_config
     from jaxformer.generation.beam import beam_search
     from jaxformer.generation.decode import generate
     from jaxformer.interop.pretrained import save_pretrained
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from jaxformer.models.inspect import attention_maps, inspect
     from jaxformer.models.transformer import forward, init, specs
     from jaxformer.objectives import loss_of
+    from jaxformer.runs.config import load_config
     from jaxformer.runs.run import Result, train
     from jaxformer.sharding import make_mesh
     from jaxformer.training.evaluate import make_evaluate
@@ -44,7 +44,7 @@ _MODULES = {
     "init_state": "jaxformer.training.state",
     "inspect": "jaxformer.models.inspect",
     "load": "jaxformer.loading",
-    "load_config": "jaxformer.config_file",
+    "load_config": "jaxformer.runs.config",
     "loss_of": "jaxformer.objectives",
     "make_evaluate": "jaxformer.training.evaluate",
     "make_mesh": "jaxformer.sharding",

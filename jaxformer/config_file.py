@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.util
-import io
 import os
 import re
 import sys
@@ -28,34 +27,17 @@ VOLATILE = (  # fields that say nothing about the numbers of a run, so a continu
 )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a file, with `"section.field=value"` overrides applied.
+def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
+    """`config` with `--section.field value` arguments applied, not yet checked as a whole.
 
-    `path` is a Python file that defines `config` (or another name: `file.py:name`), or a run's `config.json`.
-    Raises ConfigError for a file that is missing or fails, an unknown field or a value that is not allowed.
+    Exits as a command does: 0 for --help, 2 for a mistake.
     """
-    arguments = []
-    for override in overrides:
-        name, equals, value = override.removeprefix("--").partition("=")
-        if not equals:
-            raise ConfigError(f"override {override!r} has no '=': write it as section.field=value, as in model.n_layers=2.")
-        arguments += [f"--{name}", value]
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
-            return parse_arguments(read_config(path), arguments, program=str(path))
-    except SystemExit as stop:
-        raise ConfigError(message.getvalue().strip()) from stop
-
-
-def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
-    """`config` with `--section.field value` arguments applied; exits as a command does: 0 for --help, 2 for a mistake."""
     import tyro
 
     _require_fields(arguments)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")
-        parsed = tyro.cli(
+        return tyro.cli(
             RunConfig,
             prog=program,
             description="Every field can be set; the defaults shown are those of the config file.",
@@ -65,7 +47,6 @@ def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -
             use_underscores=True,
             registry=_registry(),
         )
-    return check(with_vocabulary(parsed))
 
 
 def _registry() -> Any:

@@ -12,10 +12,11 @@ import pytest
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, RunConfig, Section, flat
-from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_file import read_config
 from jaxformer.config_json import from_json, to_json
 from jaxformer.models.cost import parameter_count
 from jaxformer.optim import make_schedule
+from jaxformer.runs.config import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

@@ -12,11 +12,11 @@ from stored import PACKINGS, assert_shared, data, rows_of, same, stored, targets
 from tiny_run import assert_same_run, copy_until, line, logged, train_here, write_text
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig
-from jaxformer.config_file import load_config
 from jaxformer.data import Batches
 from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.models.cost import flops_per_token
 from jaxformer.objectives import objective_of
+from jaxformer.runs.config import load_config
 from jaxformer.runs.setup import make_job
 
 WARMUP = "3; 2: 6; 5: 12"

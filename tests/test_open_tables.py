@@ -17,12 +17,13 @@ from tiny_run import line as run_line
 import jaxformer as jf
 from jaxformer import config_model
 from jaxformer.config import ConfigError, OptimizerConfig, RunConfig
-from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_file import read_config
 from jaxformer.config_json import from_json, to_json
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, make_optimizer, make_schedule
 from jaxformer.params import Spec, ones
+from jaxformer.runs.config import parse_arguments
 from jaxformer.settings import Table, TableAt, choices
 
 TINY = {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 16}

@@ -14,9 +14,10 @@ from corpora import prepare, prepare_share, prepare_text
 
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, DataConfig, RunConfig, TokenizerConfig
-from jaxformer.config_file import load_config, with_vocabulary
+from jaxformer.config_file import with_vocabulary
 from jaxformer.data import Batches, splits, tokenizing
 from jaxformer.data.sources import Source
+from jaxformer.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
 BYTES = TokenizerConfig(kind="bytes")

@@ -25,7 +25,8 @@ from jaxformer.layers.positions import rotate
 from jaxformer.loading import run_of, save_run
 from jaxformer.models.transformer import specs
 from jaxformer.params import init_params, map_specs
-from jaxformer.runs.init_from import adopted, carried, with_classes
+from jaxformer.runs.config import with_base
+from jaxformer.runs.init_from import warm_start, with_classes
 from jaxformer.sharding import MESH_AXES, parameter_sharding
 from jaxformer.tokenizer import Tokenizer
 
@@ -57,13 +58,17 @@ def a_run(place: Path, **model) -> Path:
     return place
 
 
+def based(run: RunConfig) -> RunConfig:
+    return with_base(run, Path(run.run.init_from), Path(run.run.dir))
+
+
 def beginning(place: Path, origin: Path, **model) -> RunConfig:
     return RunConfig(run=RunSettings(dir=str(place), init_from=str(origin)), model=ModelConfig(**model))
 
 
 def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
     origin = a_run(tmp_path / "old", **OTHER | dict(head_bias=False))
-    found = adopted(beginning(tmp_path / "new", origin, **OWN))
+    found = based(beginning(tmp_path / "new", origin, **OWN))
     for entry in dataclasses.fields(ModelConfig):
         value = OWN.get(entry.name, (OTHER | dict(head_bias=False)).get(entry.name, entry.default))
         assert getattr(found.model, entry.name) == value, entry.name
@@ -73,8 +78,8 @@ def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
 def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own_model(tmp_path):
     origin, begun = a_run(tmp_path / "old", **SMALL), a_run(tmp_path / "begun", **SMALL | dict(d_model=16))
     named = dataclasses.replace(beginning(tmp_path / "new", origin), tokenizer=TokenizerConfig(path="mine.json"))
-    assert adopted(named).tokenizer.path == "mine.json"
-    again = adopted(beginning(begun, origin))
+    assert based(named).tokenizer.path == "mine.json"
+    again = based(beginning(begun, origin))
     assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
 
 
@@ -85,31 +90,31 @@ def test_a_trunk_that_does_not_fit_is_refused_with_its_leaves(missing, tmp_path)
     origin = written(tmp_path / "old", dataclasses.replace(old, tied_head=True))
     run = RunConfig(run=RunSettings(init_from=str(origin)), model=dataclasses.replace(new, tied_head=True))
     with pytest.raises(jf.ConfigError, match=missing):
-        carried(run, jf.init(run.model, jax.random.key(1)))
+        warm_start(run, jf.init(run.model, jax.random.key(1)))
 
 
-def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_carried(tmp_path):
+def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(tmp_path):
     old = ModelConfig(**BERT, head="tags", n_classes=3, pooler=True)
     origin = written(tmp_path / "old", old, architecture="BertForTokenClassification")
     run = RunConfig(run=RunSettings(init_from=str(origin)), model=dataclasses.replace(old, head="classes", pooler=False))
     start, before = jf.init(run.model, jax.random.key(1)), jf.load(origin).params
-    found, said = carried(run, start)
+    found, said = warm_start(run, start)
     assert np.array_equal(found["head"]["weight"], start["head"]["weight"])
     assert np.array_equal(found["pooler"]["dense"], before["pooler"]["dense"])
     assert said.endswith("new: head.bias, head.weight.")
     for labels, new in ((jf.load(origin).labels, "none"), (jf.load(origin).labels[::-1], "head.bias, head.weight")):
-        same, said = carried(dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)), labels=labels)
+        same, said = warm_start(dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)), labels=labels)
         assert jax.tree.all(jax.tree.map(np.array_equal, same, before)) == (new == "none") and said.endswith(f"new: {new}.")
 
 
 def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     origin = a_run(tmp_path / "settings", **BERT, next_sentence=True)
-    assert not adopted(beginning(tmp_path / "new", origin)).model.next_sentence
+    assert not based(beginning(tmp_path / "new", origin)).model.next_sentence
     old = ModelConfig(**BERT, next_sentence=True, tied_head=True)
     place = written(tmp_path / "old", old)
     new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
-    found, said = carried(run, jf.init(new, jax.random.key(1)))
+    found, said = warm_start(run, jf.init(new, jax.random.key(1)))
     assert "pooler" not in found and "next_sentence" not in found and said.endswith("new: head.bias, head.weight.")
     assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
 

@@ -292,7 +292,7 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
 
     import jaxformer as jf
     from jaxformer.config import RunConfig, RunSettings
-    from jaxformer.runs.init_from import adopted
+    from jaxformer.runs.config import with_base
 
     kept = json.loads((saved("gpt2") / "tokenizer.json").read_text())["model"]
     sizes = {"vocab_size": 1000, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -303,7 +303,7 @@ def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path)
     assert tokenizer is not None
     assert tokenizer.encode("The quick  brown fox.") == Tokenizer.load(saved("gpt2")).encode("The quick  brown fox.")
     run = RunConfig(run=RunSettings(dir=str(tmp_path / "run"), init_from=str(tmp_path)))
-    assert Tokenizer.load(adopted(run).tokenizer.path).fingerprint() == tokenizer.fingerprint()
+    assert Tokenizer.load(with_base(run, tmp_path, tmp_path / "run").tokenizer.path).fingerprint() == tokenizer.fingerprint()
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(ConfigError, match=r"merges\.txt, line 1"):
         jf.load(tmp_path)

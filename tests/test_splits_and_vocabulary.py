@@ -10,12 +10,12 @@ from corpora import prepare, prepare_text
 from test_prepare import ROOT, quiet, run_of, written
 
 from jaxformer.config import ConfigError, TokenizerConfig
-from jaxformer.config_file import load_config
 from jaxformer.data import splits
 from jaxformer.data.sources import TEXT, find_source
 from jaxformer.data.sources.lenience import Lenience
 from jaxformer.data.sources.records import Field
 from jaxformer.data.splits import Split, Survey, survey, units
+from jaxformer.runs.config import load_config
 
 
 def surveyed(folder: Path, files: dict[str, list[str]]) -> Survey:

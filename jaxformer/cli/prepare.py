@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxformer.config import ConfigError
-from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_file import read_config
+from jaxformer.runs.config import parse_arguments
 
 USAGE = """usage: jaxformer prepare CONFIG [--output DIRECTORY] [--shard I/N] [--verify] [--section.field value ...]
 

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from jaxformer.config_file import parse_arguments, read_config
+from jaxformer.config_file import read_config
+from jaxformer.runs.config import parse_arguments
 
 USAGE = "usage: python train.py CONFIG [--section.field value ...]   (CONFIG --help lists every field)"
 

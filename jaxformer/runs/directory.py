@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config
 from jaxformer.config_json import to_json
-from jaxformer.runs.init_from import adopted
 from jaxformer.tokenizer import Tokenizer
 
 LOCK = ".lock"
@@ -21,10 +22,16 @@ LOCK = ".lock"
 def lock(run: RunConfig) -> Iterator[None]:
     """Makes the run directory where it is missing and holds it; one that is still empty afterwards is taken away again.
 
+    Of several processes of one run the first holds it for all.
+
     Raises ConfigError if another process holds it, it cannot be written, or it belongs to another config.
     """
     if not run.run.dir:
         raise ConfigError("run.dir is empty: name the directory of the run, as in runs/mine.")
+    if jax.process_index():
+        check_config(run)
+        yield
+        return
     folder = Path(run.run.dir)
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -55,7 +62,6 @@ def check_config(run: RunConfig) -> None:
     if not path.is_file():
         return
     written = read_config(path)
-    run = adopted(run)
     unknown = {name: getattr(written.model, name) for name in ("vocab_size", "n_classes") if not getattr(run.model, name)}
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, **unknown))  # not known before the data is
     found = differences(written, run)
@@ -85,6 +91,8 @@ def claim(run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str], labels: t
             "continued exactly; nothing was changed. Restore the text, or choose another run.dir."
         )
     check_config(run)
+    if jax.process_index():
+        return
     tokenizer.save(folder / "tokenizer.json")
     _replace(folder / "config.json", to_json(run))
     _replace(path, record)

@@ -20,7 +20,7 @@ from jaxformer.params import Params
 from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import lock
-from jaxformer.runs.init_from import carried
+from jaxformer.runs.init_from import warm_start
 from jaxformer.runs.setup import Job, Say, make_job
 from jaxformer.sharding import place_batch
 from jaxformer.training.loop import fit
@@ -88,7 +88,7 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Pr
         if state is None:
             state = init_state(job.specs, job.optimizer, mesh=job.mesh, seed=run.run.seed)
             if run.run.init_from:
-                params, sentence = carried(run, state.params, job.mesh, job.corpus.labels)
+                params, sentence = warm_start(run, state.params, job.mesh, job.corpus.labels)
                 state = state.replace(params=params)  # type: ignore[attr-defined]
                 say(sentence)
         elif int(state.step) < run.train.steps:
@@ -220,7 +220,7 @@ def _closing(job: Job, params: Params, last: Evaluation, seconds: float, plot: P
 def _sample(job: Job, params: Params) -> tuple[str, str] | None:
     """A prompt and what the model makes of it; None for a model that does not write, or has nothing to write from."""
     run, tokenizer = job.run, job.corpus.tokenizer
-    if not run.run.sample_tokens:
+    if not run.run.sample_tokens or jax.process_count() > 1:
         return None
     ids, source = tokenizer.encode(run.run.sample_prompt), {}
     prompt = tokenizer.as_prompt(ids) or [tokenizer.end_token]

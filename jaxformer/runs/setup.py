@@ -23,7 +23,7 @@ from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.device import peak_flops, with_kernel, with_rows_of
 from jaxformer.runs.directory import claim
-from jaxformer.runs.init_from import adopted, with_classes
+from jaxformer.runs.init_from import check_base, with_classes
 from jaxformer.sharding import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
@@ -102,7 +102,7 @@ def make_job(run: RunConfig, say: Say) -> Job:
 
     Raises ConfigError at the door.
     """
-    run = adopted(check(run))
+    run = check_base(check(run))
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)

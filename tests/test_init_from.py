@@ -1,5 +1,6 @@
 """A run may begin from another run: the trunk is carried, a head that differs is new, nothing is dropped in silence."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from tiny_run import SETTINGS, write_text
 
 import jaxformer as jf
-from jaxformer.config_file import load_config
+from jaxformer.runs.config import load_config
 
 SMALL = SETTINGS | {
     "optimizer.name": "adamw",
@@ -62,7 +63,7 @@ def encoder(base) -> Path:
 
 
 def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, trunk):
-    other = run(base, "other", data__train=base / "text.txt", run__init_from=trunk, model__d_model=64, **under(STILL))
+    other = run(base, "other", data__train=base / "text.txt", run__init_from=trunk, **under(STILL))
     assert jf.load(other).config.d_model == SMALL["model.d_model"]
     assert (other / "tokenizer.json").read_text() == (trunk / "tokenizer.json").read_text()
     found, expected = leaves(other), leaves(trunk)
@@ -101,6 +102,39 @@ def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
     parts = run(base, "parts", **(changes | {"train__steps": 2, "optimizer__decay_steps": 40}))
     for path, leaf in leaves(whole).items():
         np.testing.assert_array_equal(leaves(parts)[path], leaf, err_msg=path)
+
+
+def test_a_setting_that_the_parameters_have_the_shape_for_takes_effect(base, trunk):
+    """Context extension: a longer context and stretched positions are not dropped in silence."""
+    asked = {"model__max_length": 192, "model__rope_scaling": "yarn", "model__rope_factor": 4.0, "model__norm_eps": 1e-6}
+    other = run(base, "longer", data__train=base / "text.txt", run__init_from=trunk, **asked, **under(STILL))
+    found = jf.load(other).config
+    assert {
+        f"model__{name}": getattr(found, name) for name in ("max_length", "rope_scaling", "rope_factor", "norm_eps")
+    } == asked
+    for path, leaf in leaves(other).items():
+        np.testing.assert_array_equal(leaf, leaves(trunk)[path], err_msg=path)
+
+
+def test_a_config_that_states_no_model_takes_the_bases_and_one_that_does_is_asked_for(base, trunk):
+    config = Path(__file__).parent.parent / "configs"
+    asked = [f"run.init_from={trunk}", f"run.dir={base / 'never'}", "data.sequence_length=16"]
+    there = jf.load_config(trunk / "config.json").model
+    assert load_config(config / "finetune.py", asked).model == dataclasses.replace(there, dropout=0.0)
+    assert load_config(config / "finetune.py", [*asked, "model.max_length=2048"]).model.max_length == 2048
+    assert load_config(config / "quickstart.py", asked).model.d_model == 192
+
+
+def test_settings_that_the_parameters_have_no_shape_for_are_refused_by_name(base, trunk):
+    asked = {"model__d_model": 64, "model__positions": "learned", "model__norm_eps": 1e-6}
+    with pytest.raises(jf.ConfigError) as refused:
+        run(base, "refused", data__train=base / "text.txt", run__init_from=trunk, **asked)
+    message = str(refused.value)
+    assert (
+        "model.d_model=64, and it is 32 there" in message and "model.positions='learned', and it is 'rope' there" in message
+    )
+    assert "norm_eps" not in message and "configs/finetune.py" in message
+    assert not (base / "refused").exists()
 
 
 def test_no_run_to_begin_from_is_said(base):
