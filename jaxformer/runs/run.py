@@ -55,7 +55,7 @@ def train(run: RunConfig) -> Result:
     Raises ConfigError for a setting or input that cannot work, Diverged where the loss is no number, and Interrupted
     after a SIGINT or SIGTERM, with the state saved.
     """
-    begin = time.perf_counter()
+    begin, began = time.perf_counter(), time.monotonic()
     say: Say = _print if run.run.progress != "none" else lambda text: None
     with lock(run):
         job = make_job(run, say)
@@ -63,7 +63,7 @@ def train(run: RunConfig) -> Result:
         with Checkpoints(run.run.dir, run.train.keep_checkpoints) as checkpoints:
             state, advance = _begin(job, checkpoints, say)
             with jax.set_mesh(job.mesh):
-                state, last = _steps(job, state, advance, checkpoints)
+                state, last = _steps(job, state, advance, checkpoints, began)
     plot = plot_losses(run.run.dir)
     say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
@@ -163,14 +163,19 @@ def require_finite(job: Job, step: int, values: Mapping[str, float]) -> None:
         )
 
 
-def _steps(job: Job, state: TrainState, advance: Steps, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
-    """Runs the steps that are left by those compiled; the final state and its evaluation."""
+def _steps(
+    job: Job, state: TrainState, advance: Steps, checkpoints: Checkpoints, began: float
+) -> tuple[TrainState, Evaluation]:
+    """Runs the steps that are left by those compiled; the final state and its evaluation.
+
+    `began` is the `time.monotonic()` from which the log counts its seconds.
+    """
     settings, first = job.run.train, int(state.step)
     evaluate = make_evaluate(job.run.model, job.mesh, bytes_of_targets(job.corpus))
     heldout = job.heldout
     with (
         Progress(settings.steps, first, job.run.run.progress) as progress,
-        MetricsLog(job.run.run.dir, first) as log,
+        MetricsLog(job.run.run.dir, first, began) as log,
         _stop_signals() as stopped,
     ):
         if first >= settings.steps:
