@@ -96,7 +96,13 @@ def _above(axes: "Axes", lines: list[dict[str, Any]], scale: float) -> None:
             parts.append(f"{np.interp(step, steps, seconds) / size:.3g}")
         return "\n".join(parts)
 
-    above = axes.secondary_xaxis("top", functions=(lambda x: x / scale, lambda x: x * scale))
+    def steps_of(x: Any) -> Any:
+        return x / scale
+
+    def place_of(step: Any) -> Any:
+        return step * scale
+
+    above = axes.secondary_xaxis("top", functions=(steps_of, place_of))
     above.set_xlabel(" and ".join(named), labelpad=6)
     above.xaxis.set_major_formatter(tick)
     above.spines["top"].set_visible(False)
