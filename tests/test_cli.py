@@ -32,6 +32,8 @@ def test_a_run_leaves_what_the_readme_promises(trained: tuple[Path, Path]) -> No
     assert [entry["step"] for entry in steps] == [*range(1, STEPS + 1)]
     wanted = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "mfu"}
     assert all(wanted <= set(entry) and entry["tokens"] == entry["step"] * 256 for entry in steps)
+    seconds = [entry["seconds"] for entry in lines]
+    assert seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1]
     evaluations = [entry for entry in lines if "val_loss" in entry]
     assert [entry["step"] for entry in evaluations] == [10, 20, 30, 40]
     assert steps[-1]["loss"] < steps[0]["loss"] - 1 and evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]

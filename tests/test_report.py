@@ -30,6 +30,7 @@ from jaxformer.report import (
     printable,
     read_metrics,
 )
+from jaxformer.report.plot import _above
 
 
 def train_line(step: int) -> dict[str, float]:
@@ -52,7 +53,8 @@ def log_steps(run_dir: Path, start: int, stop: int) -> None:
 def test_each_line_is_on_disk_before_the_next_step(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.log(1, {"loss": 2.0})
-        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+        line = (tmp_path / "metrics.jsonl").read_text()
+        assert line.startswith('{"step": 1, "loss": 2.0, "seconds": ') and line.endswith("}\n")
 
 
 @given(st.floats(width=32, allow_nan=True, allow_infinity=True))
@@ -66,7 +68,33 @@ def test_a_float32_loss_comes_back_bitwise_finite_or_not(tmp_path_factory, loss)
     assert np.array_equal(np.float32(read_metrics(run_dir)[0]["loss"]), np.float32(loss), equal_nan=True)
 
 
-def test_a_resumed_log_equals_the_uninterrupted_one(tmp_path):
+def test_seconds_are_wall_time_from_the_beginning_and_go_on_where_a_run_continues(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with MetricsLog(tmp_path, began=990.0) as log:  # ten seconds of start-up
+        for step in (1, 2, 3):
+            clock[0] += 2
+            log.log(step, {"loss": 2.0})
+        clock[0] += 5  # an evaluation takes its time
+        log.log(3, {"val_loss": 2.0})
+    assert [line["seconds"] for line in read_metrics(tmp_path)] == [12, 14, 16, 21]
+    clock[0] = 77.0  # another process: its clock began elsewhere
+    with MetricsLog(tmp_path, resume_step=2, began=70.0) as log:
+        clock[0] += 1
+        log.log(3, {"loss": 2.0})
+    assert [line["seconds"] for line in read_metrics(tmp_path)] == [12, 14, 14 + 8]
+
+
+def test_a_log_from_before_there_were_seconds_is_continued(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with MetricsLog(tmp_path, resume_step=1) as log:
+        log.log(2, {"loss": 2.0})
+    assert "seconds" not in read_metrics(tmp_path)[0] and read_metrics(tmp_path)[1]["seconds"] < 60
+    assert plot_losses(tmp_path).is_file()
+
+
+def test_a_resumed_log_equals_the_uninterrupted_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 5.0)
     log_steps(tmp_path / "whole", 0, 20)
     log_steps(tmp_path / "killed", 0, 17)
     path = tmp_path / "killed" / "metrics.jsonl"
@@ -147,6 +175,22 @@ def test_whatever_was_logged_can_be_plotted(tmp_path, lines):
     assert path == tmp_path / "loss.png"
     assert path.read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in tmp_path.iterdir()} <= {"loss.png", "metrics.jsonl", "tensorboard"}
+
+
+@pytest.mark.parametrize("scale", [1.0, 4096.0])
+def test_the_axis_above_tells_steps_and_the_time_they_took(scale):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.set_xlim(0, 100 * scale)
+    lines = [{"step": step, "seconds": 60.0 + 3 * step} for step in (1, 50, 100)]
+    _above(axes, lines, scale)
+    (above,) = axes.child_axes
+    tick = above.xaxis.get_major_formatter()
+    steps = "50\n" if scale != 1 else ""
+    assert tick(50, None) == f"{steps}3.5" and tick(0, None) == steps.replace("50", "0") + "0"
+    assert tick(76, None).endswith("4.8") and "\n" not in tick(120, None)
+    assert above.get_xlabel() == ("steps and minutes" if scale != 1 else "minutes")
 
 
 def test_a_plot_of_nothing_says_what_to_do(tmp_path):

@@ -103,7 +103,6 @@ def test_what_tiktoken_cannot_do_is_left_to_the_library() -> None:
         "normalizer": changed({"type": "NFC"}, "normalizer"),
         "a space before": changed({"add_prefix_space": True}, "pre_tokenizer"),
         "no words": changed({"use_regex": False}, "pre_tokenizer"),
-        "an entry without a merge": changed({"vocab": vocab | {"ĠĠĠqqq": 2000}}),
         "ids in another order": changed({"vocab": vocab | {last: 257, "".join(merges[0]): vocab[last]}}),
         "two merges of one entry": Tokenizer.from_bpe(
             twice, [(b"a", b"b"), (b"b", b"c"), (b"ab", b"c"), (b"a", b"bc")]
@@ -118,6 +117,33 @@ def test_what_tiktoken_cannot_do_is_left_to_the_library() -> None:
     assert fast_of(ordinary) is None and fast_of(changed({}))
     text = "the cat sat  " * 4000
     assert Tokenizer(ordinary).encode(text) == ordinary.encode(text).ids
+
+
+def test_entries_that_no_merge_makes_change_no_id() -> None:
+    """GPT-2's tables, in which nothing says that <|endoftext|> is a special token."""
+    vocab = json.loads(MADE["gpt2"]._backend.to_str())["model"]["vocab"]
+    unreached = ["<|endoftext|>", "ĠĠĠqqq", "Ġcat Ġ", "\u20ac", "of the"]
+    more = {name: 2000 + 7 * place for place, name in enumerate(unreached)}
+    taken = changed({"vocab": {name: vocab[name] for name in vocab if name != unreached[0]} | more})
+    spec = json.loads(taken.to_str())
+    spec["added_tokens"] = []
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+    assert fast_of(tokenizer)
+    text = HARD[-60_000:] + " <|endoftext|>   qqq cat  of the\u20ac <|endoftext|><|endoftext|>" * 50
+    texts = [text[start : start + size] for size in (7, 20_000) for start in range(0, 60_000, size)]
+    assert tokenizer.encode_batch([text, *texts]) == plain(tokenizer, text, *texts)
+    assert tokenizer.encode(text, special_tokens=True) == plain(tokenizer, text)[0]
+    assert not {*more.values()} & {*tokenizer.encode(text)}
+
+
+def test_gpt2s_tables_alone_have_the_fast_encoder() -> None:
+    made = json.loads(MADE["gpt2"]._backend.to_str())["model"]
+    tables = {index: MADE["gpt2"]._spelling.raw(token) for token, index in made["vocab"].items()}
+    pairs = [tuple(map(MADE["gpt2"]._spelling.raw, pair)) for pair in made["merges"]]
+    assert b"<|endoftext|>" in tables.values()
+    tokenizer = Tokenizer.from_bpe(tables, pairs)
+    assert fast_of(tokenizer) and [tokenizer.encode(HARD)] == plain(tokenizer, HARD)
+    assert tokenizer.encode("<|endoftext|>") == plain(tokenizer, "<|endoftext|>")[0] != [MADE["gpt2"].end_token]
 
 
 def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:

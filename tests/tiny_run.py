@@ -23,7 +23,7 @@ from jaxformer.report import read_metrics
 
 ROOT = Path(__file__).parent.parent
 STEPS, EVERY = 40, 4
-CLOCK = {"tokens_per_second", "mfu"}  # what two equal runs may differ in
+CLOCK = {"tokens_per_second", "mfu", "seconds"}  # what two equal runs may differ in
 SETTINGS = {
     "data.cache_dir": f"{CACHE}/data",
     "data.packing": "documents",

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +25,18 @@ class MetricsLog:
 
     A run that continues after `resume_step` steps forgets the lines of later steps, which it will log again, and a last
     line that a kill tore; so its file ends up with the steps of a run never interrupted. `resume_step=0` starts anew.
+
+    Every line has `seconds`, the wall time of the run up to it, evaluations and saving included. It
+    counts from `began`, a value of `time.monotonic()` (default: now), and a run that continues goes
+    on from the last line that is kept.
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: str | Path, resume_step: int = 0, began: float | None = None) -> None:
+        began = time.monotonic() if began is None else began
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _rewrite(self.path, resume_step)
+        before = _rewrite(self.path, resume_step) if self.path.exists() else 0.0
+        self._zero = began - before
         self._file = self.path.open("a", encoding="ascii", newline="\n")
         self._resume_step = resume_step
         self._board: Any = None
@@ -44,6 +50,7 @@ class MetricsLog:
         numbers = {name: _number(value) for name, value in values.items()}
         odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
         line: dict[str, Any] = {"step": int(step)} | {n: None if n in odd else v for n, v in numbers.items()}
+        line["seconds"] = round(time.monotonic() - self._zero, 3)
         self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {}), allow_nan=False) + "\n")
         self._file.flush()
         if has_tensorboard():
@@ -105,7 +112,8 @@ def _restored(line: dict[str, Any]) -> dict[str, Any]:
     return line | {name: float(text) for name, text in line.pop("non_finite", {}).items()}
 
 
-def _rewrite(path: Path, resume_step: int) -> None:
+def _rewrite(path: Path, resume_step: int) -> float:
+    """Keeps the lines up to `resume_step`; the seconds of the last of them, 0 where it has none."""
     kept = [line for line in _lines(path) if resume_step > 0 and line["step"] <= resume_step]
     replacement = path.with_name(f".{path.name}.new")
     with replacement.open("w", encoding="ascii", newline="\n") as file:
@@ -113,3 +121,4 @@ def _rewrite(path: Path, resume_step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(replacement, path)
+    return max((line.get("seconds", 0.0) for line in kept), default=0.0)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, RED, INK, FAINT = "#2f6db5", "#c8502b", "#33373d", "#d9dce1"
+UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": FAINT,
@@ -74,11 +75,37 @@ def _draw(figure: "Figure", train: list[dict[str, Any]], evals: list[dict[str, A
     bottom.set_xlabel("tokens" if scale != 1 else "steps")
     bottom.set_xlim(0, max(line["step"] for line in [*train, *evals]) * scale or 1)
 
-    if scale != 1:
-        above = top.secondary_xaxis("top", functions=(lambda x: x / scale, lambda x: x * scale))
-        above.set_xlabel("steps", labelpad=6)
-        above.xaxis.set_major_formatter(lambda value, _: _short(value))
-        above.spines["top"].set_visible(False)
+    _above(top, [*train, *evals], scale)
+
+
+def _above(axes: "Axes", lines: list[dict[str, Any]], scale: float) -> None:
+    """The second axis: steps where the first counts tokens, and below each the time it took."""
+    steps, seconds = (_column(lines, name) for name in ("step", "seconds"))
+    order = np.argsort(steps, kind="stable")
+    order = order[np.isfinite(seconds[order])]
+    steps, seconds = np.append(0, steps[order]), np.append(0.0, seconds[order])
+    timed = len(order) > 0
+    size, unit = next((row for row in UNITS if seconds[-1] >= 2 * row[0]), UNITS[-1])
+    named = ["steps"] * (scale != 1) + [unit] * timed
+    if not named:
+        return
+
+    def tick(step: float, _: object) -> str:
+        parts = [_short(step)] if scale != 1 else []
+        if timed and step <= steps[-1]:
+            parts.append(f"{np.interp(step, steps, seconds) / size:.3g}")
+        return "\n".join(parts)
+
+    def steps_of(x: Any) -> Any:
+        return x / scale
+
+    def place_of(step: Any) -> Any:
+        return step * scale
+
+    above = axes.secondary_xaxis("top", functions=(steps_of, place_of))
+    above.set_xlabel(" and ".join(named), labelpad=6)
+    above.xaxis.set_major_formatter(tick)
+    above.spines["top"].set_visible(False)
 
 
 def _losses(axes: "Axes", train: list[dict[str, Any]], evals: list[dict[str, Any]], scale: float) -> None:

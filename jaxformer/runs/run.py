@@ -48,7 +48,7 @@ def train(run: RunConfig) -> Result:
     Raises ConfigError for a setting or input that cannot work, Diverged where the loss is no number, and Interrupted
     after a SIGINT or SIGTERM, with the state saved.
     """
-    begin = time.perf_counter()
+    begin = time.monotonic()
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     say: Say = _print if run.run.progress != "none" else lambda text: None
@@ -58,10 +58,10 @@ def train(run: RunConfig) -> Result:
         settings = run.train
         with Checkpoints(run.run.dir, settings.keep_checkpoints, settings.checkpoint_every) as checkpoints:
             state, programs = _begin(job, checkpoints, say)
-            state, last = _steps(job, state, programs, checkpoints)
+            state, last = _steps(job, state, programs, checkpoints, begin)
         if jax.process_index() == 0:
             plot = plot_losses(run.run.dir)
-            say(_closing(job, state.params, last, time.perf_counter() - begin, plot))
+            say(_closing(job, state.params, last, time.monotonic() - begin, plot))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
@@ -100,14 +100,19 @@ def _begin(job: Job, checkpoints: Checkpoints, say: Say) -> tuple[TrainState, Pr
         return state, programs.result()
 
 
-def _steps(job: Job, state: TrainState, programs: Programs, checkpoints: Checkpoints) -> tuple[TrainState, Evaluation]:
-    """Runs the steps that are left; the final state and its evaluation."""
+def _steps(
+    job: Job, state: TrainState, programs: Programs, checkpoints: Checkpoints, began: float
+) -> tuple[TrainState, Evaluation]:
+    """Runs the steps that are left; the final state and its evaluation.
+
+    `began` is the `time.monotonic()` from which the log counts its seconds.
+    """
     settings, first = job.run.train, int(state.step)
     if jax.process_index():
         return _fit(job, state, _ByLength(job, first, programs, lambda text: None), checkpoints, ()), {}
     with (
         Progress(settings.steps, first, job.run.run.progress) as progress,
-        MetricsLog(job.run.run.dir, first) as log,
+        MetricsLog(job.run.run.dir, first, began) as log,
     ):
         if first >= settings.steps:
             done = [line for line in read_metrics(job.run.run.dir) if "val_loss" in line and line["step"] == first]

@@ -33,6 +33,7 @@ class Fast:
 
         tiktoken merges what makes a token, BPE the two parts that its one merge names. These are the same where each token,
         taken alone, is merged to itself: as long as a token's borders stand, what happens inside does not know of the rest.
+        Entries that no merge makes are in no text, so the core has no need of them.
         """
         try:
             import tiktoken
@@ -43,7 +44,7 @@ class Fast:
         if not ranks or not pattern:
             return None
         # Never met: without a special token the core looks for the empty one, at every byte.
-        unused = {"\0 not a token": max([*ranks.values(), *(token["id"] for token in spec["added_tokens"])]) + 1}
+        unused = {"\0 not a token": max(backend.get_vocab().values()) + 1}
         core = tiktoken.Encoding(pattern, pat_str=PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens=unused)
         added = spec["added_tokens"]
         flags = {(token["single_word"], token["lstrip"], token["rstrip"], token["normalized"]) for token in added}
@@ -68,16 +69,19 @@ def _ranks(spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> dict[bytes,
     unlike = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
     if model["type"] != "BPE" or spec["normalizer"] or any(model.get(name) for name in unlike):
         return None
-    added = {token["content"] for token in spec["added_tokens"]}
     if not all(token["special"] for token in spec["added_tokens"]):
         return None  # these are tokens in plain text too
     vocab: dict[str, int] = model["vocab"]
     made = ["".join(pair) for pair in model["merges"]]
     order = [vocab[token] for token in made]
-    whole = vocab.keys() - added <= {*made, *BYTES} and BYTES.keys() <= vocab.keys() and {*"".join(made)} <= BYTES.keys()
-    if order != sorted({*order}) or not whole:
+    if order != sorted({*order}) or not BYTES.keys() <= vocab.keys() or not {*"".join(made)} <= BYTES.keys():
         return None
     merge = backend.model.tokenize
     if any(len(merge(token)) > 1 for token in made):
+        return None
+    # Words are spelled in BYTES, and only merges make longer tokens, so no text reaches another entry:
+    # GPT-2's end-of-text where nothing names it special, which is plain text then. The core lacks it.
+    others = vocab.keys() - {*made, *BYTES}
+    if any(vocab[token] in (piece.id for piece in merge(token)) for token in others if {*token} <= BYTES.keys()):
         return None
     return {bytes(BYTES[character] for character in token): vocab[token] for token in (*BYTES, *made)}
