@@ -57,7 +57,10 @@ Packing = Literal["stream", "documents", "best_fit"]
 Pattern = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
-Objective = Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"]
+Objective = Annotated[
+    Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"],
+    TableAt("jaxformer.objectives.OBJECTIVES"),
+]
 
 OptimizerName = Annotated[
     Literal["adamw", "adafactor", "lion", "sgd", "muon"],

@@ -96,8 +96,10 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
     run = _on_text(run_of(path), Path(path), validation)
     objective = objective_of(run.model, run.data)
     if objective != "pairs":
-        raise ConfigError(f"{path} learnt data.objective={objective}: only a model of pairs translates.")
-    model, records = load(path, step), [piece.record for piece in _corpus_of(run).validation_records()]
+        only = "only a model of pairs translates"
+        raise ConfigError(f"{path} learnt data.objective={objective}: {only}.")
+    model = load(path, step)
+    records = [piece.record for piece in _corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
@@ -125,8 +127,8 @@ def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective =
     """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that stands apart."""
     text = validation or run.data.validation
     if objective != "auto" and run.data.train:
-        learnt = objective_of(run.model, run.data)
-        raise ConfigError(f"{path} is evaluated on what it learnt, data.objective={learnt}: name no other.")
+        learnt = f"what it learnt, data.objective={objective_of(run.model, run.data)}"
+        raise ConfigError(f"{path} is evaluated on {learnt}: name no other.")
     if objective != "auto":
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=objective))
     if not text and not run.data.train:

@@ -136,14 +136,14 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     fitting = [known for known, row in rows if family in row.families and head == row.head]
     name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:
-        raise ConfigError(
-            f"a model with model.head={head} learns nothing: set model.head to language, masked, classes or tags."
-        )
+        heads = "language, masked, classes or tags"
+        raise ConfigError(f"a model with model.head={head} learns nothing: set model.head to {heads}.")
     if name not in fitting:
         wanted = OBJECTIVES.get(name)
         needs = ""
         if wanted:
-            needs = f" needs model.family {' or '.join(wanted.families)} and model.head={wanted.head}"
+            families = " or ".join(wanted.families)
+            needs = f" needs model.family {families} and model.head={wanted.head}"
         raise ConfigError(
             f"data.objective={name}{needs}, and the model has model.family={family} and "
             f"model.head={head}: change the model, or set data.objective to one that it can learn "
@@ -158,9 +158,8 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     row = OBJECTIVES[name]
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
-        raise ConfigError(
-            f"data.packing={data.packing} cannot be had with {what}, whose rows are one text: set it to stream."
-        )
+        asked = f"data.packing={data.packing}"
+        raise ConfigError(f"{asked} cannot be had with {what}, whose rows are one text: set it to stream.")
     if len(row_lengths(data)) > 1 and not row.can_be_cut:
         raise ConfigError(
             f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "

@@ -46,7 +46,13 @@ def run(arguments: Sequence[str]) -> int:
         prepare_share(*what, share, output=asked.output, vocab_size=size, say=_say)
         _say(f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard joins them")
         return 0
-    found: list[TextFacts] = prepare_text(*what, output=asked.output, thorough=asked.verify, vocab_size=size, say=_say)
+    found: list[TextFacts] = prepare_text(
+        *what,
+        output=asked.output,
+        thorough=asked.verify,
+        vocab_size=size,
+        say=_say,
+    )
     for text in found:
         rate = text.bytes / max(1, text.tokens - text.documents)
         print(

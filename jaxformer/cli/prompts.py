@@ -97,7 +97,6 @@ def _fitted(template: "Template", parts: list[Sequence[int]]) -> dict[str, np.nd
     if len(parts[0]) == 0:
         raise ConfigError("the prompt is empty: give --prompt some text.")
     if size > template.length:
-        raise ConfigError(
-            f"the prompt is {size} tokens, and this model was trained on rows of {template.length}: shorten it."
-        )
+        trained = f"this model was trained on rows of {template.length}"
+        raise ConfigError(f"the prompt is {size} tokens, and {trained}: shorten it.")
     return template.arrays(*(np.asarray(part, np.int32) for part in parts))

@@ -42,9 +42,10 @@ class Batches:
         # Neighbouring seeds are mixed apart, because grain numbers epochs by seed + 1, seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
         made = rows.order(order, batch_size).random_map(rows.row, seed=chance)
-        # Without drop_remainder grain divides the endless length, sys.maxsize, as a float: a batch of one
-        # row then overflows. No step is near enough to that length to have a remainder.
-        made = made[process_index::process_count].batch(share, drop_remainder=True, batch_fn=_stacked)
+        made = made[process_index::process_count]
+        # Without drop_remainder grain divides the endless length, sys.maxsize, as a float: a batch
+        # of one row then overflows. No step is near enough to that length to have a remainder.
+        made = made.batch(share, drop_remainder=True, batch_fn=_stacked)
         self.lengths = row_lengths(data)
         self._dataset: Any = made.map_with_index(self._cut) if len(self.lengths) > 1 else made
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.ids import IdFiles
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
@@ -20,7 +21,7 @@ from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.templates import Template
 from jaxformer.data.texts import FORMAT, SURVEYS, TOKENIZERS, find_held, find_texts, megabytes, store_of, survey_of
-from jaxformer.data.vocabulary import make_tokenizer
+from jaxformer.data.vocabulary import given_tokenizer, make_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
 # Tokens of a text that are decoded at a time.
@@ -70,50 +71,82 @@ def prepare(
 ) -> Corpus:
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
-    `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which the
-    tokenizer has to fit in; 0 takes any. `labels` are those of a model that knows some already, in
-    place of the training data's. Raises ConfigError for data that cannot be used.
+    `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
+    the tokenizer has to fit in; 0 takes any. `labels` are those of a model that knows some already,
+    in place of the training data's. Raises ConfigError for data that cannot be used.
     """
     cache = Path(os.path.expanduser(data.cache_dir))
-    sides = find_sides(data, task, cache / SURVEYS, say)
+    sides = find_sides(data, settings, task, cache / SURVEYS, say)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, say)
     stores: dict[str, list[TokenStore]] = {side: [] for side in sides}
+    rows: dict[str, list[Rows]] = {}
     if task.template:
         template = task.template(task.format, tokenizer)
         examples = _example_stores(sides, task.name, template, cache / "stores", say)
-        labels = labels or in_order({label for store in examples["train"] for label in store.labels})
+        met = {label for store in examples["train"] for label in store.labels}
+        labels = labels or in_order(met)
         rows = _example_rows(sides, examples, template, labels, seed, say)
     else:
         stores = text_stores(sides, tokenizer, cache / "stores", say)
-        rows = {
-            side: [task.rows(store, data, task.format, tokenizer) for store in several] for side, several in stores.items()
-        }
+        for side, several in stores.items():
+            rows[side] = [task.rows(store, data, task.format, tokenizer) for store in several]
     train, validation = (_mixed(sides[side], rows[side], data) for side in SIDES)
     if train is None:
         raise ConfigError(f"data.train={data.train} holds nothing to train on.")
     return Corpus(tokenizer, task, labels, train, validation, sides, stores)
 
 
-def find_sides(data: DataConfig, task: Task, surveyed: Path, say: Say = lambda line: None) -> Sides:
+def find_sides(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+    surveyed: Path,
+    say: Say = lambda line: None,
+) -> Sides:
     """What is for training, and what is held out; every text is read once, so that a fault shows before any work.
 
     What was read before is found again in the folder `surveyed`.
     """
     fraction = data.validation_fraction
-    texts, held = ([(source, survey_of(source, surveyed, say)) for source in several] for several in find_named(data, task))
+    train, held_out = find_named(data, settings, task)
+    texts = [(source, survey_of(source, surveyed, say)) for source in train]
+    held = [(source, survey_of(source, surveyed, say)) for source in held_out]
     if held or not fraction:
         return {"train": [Split(*text) for text in texts], "validation": [Split(*text) for text in held]}
     return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}
 
 
-def find_named(data: DataConfig, task: Task) -> tuple[list[Source], list[Source]]:
+def find_named(
+    data: DataConfig,
+    settings: TokenizerConfig,
+    task: Task,
+) -> tuple[list[Source], list[Source]]:
     """The texts for training and those for validation that the settings name, not yet read."""
     sources = find_texts(data, "data.train", task.fields)
     check_shares([source.spec for source in sources], data)
-    return sources, find_held(data, sources, task.fields)
+    held = find_held(data, sources, task.fields)
+    return _with_tokenizer(sources, settings), _with_tokenizer(held, settings)
 
 
-def tokenizer_of(settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, say: Say) -> Tokenizer:
+def _with_tokenizer(sources: list[Source], settings: TokenizerConfig) -> list[Source]:
+    """The sources, those of token ids with the tokenizer that tokenizer.path names.
+
+    Raises ConfigError where there are ids, and no such tokenizer.
+    """
+    if not any(isinstance(source, IdFiles) for source in sources):
+        return sources
+    given = given_tokenizer(settings, ()) if settings.path else None
+    return [source.of(given) if isinstance(source, IdFiles) else source for source in sources]
+
+
+def tokenizer_of(
+    settings: TokenizerConfig,
+    task: Task,
+    vocab_size: int,
+    sides: Sides,
+    cache: Path,
+    say: Say,
+) -> Tokenizer:
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
     tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, say)
     check_fit(task, vocab_size, tokenizer, settings.path)
@@ -187,13 +220,30 @@ def _example_rows(
     return rows
 
 
-def _example_stores(sides: Sides, name: str, template: Template, folder: Path, say: Say) -> dict[str, list[ExampleStore]]:
+def _example_stores(
+    sides: Sides,
+    name: str,
+    template: Template,
+    folder: Path,
+    say: Say,
+) -> dict[str, list[ExampleStore]]:
     """The examples of each side's records, made or found; `name` is the objective's."""
-    return {side: [_example_store(split, name, template, folder, say) for split in sides[side]] for side in SIDES}
+    found: dict[str, list[ExampleStore]] = {side: [] for side in SIDES}
+    for side in SIDES:
+        for split in sides[side]:
+            found[side].append(_example_store(split, name, template, folder, say))
+    return found
 
 
-def _example_store(split: Split, objective: str, template: Template, folder: Path, say: Say) -> ExampleStore:
-    directory = folder / fingerprint(FORMAT, split.identity(), template.tokenizer.fingerprint(), objective)
+def _example_store(
+    split: Split,
+    objective: str,
+    template: Template,
+    folder: Path,
+    say: Say,
+) -> ExampleStore:
+    made_by = template.tokenizer.fingerprint()
+    directory = folder / fingerprint(FORMAT, split.identity(), made_by, objective)
     began = time.perf_counter()
     found = ExampleStore.open(directory)
     if not found:

@@ -26,10 +26,16 @@ class MaskedRows(TextRows):
     weighs as much as the hidden tokens of its row.
     """
 
-    def __init__(self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer) -> None:
-        self.length, self.density, self.types = row_format.length, data.noise_density, row_format.token_types
-        self.sentences, self.by_word = row_format.next_sentence, data.mask_units == "words"
-        self.packed = data.packing == "documents"
+    def __init__(
+        self,
+        store: TokenStore,
+        data: DataConfig,
+        row_format: RowFormat,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.length, self.types = row_format.length, row_format.token_types
+        self.sentences, self.density = row_format.next_sentence, data.noise_density
+        self.by_word, self.packed = data.mask_units == "words", data.packing == "documents"
         size = self.length - 2 - self.sentences
         super().__init__(store, 3 * size if self.sentences else size, size)  # a text, and room for another beside it
         self.cls, self.sep, self.mask = (np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask"))

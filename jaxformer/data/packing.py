@@ -14,7 +14,8 @@ SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
 
 
 class ExampleRows(Rows):
-    """Rows of whole examples, packed in an order that the seed gives, or each a row where the template says so.
+    """Rows of whole examples, packed in an order that the seed gives; one a row where the template
+    does not pack.
 
     `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is the part of the rows
     that holds tokens.

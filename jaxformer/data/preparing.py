@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.corpus import Say, check_fit, find_named, find_sides, tokenizer_of
+from jaxformer.data.ids import IdFiles
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Split, Survey
 from jaxformer.data.store import MANIFEST, TokenStore
@@ -44,8 +45,9 @@ def prepare_text(
 ) -> list[TextFacts]:
     """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a source of its own.
 
-    `thorough` reads all that is there, holds it against its checksums, and makes nothing. `vocab_size` is the model's, 0 for
-    any. Raises ConfigError for text, or a store, that cannot be used.
+    `thorough` reads all that is there, holds it against its checksums, and makes nothing.
+    `vocab_size` is the model's, 0 for any. Raises ConfigError for text, or a store, that cannot be
+    used.
     """
     _require_text(task)
     cache = Path(os.path.expanduser(data.cache_dir))
@@ -53,7 +55,7 @@ def prepare_text(
         data = replace(data, train=str(output), validation="", weights="", epochs="")
         output = None
     folder = _ready(output) if output else cache / "stores"
-    sides = find_sides(data, task, (output or cache) / SURVEYS, say)
+    sides = find_sides(data, settings, task, (output or cache) / SURVEYS, say)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, output or cache, say)
@@ -90,20 +92,20 @@ def prepare_share(
     _require_text(task)
     cache = Path(os.path.expanduser(data.cache_dir))
     folder = _ready(output) if output else cache / "stores"
-    train, held = find_named(data, task)
+    train, held = find_named(data, settings, task)
     if output:
         _require_sources([*train, *held])
     kept = output or cache
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
         say("each task reads all text for the tokenizer: with --tokenizer.path, of one made before, it reads its own part")
-        sides = find_sides(data, task, kept / SURVEYS, say)
+        sides = find_sides(data, settings, task, kept / SURVEYS, say)
         tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, say)
     check_fit(task, vocab_size, tokenizer, settings.path)
     if output:
         _require_own(output, tokenizer, [source.spec for source in train])
     for source in [*train, *held]:
-        if not isinstance(source, Prepared):
+        if not isinstance(source, (Prepared, IdFiles)):
             build_part(source, tokenizer, kept / SURVEYS, folder, share, say)
 
 
@@ -140,6 +142,8 @@ def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
 
 def _require_sources(sources: Iterable[Source]) -> None:
     for source in sources:
+        if isinstance(source, IdFiles):
+            raise ConfigError(f"--output: {source} holds token ids already: train on it as it is, or name its text.")
         if isinstance(source, Prepared):
             raise ConfigError(
                 f"--output: {source.folder}, of {source.setting}, is prepared already: train on it as it is, or name the "

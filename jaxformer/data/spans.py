@@ -18,7 +18,13 @@ def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
 class SourceRows(TextRows):
     """Rows of a source, and the target that is made of it, as the tokenizer has an encoder-decoder read them."""
 
-    def __init__(self, store: TokenStore, row_format: RowFormat, tokenizer: Tokenizer, window: int) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        row_format: RowFormat,
+        tokenizer: Tokenizer,
+        window: int,
+    ) -> None:
         super().__init__(store, window, window)
         self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
         self.length, self.source_length = row_format.length, row_format.source_length
@@ -48,7 +54,13 @@ class SpanRows(SourceRows):
     Raises ConfigError where the target has no room, or there are too few sentinels.
     """
 
-    def __init__(self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        data: DataConfig,
+        row_format: RowFormat,
+        tokenizer: Tokenizer,
+    ) -> None:
         self.density, self.mean = data.noise_density, data.span_length
         length, source_length = row_format.length, row_format.source_length
         window = raw_length(source_length, self.density, self.mean, len(tokenizer.as_source([])))
@@ -82,11 +94,18 @@ class SpanRows(SourceRows):
 class PrefixRows(SourceRows):
     """A text cut at a random place: the source is what comes before, the target what comes after."""
 
-    def __init__(self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        data: DataConfig,
+        row_format: RowFormat,
+        tokenizer: Tokenizer,
+    ) -> None:
         source_room = row_format.source_length - len(tokenizer.as_source([]))
         target_room = row_format.length + 1 - len(tokenizer.as_target([]))
         room = min(source_room, target_room)
-        super().__init__(store, row_format, tokenizer, room + 1)  # so that each side fits, wherever cut
+        # One token more than the smaller side has room for, so that each fits, wherever it is cut.
+        super().__init__(store, row_format, tokenizer, room + 1)
 
     def row(self, index: int, rng: np.random.Generator) -> Batch:
         start = int(index) * self.stride

@@ -84,11 +84,24 @@ def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line
 
 def survey_unit(unit: Source, cache: Path, say: Callable[[str], None] = lambda line: None) -> Survey:
     """The survey of some files of a source, made or found."""
-    record = cache / f"{unit.signature()}.json"
+    return kept_survey(cache / f"{unit.signature()}.json", lambda: _read(unit, say))
+
+
+def kept_survey(record: Path, make: Callable[[], Survey]) -> Survey:
+    """The survey that a file holds, or a new one, which is written there."""
     try:
         return Survey.read(json.loads(record.read_text()))
     except (OSError, ValueError, TypeError, KeyError):
         pass
+    found = make()
+    make_folder(record.parent)
+    with replacing(record) as file:
+        file.write(json.dumps(asdict(found)).encode())
+    return found
+
+
+def _read(unit: Source, say: Callable[[str], None]) -> Survey:
+    """Reads some files of a source."""
     say(f"{unit}: reading {len(unit.files):,} new or changed file{'s' * (len(unit.files) > 1)}")
     digest, documents, progress = hashlib.blake2b(digest_size=16), 0, Progress(say, work=f"{unit}: read")
     skipped = Skipped()
@@ -100,11 +113,7 @@ def survey_unit(unit: Source, cache: Path, say: Callable[[str], None] = lambda l
             progress.tell()
             digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
             documents += 1
-    found = Survey(digest.hexdigest(), documents, progress.done, skipped)
-    make_folder(cache)
-    with replacing(record) as file:
-        file.write(json.dumps(asdict(found)).encode())
-    return found
+    return Survey(digest.hexdigest(), documents, progress.done, skipped)
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,25 @@ class Written:
 
 
 @dataclass(frozen=True)
+class IdArray:
+    """Ids in a file that is not the store's own: their type, the byte they begin at, how many."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+
+    def mapped(self) -> np.ndarray:
+        """The ids [count], mapped and not read."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+
+@dataclass(frozen=True)
 class Shard:
     """A part of a store: its path without a suffix, its counts, and its files by their suffix.
 
-    Documents are those that end in it, bytes those of their text.
+    Documents are those that end in it, bytes those of their text. A shard whose tokens are `ids`
+    has no file of tokens.
     """
 
     path: Path
@@ -66,25 +81,28 @@ class Shard:
     documents: int
     bytes: int
     files: dict[str, Written]
+    ids: IdArray | None = None
 
     @classmethod
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
         """A shard by its entry in a manifest."""
-        files = {kind: Written(**entry["files"][kind]) for kind in KINDS}
+        files = {kind: Written(**written) for kind, written in entry["files"].items()}
         return cls(folder / entry["name"], entry["tokens"], entry["documents"], entry["bytes"], files)
 
     @classmethod
-    def finished(cls, folder: Path, index: int) -> "Shard | None":
+    def finished(cls, folder: Path, index: int, thorough: bool = False) -> "Shard | None":
         """The shard of this number, if it was written and nothing of it is missing. Raises ConfigError if it was altered."""
         try:
             shard = cls.of(folder, json.loads((folder / f"{index:05d}.json").read_text()))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return shard.checked()
+        return shard.checked(thorough)
 
     def entry(self) -> dict[str, Any]:
         """What a manifest says of it."""
-        return {"name": self.path.name} | {key: value for key, value in asdict(self).items() if key != "path"}
+        facts = asdict(self)
+        del facts["path"], facts["ids"]
+        return {"name": self.path.name} | facts
 
     def checked(self, thorough: bool = False) -> "Shard | None":
         """The shard with its files as they are now, None where one is gone. Raises ConfigError for one that was altered."""
@@ -225,6 +243,9 @@ class TokenStore:
             start, run = end, run + 1
 
     def _open_map(self, shard: int, kind: str) -> np.ndarray:
+        ids = self._shards[shard].ids
+        if kind == "tokens" and ids:
+            return ids.mapped()
         dtype, shape = (self._dtype, (-1,)) if kind == "tokens" else (np.dtype(np.int64), (3, -1))
         path = self._shards[shard].path.with_suffix(f".{kind}")
         if not path.stat().st_size:  # nothing can be mapped of an empty file

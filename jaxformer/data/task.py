@@ -54,8 +54,10 @@ class Task(NamedTuple):
     def check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
         """Raises ConfigError where a tokenizer, that of tokenizer.path=`path`, lacks tokens."""
         if missing := self.missing(tokenizer):
-            named, remedy = "the tokenizer of the prepared text", "prepare the text with this config"
+            named = "the tokenizer of the prepared text"
+            remedy = "prepare the text with this config"
             if path:
-                named = f"tokenizer.path={path}"
-                remedy = "add what is missing to its added_tokens, or leave tokenizer.path empty to have one made"
-            raise ConfigError(f"{named} has no {', '.join(missing)}, which data.objective={self.name} needs: {remedy}.")
+                named, added = f"tokenizer.path={path}", "add what is missing to its added_tokens"
+                remedy = f"{added}, or leave tokenizer.path empty to have one made"
+            needs = f"which data.objective={self.name} needs"
+            raise ConfigError(f"{named} has no {', '.join(missing)}, {needs}: {remedy}.")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxformer.config import ConfigError, DataConfig, named_sources
+from jaxformer.data.ids import IdFiles, find_ids, id_store, survey_ids
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.lenience import Lenience
 from jaxformer.data.sources.records import Fields
@@ -48,7 +49,9 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     found: list[Source] = []
     for spec in specs:
         folder = Path(os.path.expanduser(spec))
-        if not _is_prepared(folder):
+        if ids := find_ids(spec, setting, fields):
+            found.append(ids)
+        elif not _is_prepared(folder):
             _require_joined(folder, setting)
             found.append(find_source(spec, setting, fields, lenience, data.cache_dir))
         elif texts := prepared_texts(folder, setting, fields):
@@ -106,6 +109,8 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
 
 def survey_of(source: Source, folder: Path, say: Say) -> Survey:
     """What a text holds: as it is written where the text is prepared, else read, and kept in `folder`."""
+    if isinstance(source, IdFiles):
+        return survey_ids(source, folder, say)
     return source.surveyed if isinstance(source, Prepared) and source.surveyed else survey(source, folder, say)
 
 
@@ -117,6 +122,8 @@ def store_of(
     Raises ConfigError for a store that cannot be used.
     """
     names = [directory_of(part, tokenizer) for part in found.parts]
+    if isinstance(source, IdFiles):
+        return id_store(source, found, [folder / name for name in names], thorough, say)
     if isinstance(source, Prepared):
         stores = [_prepared(source, name, tokenizer, thorough) for name in names]
     else:

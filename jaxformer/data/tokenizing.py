@@ -23,6 +23,8 @@ SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
 Place = Callable[[str], float]
+Say = Callable[[str], None]
+Index = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
 class Progress:
@@ -139,15 +141,34 @@ def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tok
             raw = np.concatenate(rows).astype(tokenizer.dtype).tobytes()
             read.update(raw)
             file.write(raw)
-    table = ends.tobytes() + sizes.tobytes() + places.tobytes()
+    return write_index(path, tokens, (ends, sizes, places), {"tokens": read.hexdigest()})
+
+
+def write_index(path: Path, tokens: int, table: Index, digests: dict[str, str]) -> Shard:
+    """Writes a shard's index of documents, and then that the shard is finished.
+
+    `table` has, of each document, the place after its end (int64), the bytes of its text (int64)
+    and its place in the order of what is held out (float64). `digests` are those of the shard's
+    files that are written already.
+    """
+    ends, sizes, places = table
+    raw = ends.tobytes() + sizes.tobytes() + places.tobytes()
     with replacing(path.with_suffix(".documents")) as file:
-        file.write(table)
-    digests = {"tokens": read.hexdigest(), "documents": hashlib.blake2b(table, digest_size=16).hexdigest()}
+        file.write(raw)
+    digests = digests | {"documents": hashlib.blake2b(raw, digest_size=16).hexdigest()}
     files = {kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()}
-    shard = Shard(path, tokens, len(ends), sum(sizes), files)
+    shard = Shard(path, tokens, len(ends), int(np.sum(sizes)), files)
     with replacing(path.with_suffix(".json")) as file:
         file.write(json.dumps(shard.entry()).encode())
     return shard
+
+
+def write_ids(path: Path, ids: np.ndarray) -> dict[str, str]:
+    """Writes the tokens of a shard; their digest, as `write_index` takes it."""
+    raw = ids.tobytes()
+    with replacing(path.with_suffix(".tokens")) as file:
+        file.write(raw)
+    return {"tokens": hashlib.blake2b(raw, digest_size=16).hexdigest()}
 
 
 def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:

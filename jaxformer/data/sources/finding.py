@@ -30,12 +30,21 @@ NOT_TEXT = {
     ".csv": "write the columns to a .tsv, .jsonl or .parquet file",
     **dict.fromkeys((".arrow", ".feather"), "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'"),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z"), "unpack it, or compress the text as .gz or .zst"),
-    **dict.fromkeys((".bin", ".npy", ".npz", ".pt", ".pdf"), "give the text that it was made from"),
+    **dict.fromkeys((".npz", ".pt", ".pdf"), "give the text that it was made from"),
+    **dict.fromkeys(
+        (".bin", ".npy"),
+        "data.train and data.validation take token ids, named by themselves and not compressed; "
+        "otherwise give the text that they were made from",
+    ),
 }
+
+# Files of token ids, which `ids.find_ids` reads.
+ID_SUFFIXES = (".npy", ".bin")
 
 ALLOWED = (
     "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of them in "
-    f"quotes, line-aligned files as in 'train.{{de,en}}', - for standard input, 'datasets:NAME', or {' or '.join(NAMED)}."
+    "quotes, token ids in a .npy or .bin file, line-aligned files as in 'train.{de,en}', - for "
+    f"standard input, 'datasets:NAME', or {' or '.join(NAMED)}."
 )
 
 
@@ -54,6 +63,12 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
         return _aligned([spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")], setting), ""
     root, paths = _matching(spec, setting)
     return _named((_source_file(found, setting) for found in paths), root, setting), ""
+
+
+def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
+    """The files of token ids that a path or a glob names. Raises ConfigError for none."""
+    root, paths = _matching(spec, setting)
+    return _named((SourceFile(path.absolute(), "ids") for path in paths), root, setting)
 
 
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:

@@ -18,7 +18,8 @@ BLOCK_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
 PACKED_BLOCK_BYTES = 1 << 16
 
-Format = Literal["text", "python", "jsonl", "tsv", "parallel", "parquet", "arrow", "snippets"]
+RecordFormat = Literal["jsonl", "tsv", "parallel", "parquet", "arrow", "snippets"]
+Format = Literal["text", "python", "ids"] | RecordFormat  # ids: of tokens, which data/ids.py reads
 
 # A piece of a document, and whether the document ends with it.
 TextPiece = tuple[str, bool]

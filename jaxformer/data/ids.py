@@ -1,0 +1,234 @@
+"""Token ids made elsewhere: .npy arrays and nanoGPT's .bin files, mapped where they lie.
+
+Nothing of them is copied but an index of their documents, which end with the tokenizer's end token.
+A .npy file says its type. A .bin file is raw, and holds the type that the tokenizer's vocabulary
+asks for (`Tokenizer.dtype`): uint16 up to 65,536 entries, else uint32; what was read is checked.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.data.sources import Source, fingerprint
+from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
+from jaxformer.data.sources.reading import SourceFile, unreadable
+from jaxformer.data.sources.records import Fields
+from jaxformer.data.splits import Survey, kept_survey
+from jaxformer.data.store import IdArray, Shard, TokenStore
+from jaxformer.data.tokenizing import Progress, Say, write_ids, write_index
+from jaxformer.data.writing import claimed
+from jaxformer.tokenizer import Tokenizer
+
+BLOCK_IDS = 1 << 22  # an even number, as the test for ids of another width needs
+
+# With fewer ids than this nothing is concluded from every second one being 0.
+FEWEST_TO_DOUBT = 16
+
+
+@dataclass(frozen=True)
+class IdFiles(Source):
+    """Files of token ids, and the tokenizer that made them, which `of` gives."""
+
+    tokenizer: Tokenizer | None = None
+
+    def of(self, tokenizer: Tokenizer | None) -> "IdFiles":
+        """The same files with their tokenizer. Raises ConfigError where there is none."""
+        found = replace(self, tokenizer=tokenizer)
+        found.made_by()
+        return found
+
+    def made_by(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self} holds token ids, and tokenizer.path is empty: set it to the tokenizer.json"
+                " that the ids were made with."
+            )
+        return self.tokenizer
+
+
+def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
+    """The files of ids that a spec names by their suffix, None where it names something else.
+
+    Raises ConfigError where there is no such file, and for an objective that reads records.
+    """
+    if Path(spec).suffix.lower() not in ID_SUFFIXES or os.path.isdir(os.path.expanduser(spec)):
+        return None
+    try:
+        files = find_id_files(spec, setting)
+    except OSError as error:
+        raise unreadable(f"{setting}: {spec}", error) from None
+    if len(fields) > 1:
+        told = "holds token ids of text, and data.objective reads records: name their source"
+        raise ConfigError(f"{setting}: {spec} {told}.")
+    return IdFiles(setting, spec, files, fields)
+
+
+def survey_ids(source: IdFiles, folder: Path, say: Say) -> Survey:
+    """Reads and checks every id once; recorded in `folder` until a file or the tokenizer changes.
+
+    Raises ConfigError for a file that holds no ids of the tokenizer's vocabulary.
+    """
+    parts = []
+    for file in source.files:
+        unit = source.part([file])
+        name = fingerprint(unit.signature(), source.made_by().fingerprint())
+        read = functools.partial(_read, source, file, say)
+        parts.append(kept_survey(folder / f"{name}.json", read))
+    return Survey.joined(parts)
+
+
+def id_store(
+    source: IdFiles,
+    found: Survey,
+    folders: list[Path],
+    thorough: bool,
+    say: Say,
+) -> TokenStore:
+    """The ids of a source, each file's index of documents in its folder.
+
+    `thorough` reads all ids and indices once more, and makes nothing. Raises ConfigError for a file
+    that changed since its survey, or an index that cannot be used.
+    """
+    shards: list[Shard] = []
+    for file, part, folder in zip(source.files, found.parts, folders, strict=True):
+        array = _open(source, file)
+        closed = int(array.mapped()[-1]) == source.made_by().end_token
+        if thorough and _read(source, file, say).content != part.content:
+            raise _changed(file)
+        made = _finished(folder, closed, thorough)
+        if not made and thorough:
+            told = "has no index of documents: leave out --verify to make it"
+            raise ConfigError(f"{source}: {file.path} {told}.")
+        if not made:
+            with claimed(folder, say):
+                made = _finished(folder, closed) or _index(source, file, folder)
+        documents, size = sum(shard.documents for shard in made), sum(shard.bytes for shard in made)
+        if (documents, size) != (part.documents, part.bytes):
+            shutil.rmtree(folder, ignore_errors=True)  # an index of other ids than the survey's
+            raise _changed(file)
+        shards += [replace(made[0], ids=array), *made[1:]]
+    names = [folder.name for folder in folders]  # digests of the ids and their tokenizer
+    joined = names[0] if len(names) == 1 else fingerprint(names)
+    return TokenStore(shards, source.made_by().dtype, joined)
+
+
+def _finished(folder: Path, closed: bool, thorough: bool = False) -> list[Shard]:
+    """The shards of a file: its ids, and one end token where they lack it; [] if not yet made."""
+    found = [Shard.finished(folder, number, thorough) for number in range(1 if closed else 2)]
+    made = [shard for shard in found if shard]
+    return made if len(made) == len(found) else []
+
+
+def _read(source: IdFiles, file: SourceFile, say: Say) -> Survey:
+    """Reads all ids of a file, which are checked on the way."""
+    tokenizer, array = source.made_by(), _open(source, file)
+    say(f"{source}: reading {file.path}, {array.dtype.name}")
+    digest = hashlib.blake2b(file.name.encode() + b"\xff", digest_size=16)
+    sizes, progress = tokenizer.token_bytes(), Progress(say, work=f"{file.path}: read")
+    documents = size = last = 0
+    doubtful = array.path.suffix.lower() != ".npy" and array.dtype.itemsize == 2
+    for start, ids in _blocks(array.mapped()):
+        _check(source, array, start, ids)
+        doubtful = doubtful and not ids[1::2].any()
+        digest.update(ids.astype("<u4").tobytes())
+        documents += int((ids == tokenizer.end_token).sum())
+        size += int(sizes[ids].sum())
+        last = int(ids[-1])
+        progress.done += ids.nbytes
+        progress.tell()
+    if doubtful and array.count >= FEWEST_TO_DOUBT:
+        raise ConfigError(
+            f"{source}: every second id of {array.path} is 0, as if they were uint32, and a .bin "
+            f"file of a tokenizer of {tokenizer.vocab_size:,} entries holds uint16: write it so, "
+            "or as .npy."
+        )
+    documents += last != tokenizer.end_token
+    return Survey(digest.hexdigest(), documents, size)
+
+
+def _index(source: IdFiles, file: SourceFile, folder: Path) -> list[Shard]:
+    """Writes where the documents of a file end, and an end token for one that lacks its own."""
+    tokenizer, array = source.made_by(), _open(source, file)
+    end, sizes = tokenizer.end_token, tokenizer.token_bytes()
+    ends, before, held = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for start, ids in _blocks(array.mapped()):
+        places = np.flatnonzero(ids == end)
+        total = held + np.cumsum(sizes[ids], dtype=np.int64)  # bytes up to and with each id
+        ends.append(places + start + 1)
+        before.append(total[places])
+        held = int(total[-1])
+    stops, bytes_before = np.concatenate(ends), np.concatenate(before)
+    places_by_hash = [source.place(file.document(number)) for number in range(len(stops))]
+    table = (stops, np.diff(bytes_before, prepend=0), np.array(places_by_hash, np.float64))
+    shards = [write_index(folder / "00000", array.count, table, {})]
+    if not len(stops) or stops[-1] < array.count:
+        left = held - int(bytes_before[-1] if len(stops) else 0)
+        place = source.place(file.document(len(stops)))
+        tail = (np.ones(1, np.int64), np.array([left], np.int64), np.array([place]))
+        written = write_ids(folder / "00001", np.array([end], tokenizer.dtype))
+        shards.append(write_index(folder / "00001", 1, tail, written))
+    return shards
+
+
+def _open(source: IdFiles, file: SourceFile) -> IdArray:
+    """Where the ids of a file lie. Raises ConfigError for one that holds no array of ids."""
+    path, where = file.path, f"{source}: {file.path}"
+    try:
+        if path.suffix.lower() == ".npy":
+            found = np.lib.format.open_memmap(path, mode="r")
+            if found.ndim != 1 or found.dtype.kind not in "iu":
+                raise ConfigError(
+                    f"{where} is an array of {found.dtype} of shape {found.shape}: token ids are "
+                    "one row of integers, as `jaxformer tokenizer encode --output` writes them."
+                )
+            array = IdArray(path, found.dtype, found.offset, len(found))
+        else:
+            dtype, size = source.made_by().dtype, path.stat().st_size
+            if size % dtype.itemsize:
+                raise ConfigError(
+                    f"{where} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin "
+                    "file holds raw ids, of uint16 for a tokenizer of up to 65,536 entries, else "
+                    "uint32."
+                )
+            array = IdArray(path, dtype, 0, size // dtype.itemsize)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        told = f"is no .npy array of integers ({error}): write it by numpy.save"
+        raise ConfigError(f"{where} {told}.") from None
+    if not array.count:
+        raise ConfigError(f"{where} is empty: there is nothing to train on or to evaluate.")
+    return array
+
+
+def _blocks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
+
+
+def _check(source: IdFiles, array: IdArray, start: int, ids: np.ndarray) -> None:
+    """Raises ConfigError for an id that the tokenizer does not have."""
+    size = source.made_by().vocab_size
+    if int(ids.min()) >= 0 and int(ids.max()) < size:
+        return
+    place = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
+    raw = "" if array.path.suffix.lower() == ".npy" else f", read as {array.dtype.name},"
+    raise ConfigError(
+        f"{source}: id {int(ids[place])} at place {start + place:,} of {array.path}{raw} is not in "
+        f"the vocabulary of tokenizer.path, which has {size:,} entries: name the tokenizer that "
+        "made the ids."
+    )
+
+
+def _changed(file: SourceFile) -> ConfigError:
+    told = "changed while it was read: wait until it does not, and begin again"
+    return ConfigError(f"{file.path} {told}.")
