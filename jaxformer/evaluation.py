@@ -76,7 +76,7 @@ def _sums(config: ModelConfig, params: Params, batch: Batch) -> dict[str, jax.Ar
     if config.output == "language":
         return sums
     inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs)
+    x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.places), axis=-1) == batch["targets"]
     sums["right"] = (right * batch["weights"]).sum()
     if config.next_sentence:

@@ -44,7 +44,7 @@ def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
     )
 
     def told(params):
-        x, _ = hidden(params, model.config, read)
+        x = hidden(params, model.config, read).x
         y, matrix = output_layer(params, model.config, pooled(params, model.config, x, read.places), "next_sentence")
         return jnp.einsum("BTD,VD->BTV", y, matrix)[:, 0]
 

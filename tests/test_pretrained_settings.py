@@ -21,6 +21,7 @@ from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm_specs
+from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.positions import rotate
 from jaxformer.loading import run_of, save_run
 from jaxformer.models.transformer import specs
@@ -184,8 +185,8 @@ def test_a_layer_with_a_window_turns_by_its_own_base_which_nothing_stretches(sca
     x, positions = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)), jax.numpy.arange(9)[None]
     near = jax.numpy.concatenate([rope(x[..., :4], positions, 7.0), x[..., 4:]], -1)
     far = rotate(dataclasses.replace(config, rope_window_theta=0.0), x, positions)
-    for found, expected in ((rotate(config, x, positions, 3), near), (rotate(config, x, positions, 0), far)):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    for layer, expected in zip(layer_configs(config, 3), (near, far, near), strict=True):
+        np.testing.assert_allclose(rotate(layer, x, positions), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", SCALED)

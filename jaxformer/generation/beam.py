@@ -103,7 +103,7 @@ def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: 
         live, over, parents = _extend(live, over, rules, i)
         cache = _of_parents(cache, parents)
         here = Places(places.positions + i, places.segments)
-        x, cache = hidden(params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache)  # type: ignore[assignment]
+        x, cache, _ = hidden(params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache)
         return i + 1, live._replace(logits=head(params, config, x, here)[:, 0]), over, cache
 
     i, live, over, _ = jax.lax.while_loop(going, step, (jnp.int32(0), live, over, cache))

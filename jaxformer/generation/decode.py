@@ -16,9 +16,9 @@ from jaxformer.layers.head import head
 from jaxformer.layers.masks import Places, places_of
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import compute_dtype
+from jaxformer.models.stack import compute_dtype, layers_of
 from jaxformer.models.transformer import hidden
-from jaxformer.params import Params, unstack
+from jaxformer.params import Params
 
 SLOTS = 32  # cache and prompt lengths are rounded up to this, so that few programs are compiled
 
@@ -157,7 +157,7 @@ def _prefill(params: Params, config: ModelConfig, slots: int, prompt: Any, sourc
     if source is not None:
         heard = places_of(source[0], None, source[1])
         cache = remember(params, config, Inputs(tokens, places, None, source[0], heard), cache)
-    x, cache = hidden(params, config, inputs, cache)  # type: ignore[assignment]
+    x, cache, _ = hidden(params, config, inputs, cache)
     index = jnp.arange(tokens.shape[1])
     last = jnp.max(jnp.where(segments != 0, index, -1), axis=1, keepdims=True)
     position, segment = (jnp.take_along_axis(a, last, axis=1) for a in (places.positions, segments))
@@ -171,7 +171,7 @@ def prepared(params: Params, config: ModelConfig) -> Params:
     """The weights as a loop reads them: a layer at a time, in the dtype of the products."""
     dtype = compute_dtype(config)
     cast = jax.tree.map(lambda w: w.astype(dtype), params)
-    return cast | {"blocks": unstack(cast["blocks"], config.n_layers)}
+    return cast | {"blocks": layers_of(cast["blocks"])}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
@@ -188,7 +188,7 @@ def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream:
         i, made, stream = carry
         key, now = jax.random.split(stream.key)
         token = jnp.where(stream.done, blank, draw(stream.logits, now, rules))
-        x, cache = hidden(params, config, Inputs(token[:, None], stream.places), stream.cache)
+        x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.places), stream.cache)
         done = stream.done | ends(token, rules.end_token)
         after = Places(stream.places.positions + 1, stream.places.segments)
         logits = head(params, config, x, stream.places)[:, 0]

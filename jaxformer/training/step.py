@@ -31,13 +31,15 @@ def loss_sums(
     dropout on.
     """
     inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs, key=key)
+    x, _, aux = hidden(params, config, inputs, key=key)
     extras["soft_cap"] = config.logit_soft_cap
     layer = output_layer(params, config, readout(params, config, x, inputs.places))
     objective, nats = cross_entropy(*layer, batch["targets"], batch["weights"], **extras)
     if config.next_sentence:
         layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
         objective += cross_entropy(*layer, batch["next_sentence"], batch["next_sentence_weights"])[0]
+    for total, _ in aux.losses.values():
+        objective += total
     return objective, nats
 
 
