@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jaxformer import data
 from jaxformer.config import ConfigError, ModelConfig, Objective, RunConfig
 from jaxformer.generation.translate import translate
-from jaxformer.layers.head import head, output_layer, pooled
+from jaxformer.layers.head import head, logits_of_rows, output_layer, pooled
 from jaxformer.loading import load, run_of
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
-from jaxformer.params import Params, contract
+from jaxformer.params import Params
 from jaxformer.sharding import MESH_AXES, batch_sharding
 from jaxformer.tokenizer.files import tokenizer_file
 from jaxformer.training.step import Batch, loss_sums
@@ -80,8 +80,8 @@ def _sums(config: ModelConfig, params: Params, batch: Batch) -> dict[str, jax.Ar
     right = jnp.argmax(head(params, config, x, inputs.places), axis=-1) == batch["targets"]
     sums["right"] = (right * batch["weights"]).sum()
     if config.next_sentence:
-        rows, matrix = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
-        follows = jnp.argmax(contract("BTD,VD->BTV", rows, matrix), axis=-1) == batch["next_sentence"]
+        layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
+        follows = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch["next_sentence"]
         sums["follows"] = (follows * batch["next_sentence_weights"]).sum()
     return sums
 

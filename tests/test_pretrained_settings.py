@@ -210,8 +210,9 @@ def test_a_bias_of_the_language_head_is_in_its_loss_as_in_its_logits():
     params, places = jf.init(config, jax.random.key(0)), Places(np.arange(5)[None], None)
     params["head"]["bias"] = jax.numpy.linspace(-1, 1, config.vocab_size)
     x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
-    rows, matrix = output_layer(params, config, readout(params, config, x, places))
-    np.testing.assert_allclose(rows @ matrix.T, head(params, config, x, places), atol=1e-5)
+    layer = output_layer(params, config, readout(params, config, x, places))
+    logits = layer.rows @ layer.matrix.T + layer.bias
+    np.testing.assert_allclose(logits, head(params, config, x, places), atol=1e-5)
 
 
 def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():

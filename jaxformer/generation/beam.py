@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.generation.decode import Stream, prepared, start
+from jaxformer.generation.decode import Stream, start
+from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import EndToken, ends, filler, within
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head

@@ -1,6 +1,7 @@
 """Grouped-query attention of a sequence to itself or another; multi-head (K = N) and multi-query (K = 1) are its ends."""
 
 import math
+from dataclasses import replace
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -19,7 +20,7 @@ from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
 from jaxformer.params import Params, Spec, Specs, scaled, zeros
 
-__all__ = ["attention", "attention_specs", "dot_product_attention", "keys_and_values"]
+__all__ = ["attention", "attention_specs", "cross_attention_specs", "dot_product_attention", "keys_and_values"]
 
 
 def attention_specs(config: ModelConfig) -> Specs:
@@ -43,6 +44,12 @@ def attention_specs(config: ModelConfig) -> Specs:
     if config.attention_sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
+
+
+def cross_attention_specs(config: ModelConfig) -> Specs:
+    """The same rows, of which those of keys and values read the source."""
+    specs = attention_specs(config)
+    return specs | {name: replace(specs[name], reads="source") for name in ("k", "v")}
 
 
 def _query_key_norm_spec(config: ModelConfig, heads: int) -> Spec:

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.attention import attention, attention_specs, keys_and_values
+from jaxformer.layers.attention import attention, attention_specs, cross_attention_specs, keys_and_values
 from jaxformer.layers.cache import Page
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.ffn import ffn, ffn_specs
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     place = PLACEMENTS[config.norm_placement]
     specs: Specs = {}
-    sublayers = {"attention": attention_specs} | ({"cross": attention_specs} if cross else {}) | {"ffn": ffn_specs}
+    sublayers = {"attention": attention_specs} | ({"cross": cross_attention_specs} if cross else {}) | {"ffn": ffn_specs}
     for name, make in sublayers.items():
         specs |= {f"{name}_norm": norm_specs(config)} if place.before or place.after else {}
         specs[name] = make(config)

@@ -150,7 +150,7 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
     if config.positions != "t5":
         return {}
     shape, start = (config.relative_buckets, config.n_heads), normal(config.d_model**-0.5)
-    return {"relative_bias": Spec(shape, ("buckets", "heads"), start, inputs=("buckets",))}
+    return {"relative_bias": Spec(shape, ("buckets", "heads"), start, inputs=("buckets",), lookup=True)}
 
 
 def score_bias(

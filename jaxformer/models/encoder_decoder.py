@@ -1,6 +1,8 @@
 """The encoder-decoder family (the original Transformer, T5): a stack that reads the source both ways, and one that writes,
 each of its tokens seeing those before it and all of the source."""
 
+from dataclasses import replace
+
 import jax
 
 from jaxformer.config import ModelConfig
@@ -15,15 +17,16 @@ from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, layers_of, run_stack, stack_specs
-from jaxformer.params import Params, Specs
+from jaxformer.params import Params, Specs, map_specs
 
 
 def specs(config: ModelConfig) -> Specs:
     """Rows named embed (its tokens serve both sides), encoder, and as in a decoder blocks, final_norm and the head's."""
     extras = embed_specs(config)
+    encoder = ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers)
     return {
         "embed": token_specs(config) | extras,
-        "encoder": ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers),
+        "encoder": map_specs(lambda _, spec: replace(spec, reads="source"), encoder),
         **stack_specs(config, config.n_layers, cross=True),
         **head_specs(config),
     }

@@ -1,5 +1,6 @@
 """A model of any family as pure functions: its table of parameters, its initial values, its logits."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxformer.layers.head import head
 from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
-from jaxformer.params import Params, Specs, init_params
+from jaxformer.params import Params, Specs, check_params, init_params
 
 FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
 Rows = Int[Array | np.ndarray, "B T"] | None
@@ -28,6 +29,14 @@ def specs(config: ModelConfig) -> Specs:
         )
     table: Specs = FAMILIES[config.family].specs(config)
     return {name: rows for name, rows in table.items() if rows}
+
+
+_table = functools.lru_cache(specs)  # nobody changes it: for the check alone
+
+
+def check_model(params: Params, config: ModelConfig) -> None:
+    """ConfigError that names every leaf of `params` that does not fit the config. Shapes alone are read."""
+    check_params(_table(config), params)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -77,6 +86,7 @@ def logits_of(
     params: Params, config: ModelConfig, batch: dict[str, Any], request: Request = NOTHING
 ) -> tuple[jax.Array, Aux]:
     """`forward` on its inputs by name, and what came out beside the logits."""
+    check_model(params, config)
     check_inputs(config, batch)
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, request=request)

@@ -34,10 +34,12 @@ def loss_sums(
     x, _, aux = hidden(params, config, inputs, key=key)
     extras["soft_cap"] = config.logit_soft_cap
     layer = output_layer(params, config, readout(params, config, x, inputs.places))
-    objective, nats = cross_entropy(*layer, batch["targets"], batch["weights"], **extras)
+    targets, weights = batch["targets"], batch["weights"]
+    objective, nats = cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias, **extras)
     if config.next_sentence:
         layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
-        objective += cross_entropy(*layer, batch["next_sentence"], batch["next_sentence_weights"])[0]
+        targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
+        objective += cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias)[0]
     for total, _ in aux.losses.values():
         objective += total
     return objective, nats
