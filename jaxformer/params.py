@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class Spec:
         return math.prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis not in (*self.inputs, "layers"))
 
 
+@runtime_checkable
 class CustomLeaf(Protocol):
     """A weight that is no array: a pytree node that stands for one, and is used wherever a weight is.
 
