@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxformer import layers, tokenizer
+    from jaxformer.adapters import adapt
     from jaxformer.checkpoints import Checkpoints
     from jaxformer.config import ConfigError, ModelConfig, RunConfig
     from jaxformer.generation.beam import beam_search
@@ -35,6 +36,7 @@ _MODULES = {
     "Result": "jaxformer.runs.run",
     "RunConfig": "jaxformer.config",
     "TrainState": "jaxformer.training.state",
+    "adapt": "jaxformer.adapters",
     "attention_maps": "jaxformer.models.inspect",
     "beam_search": "jaxformer.generation.beam",
     "fit": "jaxformer.training.loop",
@@ -65,6 +67,7 @@ __all__ = [
     "Result",
     "RunConfig",
     "TrainState",
+    "adapt",
     "attention_maps",
     "beam_search",
     "fit",

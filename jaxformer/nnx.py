@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from jaxformer.config import ModelConfig
-from jaxformer.models.transformer import forward, init, specs
-from jaxformer.params import Params, check_params
+from jaxformer.models.transformer import check_model, forward, init
+from jaxformer.params import Params
 
 
 class Transformer(nnx.Module):
@@ -20,7 +20,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, params: Params | None = None, *, rngs: nnx.Rngs | None = None) -> None:
         if params is None:
             params = init(config, (rngs or nnx.Rngs(0)).params())
-        check_params(specs(config), params)
+        check_model(params, config)
         self.config = config
         self.weights = nnx.data(jax.tree.map(nnx.Param, params))
 

@@ -93,8 +93,8 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both (arXiv:2502.16982).
     """
 
-    def numbers(path: str, spec: Spec) -> MuonDimensionNumbers | None:
-        if not (spec.is_matrix and path.startswith("blocks.")):
+    def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
+        if not spec.is_hidden_matrix:
             return None
         axes = [i for i, axis in enumerate(spec.axes) if axis != "layers"]
         shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)

@@ -6,13 +6,15 @@ fan-out follow from the names, so stacking layers or splitting heads changes no 
 """
 
 import math
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.config import ConfigError
 from jaxformer.sharding import Axes, activation, constrain, explicit_axes, gathered
@@ -24,16 +26,30 @@ Initializer = Callable[[jax.Array, "Spec"], jax.Array]
 
 @dataclass(frozen=True)
 class Spec:
-    """One leaf: its shape, the name of each axis, how it starts, and for a matrix the axes it contracts."""
+    """One leaf: its shape, the name of each axis, how it starts, and for a matrix the axes it contracts.
+
+    `trainable` says whether it learns; `lookup` that its rows are taken by an index, which costs no product; `reads` the
+    sequence that it is applied to (the source in an encoder-decoder's encoder). A leaf with the axis "layers" belongs to a
+    stack of layers.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Initializer
     inputs: tuple[str, ...] = ()
+    trainable: bool = True
+    lookup: bool = False
+    reads: Literal["tokens", "source"] = "tokens"
+    dtype: str = "float32"
 
     @property
     def is_matrix(self) -> bool:
         return bool(self.inputs)
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """A matrix of a stack of layers, and no embedding, output layer, norm or bias."""
+        return self.is_matrix and "layers" in self.axes
 
     @property
     def fan_in(self) -> int:
@@ -42,6 +58,36 @@ class Spec:
     @property
     def fan_out(self) -> int:
         return math.prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis not in (*self.inputs, "layers"))
+
+
+@runtime_checkable
+class CustomLeaf(Protocol):
+    """A weight that is no array: a pytree node that stands for one, and is used wherever a weight is.
+
+    `shape` is that of the array it stands for, whether its parts are arrays or `Spec`s, with the leading axis of a stack
+    where its parts have one. `astype` gives the leaf that products in this dtype read: parts that are cast, or itself.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
+        """As `contract(equation, x, w)` of the array it stands for."""
+        ...
+
+    def lookup(self, index: Any, to: Axes) -> jax.Array:
+        """As `lookup(table, index, to)` of the array it stands for."""
+        ...
+
+    def astype(self, dtype: Any) -> "CustomLeaf": ...
+
+
+Weight = jax.Array | CustomLeaf
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node of the params is a `CustomLeaf`."""
+    return hasattr(node, "contract")
 
 
 def zeros(key: jax.Array, spec: Spec) -> jax.Array:
@@ -96,11 +142,13 @@ def unstack(params: Params, n: int) -> list[Params]:
 
 
 def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
-    """`f(dotted path, spec)` of every row of the table, in its nesting."""
-    named = jax.tree.map_with_path(
-        lambda path, spec: f(jax.tree_util.keystr(path, simple=True, separator="."), spec), specs, is_leaf=_is_spec
-    )
+    """`f(dotted path, spec)` of every row of the table, in its nesting, that of custom leaves included."""
+    named = jax.tree.map_with_path(lambda path, spec: f(_dotted(path), spec), specs, is_leaf=_is_spec)
     return named  # type: ignore[no-any-return]
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def rows(specs: Specs) -> dict[str, Spec]:
@@ -109,11 +157,17 @@ def rows(specs: Specs) -> dict[str, Spec]:
 
 
 def _flat(specs: Specs, prefix: str) -> list[tuple[str, Spec]]:
-    return [
-        row
-        for name, entry in specs.items()
-        for row in ([(prefix + name, entry)] if _is_spec(entry) else _flat(entry, f"{prefix}{name}."))
-    ]
+    """The rows in the order in which the table states them; those of a custom leaf in that of its tree."""
+    found: list[tuple[str, Spec]] = []
+    for name, entry in specs.items():
+        if isinstance(entry, dict):
+            found += _flat(entry, f"{prefix}{name}.")
+        elif _is_spec(entry):
+            found.append((prefix + name, entry))
+        else:
+            parts = jax.tree.leaves_with_path(entry, is_leaf=_is_spec)
+            found += [(f"{prefix}{name}.{_dotted(path)}", spec) for path, spec in parts]
+    return found
 
 
 def _is_spec(entry: Any) -> bool:
@@ -121,13 +175,17 @@ def _is_spec(entry: Any) -> bool:
 
 
 def init_params(specs: Specs, key: jax.Array) -> Params:
-    """Initial values, float32. A leaf's randomness depends on the key and the leaf's path alone."""
-    return map_specs(lambda path, spec: spec.init(jax.random.fold_in(key, zlib.crc32(path.encode())), spec), specs)
+    """Initial values. A leaf's randomness depends on the key and the leaf's path alone."""
+
+    def start(path: str, spec: Spec) -> jax.Array:
+        return spec.init(jax.random.fold_in(key, zlib.crc32(path.encode())), spec).astype(spec.dtype)
+
+    return map_specs(start, specs)
 
 
 def abstract(specs: Specs) -> Params:
     """The params as `jax.ShapeDtypeStruct` leaves."""
-    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
 
 
 def count(specs: Specs) -> int:
@@ -135,12 +193,11 @@ def count(specs: Specs) -> int:
 
 
 def check_params(specs: Specs, params: Any) -> None:
-    """ConfigError naming every leaf that is missing, extra or of another shape."""
-    expected = {path: spec.shape for path, spec in rows(specs).items()}
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    """ConfigError naming every leaf that is missing, extra or of another shape.
+
+    A custom leaf counts by the shape that it stands for.
+    """
+    expected, found = _shapes(specs), _shapes(params)
     problems = [f"{path}: missing, expected {shape}" for path, shape in expected.items() if path not in found]
     problems += [f"{path}: {shape} is not in this model" for path, shape in found.items() if path not in expected]
     problems += [f"{p}: {found[p]} instead of {s}" for p, s in expected.items() if p in found and found[p] != s]
@@ -148,36 +205,80 @@ def check_params(specs: Specs, params: Any) -> None:
         raise ConfigError("the parameters do not fit the config:\n  " + "\n  ".join(problems))
 
 
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Dotted path to shape of a table or of params, a custom leaf as one."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: _is_spec(node) or is_custom(node))
+    return {_dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
+
+
 def contract(equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dtype: Any = None) -> jax.Array:
     """`einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's dtype.
 
-    The equation lists x's free axes first, then those it shares with w; w lists the shared axes first, or last. `to` names
-    the axes of the result where its placement has to be said; `dtype` is that of the result (default: x's). Products run
-    on flattened rows: a CPU transposes less in the backward pass. A weight that is no array contracts itself.
+    `to` names the axes of the result where its placement has to be said; `dtype` is that of the result (default: x's).
+    Where the equation lists x's free axes first, then those it shares with w, and w lists the shared axes first, or last,
+    products run on flattened rows: a CPU transposes less in the backward pass. Others, such as those that share an axis of
+    the result ("EBD,EDF->EBF"), are einsum's. A weight that is no array contracts itself. Raises ValueError for an equation
+    that does not fit the shapes.
     """
-    if hasattr(w, "contract"):
+    if is_custom(w):
         return w.contract(equation, x, to=to, dtype=dtype)  # type: ignore[no-any-return]
-    inputs, out = equation.split("->")
-    left, right = inputs.split(",")
+    left, right, out = _letters(equation, x.shape, w.shape)
     w = w.astype(x.dtype)
     if explicit_axes():
         sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
         place = activation([sizes[letter] for letter in out], to) if to else None
         return jnp.einsum(equation, x, gathered(w), preferred_element_type=dtype, out_sharding=place)
+    y = (
+        _flat_product(left, right, x, w, dtype)
+        if _flattens(left, right, out)
+        else jnp.einsum(equation, x, w, preferred_element_type=dtype)
+    )
+    return constrain(y, to) if to else y
+
+
+def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
+    """The axes of x, of w and of the result; ValueError where they make no sense for these shapes."""
+    parts = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
+    if parts is None:
+        raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")
+    left, right, out = parts.groups()
+    if (len(left), len(right)) != (len(x), len(w)):
+        raise ValueError(f"contract: {equation!r} does not fit the shapes {list(x)} and {list(w)}: one letter an axis.")
+    if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
+        raise ValueError(f"contract: {equation!r} names an axis twice in one of its parts.")
+    if not set(out) <= set(left + right):
+        raise ValueError(f"contract: the result of {equation!r} has an axis that neither x nor w has.")
+    sizes = dict(zip(left, x, strict=True))
+    if any(sizes.get(letter, length) != length for letter, length in zip(right, w, strict=True)):
+        raise ValueError(f"contract: a shared axis of {equation!r} has two lengths in the shapes {list(x)} and {list(w)}.")
+    return left, right, out
+
+
+def _flattens(left: str, right: str, out: str) -> bool:
+    """Whether the product is one of matrices: the shared axes last in x, first or last in w, and not in the result."""
+    shared = "".join(letter for letter in left if letter in right)
+    free = left[: len(left) - len(shared)]
+    columns = "".join(letter for letter in right if letter not in left)
+    return left == free + shared and right in (shared + columns, columns + shared) and out == free + columns
+
+
+def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     shared = sum(letter in right for letter in left)
     inner = math.prod(x.shape[x.ndim - shared :])
     free = x.shape[: x.ndim - shared]
     transposed = right[0] not in left
     columns = w.shape[: w.ndim - shared] if transposed else w.shape[shared:]
     matrix = w.reshape(-1, inner) if transposed else w.reshape(inner, -1)
-    y = jax.lax.dot_general(
-        x.reshape(-1, inner), matrix, (((1,), (int(transposed),)), ((), ())), preferred_element_type=dtype
-    ).reshape(*free, *columns)
-    return constrain(y, to) if to else y
+    numbers = (((1,), (int(transposed),)), ((), ()))
+    y = jax.lax.dot_general(x.reshape(-1, inner), matrix, numbers, preferred_element_type=dtype)
+    return y.reshape(*free, *columns)
 
 
-def lookup(table: jax.Array, index: Any, to: Axes) -> jax.Array:
-    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The rows are gathered first."""
+def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
+    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The rows are gathered first,
+    unless the table is no array and looks itself up."""
+    if is_custom(table):
+        return table.lookup(index, to)  # type: ignore[no-any-return]
     if explicit_axes():
         return gathered(table).at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), to))
     return constrain(constrain(table, (None, to[-1]))[index], to)

@@ -126,10 +126,13 @@ def explicit_axes() -> bool:
     return not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 
-def gathered(w: jax.Array) -> jax.Array:
-    """A weight under explicit axes, whole along the mesh axes that split batches (automatic axes do this unasked)."""
-    if not explicit_axes():
-        return w
+def gathered(w: Any) -> Any:
+    """A weight under explicit axes, whole along the mesh axes that split batches (automatic axes do this unasked). Of a
+    weight that is no array every part."""
+    return jax.tree.map(_gathered, w) if explicit_axes() else w
+
+
+def _gathered(w: jax.Array) -> jax.Array:
     spec = jax.typeof(w).sharding.spec
     return jax.sharding.reshard(w, PartitionSpec(*(None if axis in ACTIVATIONS["batch"] else axis for axis in spec)))
 

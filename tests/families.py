@@ -175,6 +175,6 @@ def cached(config, batch, size=DOCUMENT):
         places, types = jax.tree.map(
             lambda a, at=at: a[:, at : at + size], (Places(places.positions, places.segments), types)
         )
-        x, cache = hidden(params, config, Inputs(inputs.tokens[:, at : at + size], places, types), cache)
+        x, cache, _ = hidden(params, config, Inputs(inputs.tokens[:, at : at + size], places, types), cache)
         logits.append(head(params, config, x, places))
     return jnp.concatenate(logits, 1)

@@ -44,7 +44,7 @@ def case(name):
 
 def residual(params, config, batch):
     inputs = inputs_of(batch)
-    return hidden(params, config, inputs)[0], inputs.places
+    return hidden(params, config, inputs).x, inputs.places
 
 
 def sums(params, config, batch):
@@ -92,15 +92,16 @@ def test_the_logits_are_the_formula_of_the_head(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_output_layer_is_one_product_whose_last_column_is_the_bias(name):
+def test_the_output_layer_is_a_product_of_the_width_of_the_model_and_a_bias_apart(name):
     params, config, batch = case(name)
     x, places = residual(params, config, batch)
-    read, matrix = output_layer(params, config, readout(params, config, x, places))
-    logits = jnp.einsum("btd,vd->btv", read, matrix)
+    layer = output_layer(params, config, readout(params, config, x, places))
+    logits = jnp.einsum("btd,vd->btv", layer.rows, layer.matrix) + (0 if layer.bias is None else layer.bias)
     logits = 1.5 * jnp.tanh(logits / 1.5) if config.logit_soft_cap else logits
     expected = jf.forward(params, config, **batch)
     np.testing.assert_allclose(logits[:, 0] if config.output == "classes" else logits, expected, rtol=1e-4, atol=1e-4)
-    assert ("bias" in params.get("head", {})) == (read.shape[-1] == 17) == (config.output != "language")
+    assert layer.rows.shape[-1] == layer.matrix.shape[-1] == config.d_model
+    assert ("bias" in params.get("head", {})) == (layer.bias is not None) == (config.output != "language")
 
 
 def targets_of(config, seed=0):

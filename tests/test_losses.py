@@ -54,20 +54,21 @@ def test_every_tile_gives_the_formula_and_its_gradients(tile, extras):
         np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
 @pytest.mark.parametrize("tile", [None, 4])
-def test_a_bias_is_one_more_column_that_every_row_reads_as_1(tile):
+def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
     x, head, targets, weights = inputs()
     bias = jax.random.normal(jax.random.key(9), (V,))
 
-    def with_bias(x, head, bias):
-        nats = -jnp.take_along_axis(jax.nn.log_softmax(x @ head.T + bias), targets[..., None], -1)[..., 0]
-        return (weights * nats).sum()
-
     def by_column(x, head, bias):
+        """The bias as one more column, which every row reads as 1."""
         wide = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1), jnp.concatenate([head, bias[:, None]], -1)
-        return cross_entropy(*wide, targets, weights, tile=tile)[0]
+        return 3 * reference(*wide, targets, weights, **extras)[0]
 
-    found, expected = (jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (by_column, with_bias))
+    def apart(x, head, bias):
+        return 3 * cross_entropy(x, head, targets, weights, bias=bias, tile=tile, **extras)[0]
+
+    found, expected = (jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (apart, by_column))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

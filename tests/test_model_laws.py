@@ -80,7 +80,7 @@ def test_padding_changes_nothing(name, side):
 
 @functools.partial(jax.jit, static_argnums=1)
 def extend(params, config, row, places, cache):
-    x, cache = hidden(params, config, Inputs(row, places), cache)
+    x, cache, _ = hidden(params, config, Inputs(row, places), cache)
     return head(params, config, x, places), cache
 
 

@@ -44,9 +44,10 @@ def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
     )
 
     def told(params):
-        x, _ = hidden(params, model.config, read)
-        y, matrix = output_layer(params, model.config, pooled(params, model.config, x, read.places), "next_sentence")
-        return jnp.einsum("BTD,VD->BTV", y, matrix)[:, 0]
+        x = hidden(params, model.config, read).x
+        one = pooled(params, model.config, x, read.places)
+        layer = output_layer(params, model.config, one, "next_sentence")
+        return (jnp.einsum("BTD,VD->BTV", layer.rows, layer.matrix) + layer.bias)[:, 0]
 
     expected = outputs(reference(name), rows).seq_relationship_logits.numpy()
     found = np.asarray(jax.jit(told, compiler_options=QUICK)(model.params))

@@ -14,13 +14,14 @@ from pretrained_tokenizers import saved
 import jaxformer as jf
 from jaxformer.cli import convert
 from jaxformer.config import ModelConfig, RunConfig, RunSettings, TokenizerConfig
-from jaxformer.config_file import to_json
+from jaxformer.config_json import to_json
 from jaxformer.evaluation import evaluate_run
 from jaxformer.interop import verify
 from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm_specs
+from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.positions import rotate
 from jaxformer.loading import run_of, save_run
 from jaxformer.models.transformer import specs
@@ -189,8 +190,8 @@ def test_a_layer_with_a_window_turns_by_its_own_base_which_nothing_stretches(sca
     x, positions = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)), jax.numpy.arange(9)[None]
     near = jax.numpy.concatenate([rope(x[..., :4], positions, 7.0), x[..., 4:]], -1)
     far = rotate(dataclasses.replace(config, rope_window_theta=0.0), x, positions)
-    for found, expected in ((rotate(config, x, positions, 3), near), (rotate(config, x, positions, 0), far)):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    for layer, expected in zip(layer_configs(config, 3), (near, far, near), strict=True):
+        np.testing.assert_allclose(rotate(layer, x, positions), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", SCALED)
@@ -214,8 +215,9 @@ def test_a_bias_of_the_language_head_is_in_its_loss_as_in_its_logits():
     params, places = jf.init(config, jax.random.key(0)), Places(np.arange(5)[None], None)
     params["head"]["bias"] = jax.numpy.linspace(-1, 1, config.vocab_size)
     x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
-    rows, matrix = output_layer(params, config, readout(params, config, x, places))
-    np.testing.assert_allclose(rows @ matrix.T, head(params, config, x, places), atol=1e-5)
+    layer = output_layer(params, config, readout(params, config, x, places))
+    logits = layer.rows @ layer.matrix.T + layer.bias
+    np.testing.assert_allclose(logits, head(params, config, x, places), atol=1e-5)
 
 
 def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.generation.decode import Stream, prepared, start
+from jaxformer.generation.decode import Stream, start
+from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import EndToken, ends, filler, within
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
@@ -103,7 +104,7 @@ def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: 
         live, over, parents = _extend(live, over, rules, i)
         cache = _of_parents(cache, parents)
         here = Places(places.positions + i, places.segments)
-        x, cache = hidden(params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache)  # type: ignore[assignment]
+        x, cache, _ = hidden(params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache)
         return i + 1, live._replace(logits=head(params, config, x, here)[:, 0]), over, cache
 
     i, live, over, _ = jax.lax.while_loop(going, step, (jnp.int32(0), live, over, cache))

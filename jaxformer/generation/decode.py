@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import Sampling, draw, ends, filler
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
@@ -17,8 +18,8 @@ from jaxformer.layers.masks import Places, places_of
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype
-from jaxformer.models.transformer import hidden
-from jaxformer.params import Params, unstack
+from jaxformer.models.transformer import check_model, hidden
+from jaxformer.params import Params
 
 SLOTS = 32  # cache and prompt lengths are rounded up to this, so that few programs are compiled
 
@@ -101,6 +102,7 @@ def start(
     source_segment_ids: Any = None,
 ) -> Stream:
     """The stream after the prompt was read; ConfigError where the prompt cannot be continued."""
+    check_model(params, config)
     if config.output != "language":
         raise ConfigError(f"a model with the head {config.output!r} does not write text; generation needs one that does.")
     if (config.family == "encoder_decoder") != (source is not None):
@@ -157,21 +159,13 @@ def _prefill(params: Params, config: ModelConfig, slots: int, prompt: Any, sourc
     if source is not None:
         heard = places_of(source[0], None, source[1])
         cache = remember(params, config, Inputs(tokens, places, None, source[0], heard), cache)
-    x, cache = hidden(params, config, inputs, cache)  # type: ignore[assignment]
+    x, cache, _ = hidden(params, config, inputs, cache)
     index = jnp.arange(tokens.shape[1])
     last = jnp.max(jnp.where(segments != 0, index, -1), axis=1, keepdims=True)
     position, segment = (jnp.take_along_axis(a, last, axis=1) for a in (places.positions, segments))
     logits = head(params, config, jnp.take_along_axis(x, last[..., None], axis=1), Places(position, segment))[:, 0]
     after = Places(position + 1, segment)
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def prepared(params: Params, config: ModelConfig) -> Params:
-    """The weights as a loop reads them: a layer at a time, in the dtype of the products."""
-    dtype = compute_dtype(config)
-    cast = jax.tree.map(lambda w: w.astype(dtype), params)
-    return cast | {"blocks": unstack(cast["blocks"], config.n_layers)}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
@@ -188,7 +182,7 @@ def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream:
         i, made, stream = carry
         key, now = jax.random.split(stream.key)
         token = jnp.where(stream.done, blank, draw(stream.logits, now, rules))
-        x, cache = hidden(params, config, Inputs(token[:, None], stream.places), stream.cache)
+        x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.places), stream.cache)
         done = stream.done | ends(token, rules.end_token)
         after = Places(stream.places.positions + 1, stream.places.segments)
         logits = head(params, config, x, stream.places)[:, 0]

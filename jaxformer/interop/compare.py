@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.config_model import BIASED
-from jaxformer.models.stack import windows
+from jaxformer.layers.pattern import layer_configs
 
 
 def bias_named(carried: frozenset[str]) -> str:
@@ -25,7 +25,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
         fields["n_encoder_layers"] = config.encoder_layers
     scale = config.attention_scale or config.head_width**-0.5
     fields["attention_scale"] = float(f"{scale:.9g}")
-    each = windows(config, config.n_layers)
+    each = [layer.window for layer in layer_configs(config, config.n_layers)]
     near = any(each)
     pattern = "".join("w" if window else "f" for window in each)
     fields |= {"window_pattern": pattern} if near else {"window": 0, "window_pattern": "w"}

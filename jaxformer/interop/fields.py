@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jaxformer.config import ModelConfig
 from jaxformer.interop.compare import bias_named
 from jaxformer.interop.theirs import Theirs
-from jaxformer.models.stack import windows
+from jaxformer.layers.pattern import layer_configs
 
 Ours = dict[str, Any]
 
@@ -272,6 +272,7 @@ class Windows:
         return window if not self.switch or theirs.flag("use_sliding_window", False) else 0
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        kinds = [SLIDING if window else FULL for window in windows(ours, ours.n_layers)]
+        layers = layer_configs(ours, ours.n_layers)
+        kinds = [SLIDING if layer.window else FULL for layer in layers]
         keys: dict[str, Any] = {"sliding_window": ours.window or None} | ({"layer_types": kinds} if self.kinds else {})
         return keys | ({"use_sliding_window": bool(ours.window), "max_window_layers": ours.n_layers} if self.switch else {})

@@ -33,7 +33,7 @@ from jaxformer.interop.t5 import T5
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.interop.theirs import Theirs, check_dtype, is_pretrained, read_json
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, check_params, map_specs
+from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
 from jaxformer.sharding import parameter_sharding
 
 # The first that can state a config is written, so the plainer come first.
@@ -218,6 +218,7 @@ def save_pretrained(
     """
     directory, table = Path(path), model_specs(config)
     check_params(table, params)
+    _refuse_custom(params)
     family, name = architecture_of(config, architecture)
     if dtype is not None:
         check_dtype(dtype)
@@ -241,6 +242,17 @@ def save_pretrained(
         tokenizer.save(directory / "tokenizer.json")
     _write_json(directory / "config.json", keys)
     return files
+
+
+def _refuse_custom(params: Any) -> None:
+    """ConfigError where a leaf of the params is no array: the format has no name for its parts."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
+    custom = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in leaves if is_custom(leaf)}
+    if custom:
+        named = ", ".join(f"{path} ({type(leaf).__name__})" for path, leaf in custom.items())
+        raise ConfigError(
+            f"a model directory holds plain arrays, and these leaves are none: {named}. Merge each into one array first."
+        )
 
 
 def _tokens(config: ModelConfig, tokenizer: Any) -> dict[str, int | None]:

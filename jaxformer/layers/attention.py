@@ -1,20 +1,26 @@
 """Grouped-query attention of a sequence to itself or another; multi-head (K = N) and multi-query (K = 1) are its ends."""
 
 import math
+from dataclasses import replace
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.kernels import attend, dot_product_attention, plain
+from jaxformer.layers.capture import NOTHING, Captures, Request
+from jaxformer.layers.kernels import (
+    attend,
+    attention_weights,
+    dot_product_attention,
+    weighted_values,
+)
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import View
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
-from jaxformer.layers.probe import SILENT, Probe
 from jaxformer.params import Params, Spec, Specs, scaled, zeros
 
-__all__ = ["attention", "attention_specs", "dot_product_attention", "keys_and_values"]
+__all__ = ["attention", "attention_specs", "cross_attention_specs", "dot_product_attention", "keys_and_values"]
 
 
 def attention_specs(config: ModelConfig) -> Specs:
@@ -40,6 +46,12 @@ def attention_specs(config: ModelConfig) -> Specs:
     return specs
 
 
+def cross_attention_specs(config: ModelConfig) -> Specs:
+    """The same rows, of which those of keys and values read the source."""
+    specs = attention_specs(config)
+    return specs | {name: replace(specs[name], reads="source") for name in ("k", "v")}
+
+
 def _query_key_norm_spec(config: ModelConfig, heads: int) -> Spec:
     shape = {"head": (config.head_width,), "width": (heads * config.head_width,)}[config.query_key_norm]
     return scale_spec(config, shape)
@@ -58,15 +70,11 @@ def keys_and_values(
     config: ModelConfig,
     x: Float[Array, "B S D"],
     positions: Int[Array, "B S"] | None,
-    window: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]]:
-    """What attention looks at: [B, S, D] -> [B, S, K, H], [B, S, K, W].
-
-    Keys are turned by their positions where those are given, as in a layer with this `window`.
-    """
+    """What attention looks at: [B, S, D] -> [B, S, K, H], [B, S, K, W]; keys are turned by their positions, if given."""
     k = _normed(params, config, "k", linear("BTD,DKH->BTKH", params, "k", x))
     v = linear("BTD,DKH->BTKH", params, "v", x)
-    return (k if positions is None else rotate(config, k, positions, window)), v
+    return (k if positions is None else rotate(config, k, positions)), v
 
 
 def attention(
@@ -76,20 +84,23 @@ def attention(
     seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
     view: View,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
+    request: Request = NOTHING,
     name: str = "attention",
-) -> Float[Array, "B T D"]:
+) -> tuple[Float[Array, "B T D"], Captures]:
     """Attention to the keys and values in `seen`, as far as `view` lets it: [B, T, D] -> [B, T, D].
 
-    A key turns dropout on; `probe` meets the weights as `name`_weights [B, N, T, S].
+    A key turns dropout on. The second result has the weights [B, N, T, S], before dropout, as `name`_weights where the
+    request wants them.
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if view.relative:
-        q = rotate(config, q, view.queries.positions, view.window)
+        q = rotate(config, q, view.queries.positions)
     view = view._replace(scale=config.attention_scale, soft_cap=config.attention_soft_cap, sinks=params.get("sinks"))
     weights_name = f"{name}_weights"
-    if probe.wants(weights_name) or (key is not None and config.dropout > 0):
-        out = plain(q, *seen, view, lambda weights: dropout(probe(weights_name, weights), config.dropout, key))
+    captures: Captures = {}
+    if request.wants(weights_name) or (key is not None and config.dropout > 0):
+        weights, captures = request.apply(weights_name, attention_weights(q, seen[0], view))
+        out = weighted_values(dropout(weights, config.dropout, key), seen[1])
     else:
         out = attend(config.attention_kernel, q, *seen, view)
-    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None))
+    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), captures

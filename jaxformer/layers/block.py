@@ -13,13 +13,14 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxformer.config import ModelConfig
-from jaxformer.layers.attention import attention, attention_specs, keys_and_values
+from jaxformer.layers.attention import attention, attention_specs, cross_attention_specs, keys_and_values
 from jaxformer.layers.cache import Page
+from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.ffn import ffn, ffn_specs
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.masks import View
 from jaxformer.layers.norm import norm, norm_specs
-from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.params import Params, Specs
 
 
@@ -49,7 +50,7 @@ class Source(NamedTuple):
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     place = PLACEMENTS[config.norm_placement]
     specs: Specs = {}
-    sublayers = {"attention": attention_specs} | ({"cross": attention_specs} if cross else {}) | {"ffn": ffn_specs}
+    sublayers = {"attention": attention_specs} | ({"cross": cross_attention_specs} if cross else {}) | {"ffn": ffn_specs}
     for name, make in sublayers.items():
         specs |= {f"{name}_norm": norm_specs(config)} if place.before or place.after else {}
         specs[name] = make(config)
@@ -65,37 +66,46 @@ def block(
     page: Page | None = None,
     source: Source | None = None,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
-) -> tuple[Float[Array, "B T D"], Page | None]:
-    """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns dropout on."""
+    request: Request = NOTHING,
+) -> Output:
+    """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns dropout on.
+
+    Every sublayer returns its result and an `Aux`; what the request asks for is captured in it.
+    """
     keys = iter((None,) * 5 if key is None else jax.random.split(key, 5 if source else 3))
     attention_key, cross_key = next(keys), next(keys) if source else None
-    written = page
+    written, near = page, view._replace(window=config.window)
 
-    def attend(h: jax.Array) -> jax.Array:
+    def attend(h: jax.Array) -> tuple[jax.Array, Aux]:
         nonlocal written
-        seen = keys_and_values(params["attention"], config, h, view.queries.positions, view.window)
+        seen = keys_and_values(params["attention"], config, h, view.queries.positions)
         if page is not None:
             written = page.write(*seen)
             seen = written.k, written.v
-        return attention(params["attention"], config, h, seen, view, attention_key, probe, "attention")
+        out, weights = attention(params["attention"], config, h, seen, near, attention_key, request, "attention")
+        return out, Aux(captures=weights)
 
-    def attend_to_source(h: jax.Array) -> jax.Array:
+    def attend_to_source(h: jax.Array) -> tuple[jax.Array, Aux]:
         known = page.source if page is not None else None
         seen = known or keys_and_values(params["cross"], config, source.x, None)  # type: ignore[union-attr, arg-type]
-        return attention(params["cross"], config, h, seen, source.view, cross_key, probe, "cross")  # type: ignore[union-attr]
+        to_source: View = source.view  # type: ignore[union-attr]
+        out, weights = attention(params["cross"], config, h, seen, to_source, cross_key, request, "cross")
+        return out, Aux(captures=weights)
 
-    sublayers: dict[str, Callable[[jax.Array], jax.Array]] = {
+    sublayers: dict[str, Callable[[jax.Array], tuple[jax.Array, Aux]]] = {
         "attention": attend,
         **({"cross": attend_to_source} if "cross" in params else {}),
-        "ffn": lambda h: ffn(params["ffn"], config, h),
+        "ffn": lambda h: (ffn(params["ffn"], config, h), Aux()),
     }
     place, total = PLACEMENTS[config.norm_placement], x
+    parts: list[Aux] = []
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
-        out = sublayer(norm(params[f"{name}_norm"], config, read) if place.before else read)
-        out = probe(f"{'mlp' if name == 'ffn' else name}_out", out)
+        out, aux = sublayer(norm(params[f"{name}_norm"], config, read) if place.before else read)
+        out, captured = request.apply(f"{'mlp' if name == 'ffn' else name}_out", out)
+        parts += [aux, Aux(captures=captured)]
         out = norm(params[f"{name}_output_norm"], config, out) if place.output else out
         total = total + dropout(out, config.dropout, next(keys))
         total = norm(params[f"{name}_norm"], config, total) if place.after else total
-    return probe("residual", total), written
+    total, captured = request.apply("residual", total)
+    return Output(total, written, merged([*parts, Aux(captures=captured)]))

@@ -8,6 +8,7 @@ from flax import struct
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.masks import Places
+from jaxformer.layers.pattern import layer_configs
 
 
 class Page(NamedTuple):
@@ -61,10 +62,9 @@ class KVCache:
 def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
     """A cache for `slots` tokens a row, in `dtype`."""
     blank = jnp.zeros((batch, slots), jnp.int32)
-    k, v = (
-        tuple(jnp.zeros((batch, slots, config.kv_heads, width), dtype) for _ in range(config.n_layers))
-        for width in (config.head_width, config.value_width)
-    )
+    layers = layer_configs(config, config.n_layers)
+    k = tuple(jnp.zeros((batch, slots, layer.kv_heads, layer.head_width), dtype) for layer in layers)
+    v = tuple(jnp.zeros((batch, slots, layer.kv_heads, layer.value_width), dtype) for layer in layers)
     return KVCache(k, v, Places(blank, blank), jnp.int32(0))
 
 

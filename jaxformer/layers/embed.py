@@ -22,7 +22,7 @@ def token_specs(config: ModelConfig) -> Specs:
     """The table of tokens [V, D], one for the whole model."""
     make = INITIALIZERS[config.init](config)
     shape = (config.vocab_size, config.d_model)
-    return {"tokens": Spec(shape, ("vocab", "embed"), make.embedding, inputs=("vocab",))}
+    return {"tokens": Spec(shape, ("vocab", "embed"), make.embedding, inputs=("vocab",), lookup=True)}
 
 
 def embed_specs(config: ModelConfig) -> Specs:
@@ -33,7 +33,7 @@ def embed_specs(config: ModelConfig) -> Specs:
         "types": (config.token_types, make.embedding),
     }
     specs: Specs = {
-        name: Spec((size, config.d_model), (name, "embed"), init, inputs=(name,))
+        name: Spec((size, config.d_model), (name, "embed"), init, inputs=(name,), lookup=True)
         for name, (size, init) in table.items()
         if size
     }

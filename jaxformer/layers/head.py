@@ -8,6 +8,7 @@ none       the residual stream, and no matrix
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,7 @@ from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm, norm_specs
-from jaxformer.params import Params, Spec, Specs, contract, zeros
-from jaxformer.sharding import gathered
+from jaxformer.params import Params, Spec, Specs, Weight, contract, zeros
 
 
 def head_specs(config: ModelConfig) -> Specs:
@@ -71,21 +71,31 @@ def readout(params: Params, config: ModelConfig, x: Float[Array, "B T D"], place
     return x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
 
 
-def head_matrix(params: Params, config: ModelConfig) -> jax.Array:
+class OutputLayer(NamedTuple):
+    """What the logits are made of: rows [B, T, D], matrix [V, D], and a bias [V] or None, logits = rows matrix^T + bias."""
+
+    rows: jax.Array
+    matrix: Weight
+    bias: jax.Array | None
+
+
+def head_matrix(params: Params, config: ModelConfig) -> Weight:
     """The output layer's matrix [V, D], its own or the embedding table."""
     tied = config.tied_head and config.output in ("language", "masked")
-    weight: jax.Array = params["embed"]["tokens"] if tied else params["head"]["weight"]
+    weight: Weight = params["embed"]["tokens"] if tied else params["head"]["weight"]
     return weight
 
 
-def output_layer(params: Params, config: ModelConfig, y: jax.Array, name: str = "head") -> tuple[jax.Array, jax.Array]:
-    """(rows, matrix [V, D]) whose product is the logits: a bias is one more column, which every row reads as 1."""
+def output_layer(params: Params, config: ModelConfig, y: jax.Array, name: str = "head") -> OutputLayer:
+    """The output layer of one of the heads, head or next_sentence, on the rows `y` [B, T, D] that it reads."""
     matrix = params["next_sentence"]["weight"] if name == "next_sentence" else head_matrix(params, config)
-    bias = params.get(name, {}).get("bias")
-    if bias is None:
-        return y, matrix
-    wide = jnp.concatenate([gathered(matrix), bias[:, None]], axis=-1)
-    return jnp.concatenate([y, jnp.ones_like(y[..., :1])], axis=-1), wide
+    return OutputLayer(y, matrix, params.get(name, {}).get("bias"))
+
+
+def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = None) -> jax.Array:
+    """rows matrix^T + bias, float32: [B, T, D], [V, D], [V] -> [B, T, V]."""
+    logits = contract("BTD,VD->BTV", rows, matrix, to=("batch", None, "vocab"), dtype=jnp.float32)
+    return logits if bias is None else logits + bias
 
 
 def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places: Places) -> Float[Array, "B Q V"]:
@@ -93,8 +103,6 @@ def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places: 
     if config.output == "none":
         return x.astype(jnp.float32)
     y = readout(params, config, x, places)
-    logits = contract("BTD,VD->BTV", y, head_matrix(params, config), to=("batch", None, "vocab"), dtype=jnp.float32)
-    bias = params.get("head", {}).get("bias")
-    logits = logits if bias is None else logits + bias
+    logits = logits_of_rows(*output_layer(params, config, y))
     cap = config.logit_soft_cap
     return cap * jnp.tanh(logits / cap) if cap else logits

@@ -20,7 +20,6 @@ from jaxformer.layers.masks import View, visible
 from jaxformer.settings import Table
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array]
-Weigh = Callable[[jax.Array], jax.Array]
 
 
 def dot_product_attention(
@@ -80,13 +79,22 @@ def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
     return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
 
-def plain(q: jax.Array, k: jax.Array, v: jax.Array, view: View, weigh: Weigh | None = None) -> jax.Array:
-    """The reference. `weigh` maps the weights [B, N, T, S] to what is used of them."""
-    weights = _weights(q, k, visible(view), _Change(view.scale, view.soft_cap, view.bias, view.sinks))
-    if weigh is not None:
-        b, groups, share, t, s = weights.shape
-        weights = weigh(weights.reshape(b, groups * share, t, s)).reshape(weights.shape)
-    return _values(weights, v)
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+    """The reference."""
+    change = _Change(view.scale, view.soft_cap, view.bias, view.sinks)
+    return _values(_weights(q, k, visible(view), change), v)
+
+
+def attention_weights(q: jax.Array, k: jax.Array, view: View) -> jax.Array:
+    """The weights of `plain`, float32: q [B, T, N, H], k [B, S, K, H] -> [B, N, T, S]."""
+    change = _Change(view.scale, view.soft_cap, view.bias, view.sinks)
+    weights = _weights(q, k, visible(view), change)
+    return weights.reshape(weights.shape[0], -1, *weights.shape[3:])
+
+
+def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """What `plain` does with its weights: [B, N, T, S], v [B, S, K, W] -> [B, T, N, W]."""
+    return _values(weights.reshape(weights.shape[0], v.shape[2], -1, *weights.shape[2:]), v)
 
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
@@ -184,7 +192,7 @@ def _has_plain_scores(view: View) -> bool:
 def _goes_by_order(view: View) -> bool:
     """No window, and where it is causal no cache and no positions of its own: for kernels that know the index alone."""
     ordered = not view.causal or (view.queries.ordered and view.keys.ordered)
-    return ordered and isinstance(view.window, int) and view.window == 0 and _has_plain_scores(view)
+    return ordered and view.window == 0 and _has_plain_scores(view)
 
 
 def _goes_by_order_unpacked(view: View) -> bool:

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-FAR = 2**30  # a window that hides nothing, where some layers of a scan have one and others have not
-
 
 @struct.dataclass
 class Places:
@@ -41,7 +39,7 @@ class View(NamedTuple):
     queries: Places
     keys: Places
     causal: bool = True
-    window: int | jax.Array = 0
+    window: int = 0
     scale: float = 0.0
     soft_cap: float = 0.0
     bias: jax.Array | None = None
@@ -64,7 +62,7 @@ def visible(view: View) -> jax.Array | None:
     queries, keys = view.queries, view.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
     mask = back >= 0 if view.causal else None
-    if not (isinstance(view.window, int) and view.window == 0):
+    if view.window:
         near = (back if view.causal else jnp.abs(back)) < view.window
         mask = near if mask is None else mask & near
     if queries.segments is not None or keys.segments is not None:

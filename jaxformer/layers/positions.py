@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ModelConfig
 from jaxformer.config_model import RopeScaling
-from jaxformer.layers.masks import FAR, Places
+from jaxformer.layers.masks import Places
 from jaxformer.params import Spec, Specs, lookup, normal
 from jaxformer.settings import Table
 
@@ -112,22 +112,16 @@ FREQUENCIES: Table[Callable[[ModelConfig, jax.Array], jax.Array]] = Table(
 )
 
 
-def rotate(
-    config: ModelConfig, x: Float[Array, "B T N H"], positions: Int[Array, "B T"], window: int | Int[Array, ""] = 0
-) -> Float[Array, "B T N H"]:
-    """Queries or keys as the config turns them in a layer of this window: [B, T, N, H], [B, T] -> [B, T, N, H]."""
+def rotate(config: ModelConfig, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    """Queries or keys as the config of their layer turns them: [B, T, N, H], [B, T] -> [B, T, N, H]."""
     if config.positions != "rope":
         return x
     frequencies = FREQUENCIES[config.rope_scaling](config, positions)
-    scale: Any = config.rope_scale
-    if config.rope_window_theta:  # in a scan the window is an array
-        near, local = (window > 0) & (window < FAR), rope_frequencies(config.rotated_width, config.rope_window_theta)
-        frequencies, scale = jnp.where(near, local, frequencies), jnp.where(near, 1.0, scale)
     turned = rope(x, positions, pairing=config.rope_pairing, frequencies=frequencies)
     if config.rope_scaling != "yarn":
         return turned
     w = 2 * frequencies.shape[0]
-    return jnp.concatenate([(scale * turned[..., :w]).astype(x.dtype), turned[..., w:]], axis=-1)
+    return jnp.concatenate([(config.rope_scale * turned[..., :w]).astype(x.dtype), turned[..., w:]], axis=-1)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -161,7 +155,7 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
     if config.positions != "t5":
         return {}
     shape, start = (config.relative_buckets, config.n_heads), normal(config.d_model**-0.5)
-    return {"relative_bias": Spec(shape, ("buckets", "heads"), start, inputs=("buckets",))}
+    return {"relative_bias": Spec(shape, ("buckets", "heads"), start, inputs=("buckets",), lookup=True)}
 
 
 def score_bias(

@@ -20,7 +20,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from jaxformer.config import ConfigError
-from jaxformer.generation.decode import decode, prepared, start
+from jaxformer.generation.decode import decode, start
+from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import Sampling
 from jaxformer.lm_eval.scores import scores
 from jaxformer.loading import load

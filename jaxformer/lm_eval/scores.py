@@ -26,7 +26,7 @@ def scores(
     Only their logits are computed, and no more than about `LOGITS` at once.
     """
     segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    x, _ = hidden(params, config, Inputs(tokens, places_of(tokens, None, segments)))
+    x = hidden(params, config, Inputs(tokens, places_of(tokens, None, segments))).x
 
     def logits(spots: jax.Array) -> jax.Array:
         return head(params, config, jnp.take_along_axis(x, spots[..., None], axis=1), Places(spots))

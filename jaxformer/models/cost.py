@@ -6,8 +6,6 @@ from jaxformer.config import ModelConfig
 from jaxformer.models.transformer import specs
 from jaxformer.params import count, rows
 
-LOOKUPS = ("tokens", "positions", "types", "relative_bias")
-
 
 def parameter_count(config: ModelConfig) -> int:
     return count(specs(config))
@@ -22,10 +20,9 @@ def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) ->
     source_length = source_length or length
     share = source_length / length  # source tokens a target token
     total = 0.0
-    for path, spec in rows(specs(config)).items():
-        if spec.is_matrix and path.rpartition(".")[2] not in LOOKUPS:
-            of_source = path.startswith("encoder.") or ".cross.k" in path or ".cross.v" in path
-            total += math.prod(spec.shape) * (share if of_source else 1)
+    for spec in rows(specs(config)).values():
+        if spec.is_matrix and not spec.lookup:
+            total += math.prod(spec.shape) * (share if spec.reads == "source" else 1)
     if config.tied_head and config.output in ("language", "masked"):
         total += config.vocab_size * config.d_model
     width = config.n_heads * (config.head_width + config.value_width)

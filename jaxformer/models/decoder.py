@@ -4,10 +4,11 @@ import jax
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.cache import KVCache
+from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import View
-from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.layers.output import Output
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, run_stack, stack_specs
 from jaxformer.params import Params, Specs
@@ -28,8 +29,8 @@ def hidden(
     inputs: Inputs,
     cache: KVCache | None = None,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
-) -> tuple[jax.Array, KVCache | None]:
+    request: Request = NOTHING,
+) -> Output:
     """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     x = embed(params["embed"], config, inputs.tokens, inputs.places, inputs.types, embed_key)
@@ -37,4 +38,4 @@ def hidden(
         cache = cache.advance(inputs.places)
     view = View(inputs.places, inputs.places if cache is None else cache.places)
     x = x.astype(compute_dtype(config))
-    return run_stack(params, config, x, view, cache=cache, key=layers_key, probe=probe.within("decoder"))
+    return run_stack(params, config, x, view, cache=cache, key=layers_key, request=request.within("decoder"))

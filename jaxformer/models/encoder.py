@@ -4,9 +4,10 @@ import jax
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.cache import KVCache
+from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed
 from jaxformer.layers.masks import View
-from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.layers.output import Output
 from jaxformer.models.decoder import specs
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, run_stack
@@ -21,10 +22,11 @@ def hidden(
     inputs: Inputs,
     cache: KVCache | None = None,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
-) -> tuple[jax.Array, KVCache | None]:
+    request: Request = NOTHING,
+) -> Output:
     """The residual stream before the head [B, T, D]; a cache means nothing here and is given back."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     x = embed(params["embed"], config, inputs.tokens, inputs.places, inputs.types, embed_key).astype(compute_dtype(config))
     view = View(inputs.places, inputs.places, causal=False)
-    return run_stack(params, config, x, view, key=layers_key, probe=probe.within("encoder"))[0], cache
+    out = run_stack(params, config, x, view, key=layers_key, request=request.within("encoder"))
+    return out._replace(cache=cache)

@@ -1,48 +1,58 @@
 """The encoder-decoder family (the original Transformer, T5): a stack that reads the source both ways, and one that writes,
 each of its tokens seeing those before it and all of the source."""
 
+from dataclasses import replace
+
 import jax
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.attention import keys_and_values
 from jaxformer.layers.block import Source
 from jaxformer.layers.cache import KVCache
+from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs
 from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import Places, View
-from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.layers.output import Aux, Output, merged
+from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, layers_of, run_stack, stack_specs
-from jaxformer.params import Params, Specs
+from jaxformer.params import Params, Specs, map_specs
 
 
 def specs(config: ModelConfig) -> Specs:
     """Rows named embed (its tokens serve both sides), encoder, and as in a decoder blocks, final_norm and the head's."""
     extras = embed_specs(config)
+    encoder = ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers)
     return {
         "embed": token_specs(config) | extras,
-        "encoder": ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers),
+        "encoder": map_specs(lambda _, spec: replace(spec, reads="source"), encoder),
         **stack_specs(config, config.n_layers, cross=True),
         **head_specs(config),
     }
 
 
 def encode(
-    params: Params, config: ModelConfig, inputs: Inputs, key: jax.Array | None = None, probe: Probe = SILENT
-) -> jax.Array:
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    key: jax.Array | None = None,
+    request: Request = NOTHING,
+) -> Output:
     """What the encoder makes of the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     tables = {"tokens": params["embed"]["tokens"]} | params["encoder"].get("embed", {})
     places: Places = inputs.source_places  # type: ignore[assignment]
     x = embed(tables, config, inputs.source, places, None, embed_key).astype(compute_dtype(config))  # type: ignore[arg-type]
     view = View(places, places, causal=False)
-    return run_stack(params["encoder"], config, x, view, key=layers_key, probe=probe.within("encoder"))[0]
+    return run_stack(params["encoder"], config, x, view, key=layers_key, request=request.within("encoder"))
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, encoded once."""
-    x = encode(params, config, inputs)
-    seen = tuple(keys_and_values(layer["cross"], config, x, None) for layer in layers_of(params["blocks"]))
+    x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
+    configs = layer_configs(config, len(layers))
+    seen = tuple(keys_and_values(layer["cross"], of_layer, x, None) for layer, of_layer in zip(layers, configs, strict=True))
     return cache.replace(source=seen, source_places=inputs.source_places)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -52,20 +62,22 @@ def hidden(
     inputs: Inputs,
     cache: KVCache | None = None,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
-) -> tuple[jax.Array, KVCache | None]:
+    request: Request = NOTHING,
+) -> Output:
     """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given.
 
     With a cache the source is the one that it remembers.
     """
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     if cache is None:
-        encoded, source_places = encode(params, config, inputs, source_key, probe), inputs.source_places
+        encoded, _, heard = encode(params, config, inputs, source_key, request)
+        source_places = inputs.source_places
     else:
         cache = cache.advance(inputs.places)
-        encoded, source_places = None, cache.source_places
+        encoded, heard, source_places = None, Aux(), cache.source_places
     x = embed(params["embed"], config, inputs.tokens, inputs.places, inputs.types, embed_key).astype(compute_dtype(config))
     source = Source(encoded, View(inputs.places, source_places, causal=False, relative=False))  # type: ignore[arg-type]
     view = View(inputs.places, inputs.places if cache is None else cache.places)
-    x, cache = run_stack(params, config, x, view, cache=cache, source=source, key=layers_key, probe=probe.within("decoder"))
-    return x, cache
+    request = request.within("decoder")
+    out = run_stack(params, config, x, view, cache=cache, source=source, key=layers_key, request=request)
+    return out._replace(aux=merged((heard, out.aux)))

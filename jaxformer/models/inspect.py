@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.layers.probe import Probe
+from jaxformer.layers.capture import Request, fits
 from jaxformer.models.transformer import logits_of
 from jaxformer.params import Params
 
@@ -45,10 +45,23 @@ def inspect(
     *. `replace` maps full names to an array that takes the intermediate's place, or to a function of it (activation
     patching). `inputs` are the keywords of `jf.forward`. Raises ConfigError for a name that the model has not.
     """
-    probe = Probe(capture, replace)
-    logits = logits_of(params, config, {"tokens": tokens, **inputs}, probe)
-    probe.require_all_met()
-    return Inspection(logits, probe.kept)
+    request = Request(tuple(capture), dict(replace or {}))
+    batch = {"tokens": tokens, **inputs}
+    logits, aux = logits_of(params, config, batch, request)
+    missing = [name for name in request.replace if name not in aux.captures]
+    missing += [name for name in request.capture if not any(fits(found, name) for found in aux.captures)]
+    if missing:
+        raise ConfigError(_unknown(missing, params, config, batch))
+    return Inspection(logits, {name: value for name, value in aux.captures.items() if request.captures(name)})
+
+
+def _unknown(missing: list[str], params: Params, config: ModelConfig, batch: dict[str, Any]) -> str:
+    """The message for names that the model has not, with some of those that it has."""
+    shapes = jax.eval_shape(lambda p: logits_of(p, config, batch, Request(("*",)))[1].captures, params)
+    return (
+        f"this model has no {', '.join(map(repr, missing))}: names are stack.layer.what, here "
+        f"{', '.join(sorted(shapes)[:12])}, and so on; what alone, or a pattern with *, means all layers."
+    )
 
 
 def attention_maps(

@@ -1,6 +1,11 @@
-"""A stack: blocks one after the other under one rule of who sees whom, and the norm behind them."""
+"""A stack: blocks one after the other under one rule of who sees whom, and the norm behind them.
 
-from typing import Any
+The parameters of the blocks are one tree of stacked leaves [L, ...]. Where layers differ by a pattern (`layers/pattern.py`)
+so that their tables do, there is one such tree for each position in the pattern, named "0", "1", ...: of a pattern of P
+layers, layer i is entry i // P of the tree i % P.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +14,13 @@ from jaxtyping import Array, Float
 from jaxformer.config import ModelConfig
 from jaxformer.layers.block import Source, block, block_specs
 from jaxformer.layers.cache import KVCache, Page
-from jaxformer.layers.masks import FAR, View
+from jaxformer.layers.capture import NOTHING, Request
+from jaxformer.layers.masks import View
 from jaxformer.layers.norm import norm, norm_specs
+from jaxformer.layers.output import Aux, Output, merged
+from jaxformer.layers.pattern import layer_configs, period_of
 from jaxformer.layers.positions import relative_bias_specs, score_bias
-from jaxformer.layers.probe import SILENT, Probe
-from jaxformer.params import Params, Specs, stack, unstack
+from jaxformer.params import Params, Specs, rows, stack, unstack
 
 REMAT = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -32,8 +39,46 @@ def compute_dtype(config: ModelConfig) -> Any:
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
     """Rows named blocks (stacked by layer), relative_bias and final_norm, those that the config has."""
     final = norm_specs(config) if config.norm_placement != "post" else {}
-    table = {"blocks": stack(block_specs(config, cross), layers), **relative_bias_specs(config), "final_norm": final}
+    blocks = _blocks_specs(config, layers, cross)
+    table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
     return {name: rows for name, rows in table.items() if rows}
+
+
+def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
+    configs = layer_configs(config, layers)
+    period = period_of(configs)
+    tables = [block_specs(of_layer, cross) for of_layer in configs[:period]]
+    shapes = [{path: (spec.shape, spec.axes) for path, spec in rows(table).items()} for table in tables]
+    if all(other == shapes[0] for other in shapes):
+        return stack(tables[0], layers)
+    return {str(p): stack(table, len(configs[p::period])) for p, table in enumerate(tables)}
+
+
+def _stacks(blocks: Params) -> list[Params]:
+    """The stacked trees of the pattern's positions; one where all layers have equal tables."""
+    return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
+
+
+def _depth(stacked: Params) -> int:
+    return int(jax.tree.leaves(stacked)[0].shape[0])
+
+
+def layers_of(blocks: Params | list[Params]) -> list[Params]:
+    """The params of each layer; a list is what they are already."""
+    if isinstance(blocks, list):
+        return blocks
+    stacks = [unstack(stacked, _depth(stacked)) for stacked in _stacks(blocks)]
+    total, period = sum(len(layers) for layers in stacks), len(stacks)
+    return [stacks[i % period][i // period] for i in range(total)]
+
+
+class _Call(NamedTuple):
+    """What all layers of a stack are called with."""
+
+    view: View
+    source: Source | None
+    key: jax.Array | None
+    request: Request
 
 
 def run_stack(
@@ -45,79 +90,88 @@ def run_stack(
     cache: KVCache | None = None,
     source: Source | None = None,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    request: Request = NOTHING,
+) -> Output:
     """[B, T, D] -> [B, T, D], and the cache with these tokens in it where one, advanced to them, is given."""
     bias = score_bias(params.get("relative_bias"), config, view.queries, view.keys, view.causal)
-    view = view._replace(bias=bias)
-    if cache is not None:
-        x, cache = _with_cache(params["blocks"], config, x, view, cache, source)
-    elif config.layer_loop == "scan" and not probe:
-        x = _scanned(params["blocks"], config, x, view, source, key)
+    call = _Call(view._replace(bias=bias), source, key, request)
+    if cache is None and config.layer_loop == "scan":
+        out = _scanned(params["blocks"], config, x, call)
     else:
-        x = _unrolled(params["blocks"], config, x, view, source, key, probe)
+        out = _unrolled(params["blocks"], config, x, call, cache)
     if config.norm_placement != "post":
-        x = norm(params.get("final_norm", {}), config, x)
-    return x, cache
+        out = out._replace(x=norm(params.get("final_norm", {}), config, out.x))
+    return out
 
 
-def windows(config: ModelConfig, layers: int) -> list[int]:
-    """The window of each layer, 0 where it sees all."""
-    pattern = config.window_pattern
-    return [config.window if pattern[i % len(pattern)] == "w" else 0 for i in range(layers)]
+def _layer(config: ModelConfig, call: _Call, request: Request, page: Page | None = None) -> Any:
+    """A layer as a function of (x, params, its number), with what the backward pass recomputes said."""
+
+    def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
+        return block(params, config, x, call.view, page, call.source, key, request)
+
+    plain = config.remat == "none" or page is not None
+    recomputed = run if plain else jax.checkpoint(run, policy=REMAT[config.remat])
+
+    def numbered(x: jax.Array, params: Params, i: Any) -> Output:
+        return recomputed(x, params, None if call.key is None else jax.random.fold_in(call.key, i))
+
+    return numbered
 
 
-def layers_of(blocks: Params | list[Params]) -> list[Params]:
-    """The params of each layer; a list is what they are already."""
-    return blocks if isinstance(blocks, list) else unstack(blocks, jax.tree.leaves(blocks)[0].shape[0])
-
-
-def _with_cache(
-    blocks: Params | list[Params], config: ModelConfig, x: jax.Array, view: View, cache: KVCache, source: Source | None
-) -> tuple[jax.Array, KVCache]:
-    pages: list[Page] = []
-    layers = layers_of(blocks)
-    for i, (layer, window) in enumerate(zip(layers, windows(config, len(layers)), strict=True)):
-        x, page = block(layer, config, x, view._replace(window=window), cache.page(i, view.queries), source)
-        pages.append(page)  # type: ignore[arg-type]
-    return x, cache.with_pages(pages)
-
-
-def _recomputed(config: ModelConfig, view: View, source: Source | None, probe: Probe = SILENT) -> Any:
-    """A layer as a function of (x, params, key), with what the backward pass recomputes said."""
-
-    def run(x: jax.Array, layer: Params, key: jax.Array | None) -> jax.Array:
-        return block(layer, config, x, view, source=source, key=key, probe=probe)[0]
-
-    return run if config.remat == "none" or probe else jax.checkpoint(run, policy=REMAT[config.remat])
+def _named(aux: Aux, request: Request, layer: int) -> Aux:
+    return Aux(aux.losses, aux.metrics, request.named(aux.captures, layer))
 
 
 def _unrolled(
-    blocks: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    view: View,
-    source: Source | None,
-    key: jax.Array | None,
-    probe: Probe,
-) -> jax.Array:
-    layers = layers_of(blocks)
-    for i, (layer, window) in enumerate(zip(layers, windows(config, len(layers)), strict=True)):
-        run = _recomputed(config, view._replace(window=window), source, probe.within(str(i)))
-        x = run(x, layer, None if key is None else jax.random.fold_in(key, i))
-    return x
+    blocks: Params | list[Params], config: ModelConfig, x: jax.Array, call: _Call, cache: KVCache | None
+) -> Output:
+    layers, pages, parts = layers_of(blocks), [], []
+    for i, (layer, of_layer) in enumerate(zip(layers, layer_configs(config, len(layers)), strict=True)):
+        page = None if cache is None else cache.page(i, call.view.queries)
+        x, page, aux = _layer(of_layer, call, call.request.at((i,)), page)(x, layer, i)
+        pages.append(page)
+        parts.append(_named(aux, call.request, i))
+    return Output(x, None if cache is None else cache.with_pages(pages), merged(parts))
 
 
-def _scanned(
-    blocks: Params, config: ModelConfig, x: jax.Array, view: View, source: Source | None, key: jax.Array | None
-) -> jax.Array:
-    depth = jax.tree.leaves(blocks)[0].shape[0]
-    each = windows(config, depth)
-    alike = len(set(each)) == 1
+def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> Output:
+    """A scan over whole periods of the pattern, each of whose layers has its static config; the rest is unrolled."""
+    stacks = _stacks(blocks)
+    depth = sum(_depth(stacked) for stacked in stacks)
+    configs = layer_configs(config, depth)
+    period = period_of(configs)
+    times = depth // period
+    numbers = [range(p, times * period, period) for p in range(period)]  # of the layers at each position
 
-    def body(x: jax.Array, item: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        layer, i, window = item
-        run = _recomputed(config, view._replace(window=each[0] if alike else window), source)
-        return run(x, layer, None if key is None else jax.random.fold_in(key, i)), None
+    def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
+        found = []
+        for p, (layer, i) in enumerate(items):
+            x, _, aux = _layer(configs[p], call, call.request.at(numbers[p], i))(x, layer, i)
+            found.append(aux)
+        return x, found
 
-    return jax.lax.scan(body, x, (blocks, jnp.arange(depth), jnp.array([window or FAR for window in each])))[0]
+    traced = [jnp.arange(of.start, of.stop, of.step) for of in numbers]
+    layers = _periods(stacks, period, times)
+    x, stacked = jax.lax.scan(body, x, list(zip(layers, traced, strict=True)))
+    parts = [
+        _entry(_named(aux, call.request, layer), i)
+        for aux, of_position in zip(stacked, numbers, strict=True)
+        for i, layer in enumerate(of_position)
+    ]
+    for i in range(times * period, depth):
+        layer = _entry(stacks[i % len(stacks)], i // len(stacks))
+        x, _, aux = _layer(configs[i], call, call.request.at((i,)))(x, layer, i)
+        parts.append(_named(aux, call.request, i))
+    return Output(x, None, merged(parts))
+
+
+def _periods(stacks: list[Params], period: int, times: int) -> list[Params]:
+    """For each position the params of its layers, [times, ...]."""
+    if len(stacks) == period:
+        return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks]
+    return [jax.tree.map(lambda leaf, p=p: leaf[p : times * period : period], stacks[0]) for p in range(period)]
+
+
+def _entry(stacked: Any, i: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[i], stacked)

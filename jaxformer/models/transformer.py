@@ -1,5 +1,6 @@
 """A model of any family as pure functions: its table of parameters, its initial values, its logits."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,11 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.layers.cache import KVCache
+from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import head
-from jaxformer.layers.probe import SILENT, Probe
+from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
-from jaxformer.params import Params, Specs, init_params
+from jaxformer.params import Params, Specs, check_params, init_params
 
 FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
 Rows = Int[Array | np.ndarray, "B T"] | None
@@ -29,6 +31,14 @@ def specs(config: ModelConfig) -> Specs:
     return {name: rows for name, rows in table.items() if rows}
 
 
+_table = functools.lru_cache(specs)  # nobody changes it: for the check alone
+
+
+def check_model(params: Params, config: ModelConfig) -> None:
+    """ConfigError that names every leaf of `params` that does not fit the config. Shapes alone are read."""
+    check_params(_table(config), params)
+
+
 def init(config: ModelConfig, key: jax.Array) -> Params:
     """Initial parameters: a nested dict of float32 arrays, those of the blocks stacked by a leading layer axis."""
     return init_params(specs(config), key)
@@ -40,11 +50,12 @@ def hidden(
     inputs: Inputs,
     cache: KVCache | None = None,
     key: jax.Array | None = None,
-    probe: Probe = SILENT,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given."""
-    x, cache = FAMILIES[config.family].hidden(params, config, inputs, cache, key, probe)
-    return x, cache
+    request: Request = NOTHING,
+) -> Output:
+    """The residual stream before the head [B, T, D], the cache with these tokens in it where one is given, and what else
+    came out: sums to add to the loss, metrics, and what the request captures."""
+    out: Output = FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
+    return out
 
 
 def forward(
@@ -68,13 +79,16 @@ def forward(
     """
     batch = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "token_types": token_types}
     batch |= {"source": source, "source_segment_ids": source_segment_ids}
-    return logits_of(params, config, batch, SILENT)
+    return logits_of(params, config, batch)[0]
 
 
-def logits_of(params: Params, config: ModelConfig, batch: dict[str, Any], probe: Probe) -> jax.Array:
-    """`forward` on its inputs by name, under a probe."""
+def logits_of(
+    params: Params, config: ModelConfig, batch: dict[str, Any], request: Request = NOTHING
+) -> tuple[jax.Array, Aux]:
+    """`forward` on its inputs by name, and what came out beside the logits."""
+    check_model(params, config)
     check_inputs(config, batch)
     inputs = inputs_of(batch)
-    x, _ = hidden(params, config, inputs, probe=probe)
+    x, _, aux = hidden(params, config, inputs, request=request)
     logits = head(params, config, x, inputs.places)
-    return logits[:, 0] if config.output == "classes" else logits
+    return (logits[:, 0] if config.output == "classes" else logits), aux

@@ -1,0 +1,52 @@
+"""What a model, a stack or a block returns: the residual stream, the cache, and all that comes out beside them."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+from flax import struct
+
+from jaxformer.layers.capture import Captures
+
+Sums = dict[str, tuple[jax.Array, jax.Array]]
+
+
+@struct.dataclass
+class Aux:
+    """What a layer returns beside its result; empty unless a layer has something to say.
+
+    `losses` are sums to add to the loss, as name -> (sum, weight), two float32 scalars (a router's balance); `metrics` are
+    the same to be logged only. `captures` are the intermediates that a `Request` asked for: in a block by their own names,
+    from a stack on by their full names.
+    """
+
+    losses: Sums = struct.field(default_factory=dict)
+    metrics: Sums = struct.field(default_factory=dict)
+    captures: Captures = struct.field(default_factory=dict)
+
+
+class Output(NamedTuple):
+    """`x` is the residual stream [B, T, D]; `cache` is the `KVCache` with these tokens in it, of a block its `Page`, and
+    None where none was given; `aux` is what else came out on the way."""
+
+    x: jax.Array
+    cache: Any
+    aux: Aux
+
+
+def merged(parts: Iterable[Aux]) -> Aux:
+    """The union of several: sums of one name are added, captures have distinct names."""
+    losses: Sums = {}
+    metrics: Sums = {}
+    captures: Captures = {}
+    for part in parts:
+        _add(losses, part.losses)
+        _add(metrics, part.metrics)
+        captures |= part.captures
+    return Aux(losses, metrics, captures)
+
+
+def _add(total: Sums, part: Sums) -> None:
+    for name, (value, weight) in part.items():
+        known = total.get(name)
+        total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)

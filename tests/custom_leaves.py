@@ -1,0 +1,96 @@
+"""Two leaves that are no arrays, as somebody would write them: a weight plus a low-rank product, and an 8-bit weight."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxformer.params import Spec, contract, fan_in_normal, is_custom, lookup, ones
+
+RANK = 2
+
+
+@struct.dataclass
+class LowRank:
+    """weight + a b, contracted without being made: weight [I..., O...], a [I..., R], b [R, O...]."""
+
+    weight: Any
+    a: Any
+    b: Any
+
+    @property
+    def shape(self):
+        return tuple(self.weight.shape)
+
+    def contract(self, equation, x, *, to, dtype):
+        left, right, out = re.split(",|->", equation)
+        first, rest = right[: self.a.ndim - 1], right[self.a.ndim - 1 :]
+        free = "".join(letter for letter in left if letter not in right)
+        steps = [(f"{first}R", self.a), (f"R{rest}", self.b)]
+        (inner, before), (outer, after) = steps if set(first) <= set(left) else steps[::-1]
+        narrow = contract(f"{left},{inner}->{free}R", x, before)
+        more = contract(f"{free}R,{outer}->{out}", narrow, after, to=to, dtype=dtype)
+        return contract(equation, x, self.weight, to=to, dtype=dtype) + more
+
+    def lookup(self, index, to):
+        narrow = lookup(self.a, index, (*to[:-1], None))
+        return lookup(self.weight, index, to) + jnp.tensordot(narrow, self.b, 1)
+
+    def astype(self, dtype):
+        return jax.tree.map(lambda part: part.astype(dtype), self)
+
+    def array(self):
+        """The array that it stands for."""
+        product = lambda a, b: jnp.tensordot(a, b, 1)  # noqa: E731
+        stacked = self.a.ndim + self.b.ndim - 2 > self.weight.ndim
+        return self.weight + (jax.vmap(product) if stacked else product)(self.a, self.b)
+
+
+def low_rank(spec: Spec) -> Any:
+    """The weight frozen, and two narrow matrices that learn; what is no matrix stays as it is."""
+    if not spec.is_matrix:
+        return spec
+    n = max(sum(axis in spec.inputs for axis in spec.axes[:-1]), 1)
+    a = Spec((*spec.shape[:n], RANK), (*spec.axes[:n], "rank"), fan_in_normal, inputs=spec.axes[:n])
+    b = Spec((RANK, *spec.shape[n:]), ("rank", *spec.axes[n:]), fan_in_normal, inputs=("rank",))
+    return LowRank(replace(spec, trainable=False), a, b)
+
+
+@struct.dataclass
+class Rounded:
+    """An int8 weight and one float32 scale."""
+
+    weight: Any
+    scale: Any
+
+    @property
+    def shape(self):
+        return tuple(self.weight.shape)
+
+    def contract(self, equation, x, *, to, dtype):
+        y = contract(equation, x, self.weight.astype(x.dtype), to=to, dtype=dtype)
+        return y * self.scale.astype(y.dtype)
+
+    def lookup(self, index, to):
+        return lookup(self.weight.astype(jnp.float32), index, to) * self.scale
+
+    def astype(self, dtype):
+        return self
+
+    def array(self):
+        scale = self.scale.reshape(*self.scale.shape, *[1] * (self.weight.ndim - self.scale.ndim))
+        return self.weight.astype(jnp.float32) * scale
+
+
+def rounded(spec: Spec) -> Rounded:
+    whole = lambda key, spec: jax.random.randint(key, spec.shape, -9, 10)  # noqa: E731
+    weight = replace(spec, init=whole, dtype="int8", trainable=False)
+    return Rounded(weight, Spec((), (), lambda key, spec: 0.05 * ones(key, spec)))
+
+
+def made(params):
+    """The params with an array in the place of every leaf that is none."""
+    return jax.tree.map(lambda leaf: leaf.array() if is_custom(leaf) else leaf, params, is_leaf=is_custom)
