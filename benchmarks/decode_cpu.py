@@ -1,6 +1,6 @@
 """Greedy decoding of GPT-2 124M on this CPU, batch 1, beside transformers' generate, in turn, from the same weights.
 
-    python benchmarks/decode_cpu.py --torch-python /path/to/python-with-torch-and-transformers
+    python benchmarks/decode_cpu.py [--torch-python /path/to/python-with-torch-and-transformers]
 
 The limit is that of memory: every new token reads every parameter once, so it is the read bandwidth, measured in the
 same run, over the bytes of the parameters.
@@ -9,12 +9,14 @@ same run, over the bytes of the parameters.
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 
 import numpy as np
 from pairing import (
     Answer,
     Neighbours,
+    add_smoke,
     alternate,
     column,
     paired_ratio,
@@ -24,20 +26,22 @@ from pairing import (
     save,
     verdict,
 )
-from works import DECODED
+from workloads import DECODED, SMOKE_DECODED
 
 SURE = 8  # first tokens that must agree; later ones may part where two logits are equal but for rounding
 
 
 def measure(options: argparse.Namespace) -> Answer:
-    tokens = np.random.default_rng(0).integers(DECODED.vocab_size, size=options.prompt)
+    config = SMOKE_DECODED if options.smoke else DECODED
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=options.prompt)
     prompt = ("--prompt", ",".join(map(str, tokens)))
-    shape = {"layers": DECODED.n_layers, "d_model": DECODED.d_model, "heads": DECODED.n_heads}
-    shape |= {"vocab": DECODED.vocab_size, "length": DECODED.max_length, "threads": os.cpu_count() or 1}
+    shape = {"layers": config.n_layers, "d_model": config.d_model, "heads": config.n_heads}
+    shape |= {"vocab": config.vocab_size, "length": config.max_length, "threads": os.cpu_count() or 1}
     flags = [text for name, size in shape.items() for text in (f"--{name}", str(size))]
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
-        ours = python_worker("jax", "jax_decode_peer.py", *prompt, "--save-weights", weights)
+        small = ["--smoke"] if options.smoke else []
+        ours = python_worker("jax", "jax_decode_peer.py", *prompt, "--save-weights", weights, *small)
         peer = options.torch_python
         theirs = python_worker("transformers", "torch_decode_peer.py", *prompt, *flags, "--weights", weights, python=peer)
     workers = [ours, theirs]
@@ -70,11 +74,14 @@ def measure(options: argparse.Namespace) -> Answer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", required=True, help="a Python that has PyTorch and transformers")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python with PyTorch and transformers")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=128, help="new tokens")
     parser.add_argument("--samples", type=int, default=8, help="paired samples")
+    add_smoke(parser)
     options = parser.parse_args()
+    if options.smoke:
+        options.prompt, options.new, options.samples = 8, SURE, 2
     result = measure(options)
     rows = []
     for i, name in enumerate(("jaxformer", "transformers")):
@@ -87,7 +94,7 @@ def main() -> None:
         f"Limit {result['limit_tokens_per_second']:.1f} tokens/s, at {result['read_bytes_per_second'] / 1e9:.1f} GB/s read."
     )
     print(verdict(result["neighbours"]))
-    save("decode_cpu", result)
+    save("decode_cpu", result, options.smoke)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ keep_memory()
 import jax  # noqa: E402  (what comes before must come before JAX)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from works import DECODED  # noqa: E402
+from jax_peer import save_arrays  # noqa: E402
+from workloads import DECODED, SMOKE_DECODED  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
 
@@ -21,17 +22,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", required=True, help="token numbers, comma-separated")
     parser.add_argument("--save-weights", required=True, help="write the values to this .npz")
+    parser.add_argument("--smoke", action="store_true", help="a small model")
     options = parser.parse_args()
-    params = jax.jit(jf.init, static_argnums=0)(DECODED, jax.random.key(0))
-    leaves = jax.tree.leaves_with_path(params)
-    np.savez(
-        options.save_weights,
-        **{jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves},
-    )
+    config = SMOKE_DECODED if options.smoke else DECODED
+    params = jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
+    save_arrays(options.save_weights, params)
     prompt = np.array([[int(token) for token in options.prompt.split(",")]], np.int32)
     big = jnp.ones(2**26)
     total = jax.jit(jnp.sum)
-    size = sum(leaf.nbytes for _, leaf in leaves)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     print(json.dumps({"versions": {"jax": jax.__version__}, "parameter_bytes": size}), flush=True)
     for line in sys.stdin:
         command, _, number = line.strip().partition(" ")
@@ -39,7 +38,7 @@ def main() -> None:
             break
         begin = time.perf_counter()
         if command == "generate":
-            made = np.asarray(jf.generate(params, DECODED, prompt, int(number), temperature=0.0))
+            made = np.asarray(jf.generate(params, config, prompt, int(number), temperature=0.0))
             answer = {"seconds": time.perf_counter() - begin, "tokens": made[0].tolist()}
         else:
             total(big).block_until_ready()

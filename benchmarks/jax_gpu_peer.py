@@ -1,4 +1,4 @@
-"""Our side of train_gpu.py: a worker that trains a work by the library's own step, or checks the device first."""
+"""Our side of train_gpu.py: a worker that trains a workload by the library's own step, or checks the device first."""
 
 import argparse
 import json
@@ -12,15 +12,13 @@ import jax
 import jaxlib
 import numpy as np
 from jax_peer import Trainer
-from works import WORKS, shrunk, with_sizes
+from steps import kernel_holds
+from workloads import SMOKE_FIELDS, WORKLOADS, shrunk, with_sizes, words_file
 
 import jaxformer as jf
-from jaxformer.config import RunConfig
-from jaxformer.runs.device import prove_kernel, with_kernel
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 STEPS, BREAK = 10, 6  # of the run that is stopped and continued
-SMALL = ("model.d_model=64", "model.n_heads=4", "model.n_layers=2", "data.sequence_length=64", "tokenizer.vocab_size=512")
 
 
 def compile_step(trainer: Trainer, options: dict[str, str]) -> str:
@@ -41,24 +39,20 @@ def out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
-def kernels_hold(run: RunConfig) -> str:
-    """Which attention kernel serves the run, and how near it is to float32, forward and backward."""
-    chosen, reason = with_kernel(run)
-    return f"{reason}. {prove_kernel(chosen)}".strip()
-
-
-def resumes(tiny: bool) -> dict[str, Any]:
+def resumes(smoke: bool) -> dict[str, Any]:
     """Trains on the standard library's source twice, once stopped half-way and continued; how far the two are apart."""
     with tempfile.TemporaryDirectory(prefix="jaxformer-gpu-") as folder:
-        fields = {
+        fields: dict[str, object] = {
             "run.progress": "none",
             "run.sample_tokens": 0,
             "data.cache_dir": f"{folder}/data",
-            "data.validation_fraction": 0,
             "optimizer.decay_steps": STEPS,
             "train.log_every": 1,
         }
-        common = [f"{name}={value}" for name, value in fields.items()] + list(SMALL if tiny else ())
+        if smoke:
+            fields |= SMOKE_FIELDS | {"data.train": words_file(Path(folder))}
+        fields["data.validation_fraction"] = 0
+        common = [f"{name}={value}" for name, value in fields.items()]
 
         def train(name: str, steps: int) -> Any:
             config = [*common, f"run.dir={folder}/{name}", f"train.steps={steps}"]
@@ -75,25 +69,25 @@ def resumes(tiny: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", choices=sorted(WORKS), help="train this; without it, check the device")
-    parser.add_argument("--works", nargs="*", default=[], choices=sorted(WORKS), help="whose kernels to check")
-    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the work's own")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="train this; without it, check the device")
+    parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS), help="whose kernels to check")
+    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own")
+    parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of the step")
     options = parser.parse_args()
-    size = shrunk if options.tiny else lambda run: run
+    size = shrunk if options.smoke else lambda run: run
     device = jax.devices()[0]
     about: dict[str, Any] = {
         "device": device.device_kind,
         "platform": device.platform,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "runtime": device.client.platform_version},
     }
-    if not options.work:
+    if not options.workload:
         print(json.dumps(about), flush=True)
-        held = {work: kernels_hold(size(WORKS[work])) for work in options.works}
-        print(json.dumps({"kernels": held, "resume": resumes(options.tiny)}), flush=True)
+        held = {name: kernel_holds(size(WORKLOADS[name])) for name in options.workloads}
+        print(json.dumps({"kernels": held, "resume": resumes(options.smoke)}), flush=True)
         return
-    run = with_sizes(size(WORKS[options.work]), options.batch, 1)
+    run = with_sizes(size(WORKLOADS[options.workload]), options.batch, 1)
     # bfloat16 on any device, as on a GPU; there "auto" is the same
     trainer = Trainer(replace(run, model=replace(run.model, dtype="bfloat16")), "")
     print(json.dumps(about | {"kernel": trainer.kernel}), flush=True)

@@ -1,4 +1,4 @@
-"""Our side of the comparison: a worker that trains a run of works.py by the library's own step, as train.py does.
+"""Our side of the comparison: a worker that trains a run of workloads.py by the library's own step, as train.py does.
 
 Each line read is a command (`step`, `product`, `quit`), each line written a JSON object.
 """
@@ -17,34 +17,22 @@ keep_memory()
 import jax  # noqa: E402  (what comes before must come before JAX)
 import jaxlib  # noqa: E402
 import numpy as np  # noqa: E402
-from works import WORKS, with_sizes  # noqa: E402
+from steps import ready_on_random_tokens  # noqa: E402
+from workloads import WORKLOADS, shrunk, with_sizes  # noqa: E402
 
 from jaxformer.config import RunConfig  # noqa: E402
 from jaxformer.models import decoder  # noqa: E402
-from jaxformer.optim import make_optimizer, make_schedule  # noqa: E402
-from jaxformer.runs.device import with_kernel  # noqa: E402
-from jaxformer.sharding import make_mesh  # noqa: E402
-from jaxformer.training.state import init_state  # noqa: E402
-from jaxformer.training.step import make_step  # noqa: E402
 
 
 class Trainer:
+    """Trains a run a step at a time on random tokens; `weights` is a file for the initial values."""
+
     def __init__(self, run: RunConfig, weights: str) -> None:
-        self.run, self.kernel = with_kernel(run)
-        self.mesh = make_mesh(run.mesh, run.train.batch_size, run.train.microbatches)
-        schedule = make_schedule(run.optimizer, run.train.steps)
-        specs = decoder.specs(run.model)
-        optimizer = make_optimizer(run.optimizer, schedule, specs)
-        self.advance = make_step(self.run, optimizer, schedule, self.mesh)
-        self.state = init_state(specs, optimizer, self.mesh, run.run.seed)
-        size = (run.train.batch_size, run.data.sequence_length + 1)
-        rows = np.random.default_rng(0).integers(run.model.vocab_size, size=size).astype(np.int32)
-        ones = np.ones(rows[:, 1:].shape, np.float32)
-        self.batch = jax.device_put({"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": ones})
+        ready, self.kernel = ready_on_random_tokens(run)
+        self.run, self.mesh, self.batch = run, ready.mesh, ready.batch(0)
+        self.advance, self.state = ready.step, ready.state()
         if weights:
-            leaves = jax.tree.leaves_with_path(self.state.params)
-            named = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
-            np.savez(weights, **named)
+            save_arrays(weights, self.state.params)
 
     def step(self) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -72,14 +60,24 @@ class Trainer:
         return {"flops": 2 * n**3 / min(times[1:])}
 
 
+def save_arrays(path: str, params: Any) -> None:
+    """Writes params as an .npz of dotted paths."""
+    leaves = jax.tree.leaves_with_path(params)
+    named = {jax.tree_util.keystr(place, simple=True, separator="."): leaf for place, leaf in leaves}
+    np.savez(path, allow_pickle=False, **{name: np.asarray(leaf) for name, leaf in named.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", choices=sorted(WORKS), required=True)
-    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the work's own")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
+    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--save-weights", default="", help="write the initial values to this .npz")
+    parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
     options = parser.parse_args()
-    trainer = Trainer(with_sizes(WORKS[options.work], options.batch, options.microbatches), options.save_weights)
+    run = shrunk(WORKLOADS[options.workload]) if options.smoke else WORKLOADS[options.workload]
+    run = with_sizes(run, options.batch, options.microbatches)
+    trainer = Trainer(run, options.save_weights)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     print(json.dumps({"versions": versions, "kernel": trainer.kernel, "device": jax.devices()[0].device_kind}), flush=True)
     commands = {"step": trainer.step, "product": trainer.product}

@@ -16,52 +16,30 @@ import os  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
-from pairing import HERE, paired_ratio, print_table, ratio_text, save  # noqa: E402
+from pairing import HERE, add_smoke, paired_ratio, print_table, ratio_text, save  # noqa: E402
+from steps import Ready, ready, stamp_steps  # noqa: E402
+from workloads import SMOKE_FIELDS, words_file  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
-from jaxformer.evaluation import place_batch  # noqa: E402
-from jaxformer.report import MetricsLog  # noqa: E402
-from jaxformer.runs import run as loop  # noqa: E402
-from jaxformer.runs.setup import Job, make_job  # noqa: E402
-from jaxformer.training.state import init_state  # noqa: E402
 
 TARGET = 0.97
 STAMPS: dict[int, float] = {}
 
 
-class Stamped(MetricsLog):
-    """A log that notes in STAMPS when each step was logged."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        STAMPS.setdefault(step, time.perf_counter())
-        super().log(step, values)
-
-
-class Bare:
-    """The compiled step of a job and its batches, with nothing around."""
-
-    def __init__(self, job: Job, steps: int) -> None:
-        self.job = job
-        self.batches = [place_batch(job.batches[i], job.mesh) for i in range(steps)]
-        self.advance = loop.compile_step(job, job.run.data.sequence_length, lambda text: None)
-
-    def seconds(self) -> float:
-        """From the end of the first step to that of the last, from a fresh state."""
-        job, begin = self.job, 0.0
-        with jax.set_mesh(job.mesh):
-            state = init_state(job.specs, job.optimizer, job.mesh, job.run.run.seed)
-            for i, batch in enumerate(self.batches):
-                state, metrics = self.advance(state, batch)
-                if i == 0:
-                    metrics["loss"].block_until_ready()
-                    begin = time.perf_counter()
-            jax.block_until_ready(state)
-        return time.perf_counter() - begin
+def bare_seconds(bare: Ready, steps: int) -> float:
+    """From the end of the first step to that of the last, from a fresh state on batches placed beforehand."""
+    batches, state, begin = [bare.batch(i) for i in range(steps)], bare.state(), 0.0
+    with jax.set_mesh(bare.mesh):
+        for i, batch in enumerate(batches):
+            state, metrics = bare.step(state, batch)
+            if i == 0:
+                metrics["loss"].block_until_ready()
+                begin = time.perf_counter()
+        jax.block_until_ready(state)
+    return time.perf_counter() - begin
 
 
 def loop_seconds(run: jf.RunConfig, folder: Path) -> float:
@@ -73,16 +51,18 @@ def loop_seconds(run: jf.RunConfig, folder: Path) -> float:
 
 
 def benchmark_run(options: argparse.Namespace, scratch: str) -> jf.RunConfig:
-    fields = {
+    fields: dict[str, object] = {
         "run.dir": f"{scratch}/job",
         "run.progress": "bar",
         "run.sample_tokens": 0,
         "data.cache_dir": f"{scratch}/data",
-        "data.validation_fraction": 0,
         "train.steps": options.steps,
         "train.eval_every": 0,
         "train.checkpoint_every": options.steps // 2,
     }
+    if options.smoke:
+        fields |= SMOKE_FIELDS | {"data.train": words_file(Path(scratch))}
+    fields["data.validation_fraction"] = 0
     return jf.load_config(options.config, [*(f"{name}={value}" for name, value in fields.items()), *options.rest])
 
 
@@ -92,28 +72,34 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--config", default=str(HERE.parent / "configs/quickstart.py"))
     parser.add_argument("rest", nargs="*", help="fields of the config, as section.field=value")
+    add_smoke(parser)
     options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.pairs = 4, 1
 
-    loop.MetricsLog = Stamped  # type: ignore[misc]
+    stamp_steps(STAMPS)
     load = os.getloadavg()[0]
     taken: dict[str, list[float]] = {"loop": [], "bare": []}
     with tempfile.TemporaryDirectory(prefix="jaxformer-loop-") as scratch:
         run = benchmark_run(options, scratch)
-        job = make_job(run, lambda text: None)
-        bare = Bare(job, run.train.steps)
+        bare = ready(run)
         for pair in range(options.pairs + 1):  # the first is a warm-up
             for name in ("loop", "bare") if pair % 2 else ("bare", "loop"):
-                seconds = bare.seconds() if name == "bare" else loop_seconds(run, Path(scratch) / f"run{pair}")
+                if name == "bare":
+                    seconds = bare_seconds(bare, run.train.steps)
+                else:
+                    seconds = loop_seconds(run, Path(scratch) / f"run{pair}")
                 if pair:
                     taken[name].append(seconds)
-    tokens = job.tokens_per_step * (run.train.steps - 1)
+    tokens = bare.tokens_per_step * (run.train.steps - 1)
     rates = {name: [tokens / value for value in seconds] for name, seconds in taken.items()}
     rows = [[n, f"{statistics.median(r):,.0f}", f"{min(r):,.0f} - {max(r):,.0f}"] for n, r in rates.items()]
     print_table(["", "tokens/s", "range"], rows)
     ratio = paired_ratio(taken["loop"], taken["bare"])
     print(f"loop over bare: {ratio_text(ratio)}, must {TARGET}; {options.pairs} pairs of {options.steps} steps; ", end="")
     print(f"load average {load:.1f} before; jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
-    save("loop_overhead", {"ratio": ratio, "tokens_per_second": rates, "load_before": load, "steps": options.steps})
+    result = {"ratio": ratio, "tokens_per_second": rates, "load_before": load, "steps": options.steps}
+    save("loop_overhead", result, options.smoke)
 
 
 if __name__ == "__main__":

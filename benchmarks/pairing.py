@@ -1,5 +1,6 @@
 """Workers in processes of their own, asked in turn, and ratios of what they took at nearly the same moment."""
 
+import argparse
 import datetime
 import json
 import os
@@ -21,19 +22,21 @@ class Worker:
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.about = self._read()
+        self.about = self.read()
 
-    def _read(self) -> Answer:
+    def read(self) -> Answer:
+        """The next line that the process writes."""
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
             raise SystemExit(f"worker {self.name} ended with status {self.process.wait()}; its message stands above.")
-        return json.loads(line)  # type: ignore[no-any-return]
+        answer: Answer = json.loads(line)
+        return answer
 
     def ask(self, command: str) -> Answer:
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        return self._read()
+        return self.read()
 
     def close(self) -> None:
         """Ends the process and waits, so that its memory is free."""
@@ -104,8 +107,17 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
 
 
-def save(name: str, result: Answer) -> Path:
-    """Writes `results/NAME.json` with the date and the machine."""
+def add_smoke(parser: argparse.ArgumentParser) -> None:
+    """The flag that every benchmark has, to prove in seconds that it runs."""
+    text = "tiny shapes and few samples, which prove that the benchmark runs; nothing is saved"
+    parser.add_argument("--smoke", action="store_true", help=text)
+
+
+def save(name: str, result: Answer, smoke: bool) -> None:
+    """Writes `results/NAME.json` with the date and the machine, but nothing of a smoke test."""
+    if smoke:
+        print("A smoke test proves that the benchmark runs; its numbers say nothing and are not saved.")
+        return
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -113,7 +125,6 @@ def save(name: str, result: Answer) -> Path:
     machine = {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(load, 1), "python": platform.python_version()}
     path.write_text(json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
-    return path
 
 
 def _cpu() -> str:

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pairing import Answer, print_table, save
+from pairing import Answer, add_smoke, print_table, save
 
 MIB = 1 << 20
 ALLOWED = 1 << 30  # beyond the largest leaf
@@ -30,6 +30,7 @@ SHAPES = {
     "layers": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 32_000},
     "vocabulary": {"hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 120_000},
 }
+SMOKE = {"smoke": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}}
 # What is done, the dtype in the files that are read or written, and that of the params.
 CASES = (
     ("load", "float32", "float32"),
@@ -141,10 +142,10 @@ def measure(options: argparse.Namespace) -> list[Answer]:
     found = []
     for shape in options.shapes:
         with tempfile.TemporaryDirectory(prefix="jaxformer-pretrained-", dir=options.scratch) as folder:
-            for what, files, dtype in CASES:
+            for what, files, dtype in CASES[2:4] if options.smoke else CASES:
                 source, target = Path(folder) / (files if what == "load" else "float32"), Path(folder) / "saved"
                 if not source.is_dir():
-                    make_model(source, SHAPES[shape], source.name)
+                    make_model(source, (SHAPES | SMOKE)[shape], source.name)
                 command = [sys.executable, __file__, "--work", what, str(source), str(target), files, dtype]
                 answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 case = {"shape": shape, "what": what, "files": files, "params": dtype}
@@ -164,17 +165,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", help="where the models are made: room for 10 GB (default: the system's place)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
+    add_smoke(parser)
     parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         what, source, target, files, dtype = options.work
         print(json.dumps(work(what, Path(source), Path(target), files, dtype)))
         return
+    if options.smoke:
+        options.shapes = [*SMOKE]
     found = measure(options)
     print_table(HEADER, [table_row(answer) for answer in found])
     versions = {name: version(name) for name in PACKAGES}
     print("MiB of host memory, ", found[0]["device"], ", ", ", ".join(f"{k} {v}" for k, v in versions.items()), sep="")
-    save("pretrained_memory", {"versions": versions, "sizes": SHAPES, "shard_bytes": SHARD_BYTES, "cases": found})
+    result = {"versions": versions, "sizes": SHAPES, "shard_bytes": SHARD_BYTES, "cases": found}
+    save("pretrained_memory", result, options.smoke)
 
 
 if __name__ == "__main__":

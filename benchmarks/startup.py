@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from pairing import HERE, print_table, save
+from pairing import HERE, add_smoke, print_table, save
+from workloads import SMOKE_FIELDS, words_file
 
 ROOT = HERE.parent
 POLL_SECONDS = 0.005
@@ -69,15 +70,18 @@ def measure_imports(samples: int) -> tuple[list[float], list[float]]:
     return [jax for jax, _ in pairs], [both - jax for jax, both in pairs]
 
 
-def measure_starts(rounds: int, config: str, extra: Sequence[str]) -> dict[str, list[Sample]]:
+def measure_starts(options: argparse.Namespace) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {name: [] for name in TARGETS}
     with tempfile.TemporaryDirectory(prefix="jaxformer-startup-") as folder:
-        scratch = Path(folder)
-        found[FIRST].append(first_step_seconds(scratch, config, extra))
-        for _ in range(rounds):
-            shutil.rmtree(scratch / "programs")
-            found[COLD].append(first_step_seconds(scratch, config, extra))
-            found[WARM].append(first_step_seconds(scratch, config, extra))
+        scratch, extra = Path(folder), [*options.rest]
+        if options.smoke:
+            small = SMOKE_FIELDS | {"data.train": words_file(scratch), "train.log_every": 1}
+            extra += [f"--{name}={value}" for name, value in small.items()]
+        found[FIRST].append(first_step_seconds(scratch, options.config, extra))
+        for _ in range(options.rounds):
+            shutil.rmtree(scratch / "programs", ignore_errors=True)
+            found[COLD].append(first_step_seconds(scratch, options.config, extra))
+            found[WARM].append(first_step_seconds(scratch, options.config, extra))
     return found
 
 
@@ -93,11 +97,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of a cold and a warm start")
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("rest", nargs="*", help="fields of the config, after --, as train.py takes them")
+    add_smoke(parser)
     options = parser.parse_args()
+    if options.smoke:
+        options.samples = options.rounds = 1
 
     load = os.getloadavg()[0]
     plain, extra = measure_imports(options.samples)
-    starts = measure_starts(options.rounds, options.config, options.rest)
+    starts = measure_starts(options)
     table = [row("import jax", plain, (), ("", "")), row("import jaxformer, over import jax", extra, (), ("0.5", "0.1"))]
     for name, targets in TARGETS.items():
         wall, processor = zip(*starts[name], strict=True)
@@ -109,7 +116,8 @@ def main() -> None:
     )
     print(f"Python {sys.version.split()[0]}, " + ", ".join(f"{name} {number}" for name, number in versions.items()))
     found = {"import jax": plain, "jaxformer over jax": extra, "first step": starts}
-    save("startup", {"config": options.config, "load_before": load, "versions": versions, "seconds": found})
+    result = {"config": options.config, "load_before": load, "versions": versions, "seconds": found}
+    save("startup", result, options.smoke)
 
 
 if __name__ == "__main__":

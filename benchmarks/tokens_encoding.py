@@ -10,33 +10,34 @@ from pathlib import Path
 
 from pairing import Neighbours, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save, verdict
 from tokens_peer import END
-from tokens_training import make_texts
+from tokens_training import cases, make_texts
 
 SIDES = ("jaxformer", "jaxformer without tiktoken", "tokenizers", "tiktoken")
-ENTRIES = 32_000
+ENTRIES, SMOKE_ENTRIES = 32_000, 300
 SAMPLES = 7
-STREAM_BYTES, ALLOWED = 1_000_000_000, 100e6
+STREAM_BYTES, SMOKE_BYTES, ALLOWED = 1_000_000_000, 100_000, 100e6
 
 
-def make_tokenizer(folder: Path, text: Path) -> Path:
+def make_tokenizer(folder: Path, text: Path, entries: int) -> Path:
     from jaxformer.tokenizer import Tokenizer, train_bpe
 
     path = folder / "tokenizer.json"
-    Tokenizer.from_bpe(*train_bpe(text, ENTRIES, [END]), [END]).save(path)
+    Tokenizer.from_bpe(*train_bpe(text, entries, [END]), [END]).save(path)
     return path
 
 
-def encoding() -> None:
+def encoding(smoke: bool = False) -> None:
     """Prints megabytes a second of each side, and ours over theirs. Raises where ids differ."""
+    entries, samples = (SMOKE_ENTRIES, 2) if smoke else (ENTRIES, SAMPLES)
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as name:
-        texts = make_texts(Path(name))
-        tokenizer = make_tokenizer(Path(name), [*texts.values()][-1])
+        texts = make_texts(Path(name), cases(smoke))
+        tokenizer = make_tokenizer(Path(name), [*texts.values()][-1], entries)
         results, rows = {}, []
         sides = [python_worker(side, "tokens_peer.py", side) for side in SIDES]
         try:
             neighbours = Neighbours(sides)
             for case, path in texts.items():
-                answers = alternate(sides, f"encode {tokenizer} {path}", SAMPLES, warmups=1)
+                answers = alternate(sides, f"encode {tokenizer} {path}", samples, warmups=1)
                 if len({answer["digest"] for found in answers for answer in found}) > 1:
                     raise SystemExit(f"{case}: the ids differ")
                 seconds = [column(found, "seconds") for found in answers]
@@ -57,20 +58,22 @@ def encoding() -> None:
     versions = {key: value for side in sides for key, value in side.about["versions"].items()}
     print_table(["text", *SIDES, "ours over tokenizers", "without tiktoken over tokenizers"], rows)
     print(f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}; equal ids. {verdict(share)}")
-    save("tokens_encoding", {"versions": versions, "entries": ENTRIES, "cases": results, "neighbours": share})
+    result = {"versions": versions, "entries": entries, "cases": results, "neighbours": share}
+    save("tokens_encoding", result, smoke)
 
 
-def iterable() -> None:
+def iterable(smoke: bool = False) -> None:
     """Prints the memory that `encode_iterable` takes above what was there, over a file of 1 GB, of lines and of one line."""
     results, rows = {}, []
+    entries, total = (SMOKE_ENTRIES, SMOKE_BYTES) if smoke else (ENTRIES, STREAM_BYTES)
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as name:
-        text = [*make_texts(Path(name)).values()][1]
-        tokenizer = make_tokenizer(Path(name), text)
+        text = [*make_texts(Path(name), cases(smoke)).values()][1]
+        tokenizer = make_tokenizer(Path(name), text, entries)
         raw = text.read_bytes().replace(END.encode(), b"\n")
         for case, block in (("lines", raw), ("one line", b" ".join(raw.split()) + b" ")):
             path = Path(name, "large.txt")
             with open(path, "wb") as file:
-                for _ in range(-(-STREAM_BYTES // len(block))):
+                for _ in range(-(-total // len(block))):
                     file.write(block)
             with python_worker("jaxformer", "tokens_peer.py", "jaxformer") as worker:
                 found = worker.ask(f"iterate {tokenizer} {path}")
@@ -80,9 +83,4 @@ def iterable() -> None:
             rate = f"{size / 1e6 / found['seconds']:.1f} MB/s"
             rows.append([case, f"{size / 1e9:.2f} GB", above, f"{ALLOWED / 1e6:.0f} MB", rate])
     print_table(["file", "size", "memory above the base", "must stay under", "rate"], rows)
-    save("tokens_iterable", {"cases": results})
-
-
-if __name__ == "__main__":
-    encoding()
-    iterable()
+    save("tokens_iterable", {"cases": results}, smoke)

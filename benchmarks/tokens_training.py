@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import regex
 from pairing import (
@@ -27,12 +28,6 @@ from pairing import (
 )
 from tokens_peer import END, WORDS
 
-# Of each text the bytes, the entries, and what is asked: seconds, or a ratio of the time to the peer's.
-CASES = {
-    "English, 130 kB": (130_000, 500, "0.5 s"),
-    "stdlib, 5 MB": (5_000_000, 8_000, "1.0x"),
-    "stdlib and packages, 20 MB": (20_000_000, 32_000, "1.5x"),
-}
 ALLOWED, TIMES = 200e6, 10  # bytes, and times the bytes of the distinct words
 SAMPLE_SECONDS = 0.003
 SAMPLES = 7
@@ -52,32 +47,54 @@ def sources(*folders: str) -> Iterator[str]:
                 yield path.read_bytes().decode(errors="ignore")
 
 
-def make_texts(folder: Path) -> dict[str, Path]:
-    """A file of each case."""
+class Case(NamedTuple):
+    """A text and its size in bytes, the entries learnt of it, and what is asked: seconds, or a ratio of the peer's time."""
+
+    documents: Iterator[str]
+    size: int
+    entries: int
+    asked: str
+
+
+def cases(smoke: bool) -> dict[str, Case]:
     stdlib, installed = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-    made = dict(zip(CASES, (english(), sources(stdlib), sources(stdlib, installed)), strict=True))
+    if smoke:
+        return {
+            "English, 10 kB": Case(english(), 10_000, 300, ""),
+            "stdlib, 20 kB": Case(sources(stdlib), 20_000, 300, ""),
+        }
+    return {
+        "English, 130 kB": Case(english(), 130_000, 500, "0.5 s"),
+        "stdlib, 5 MB": Case(sources(stdlib), 5_000_000, 8_000, "1.0x"),
+        "stdlib and packages, 20 MB": Case(sources(stdlib, installed), 20_000_000, 32_000, "1.5x"),
+    }
+
+
+def make_texts(folder: Path, chosen: dict[str, Case]) -> dict[str, Path]:
+    """A file of each case."""
     paths = {}
-    for number, (case, documents) in enumerate(made.items()):
-        size, text = CASES[case][0], b""
-        for document in documents:
+    for number, (name, case) in enumerate(chosen.items()):
+        text = b""
+        for document in case.documents:
             text += (END.encode() if text else b"") + document.encode()
-            if len(text) >= size:
+            if len(text) >= case.size:
                 break
-        paths[case] = folder / f"{number}.txt"
-        paths[case].write_bytes(text[:size].decode(errors="ignore").encode())
+        paths[name] = folder / f"{number}.txt"
+        paths[name].write_bytes(text[: case.size].decode(errors="ignore").encode())
     return paths
 
 
-def training() -> None:
+def training(smoke: bool = False) -> None:
     """Prints the time of each case, ours and theirs, and the ratio."""
     results, rows = {}, []
+    chosen, samples = cases(smoke), 2 if smoke else SAMPLES
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as folder:
-        paths = make_texts(Path(folder))
+        paths = make_texts(Path(folder), chosen)
         sides = [python_worker(side, "tokens_peer.py", side) for side in ("jaxformer", "tokenizers")]
         with sides[0], sides[1]:
             neighbours = Neighbours(sides)
-            for case, (_, entries, asked) in CASES.items():
-                answers = alternate(sides, f"train {paths[case]} {entries}", SAMPLES, warmups=1)
+            for case, (_, _, entries, asked) in chosen.items():
+                answers = alternate(sides, f"train {paths[case]} {entries}", samples, warmups=1)
                 ours, theirs = (column(found, "seconds") for found in answers)
                 ratio = paired_ratio(theirs, ours)
                 results[case] = {
@@ -90,23 +107,24 @@ def training() -> None:
             share, versions = neighbours.share(), sides[1].about["versions"]
     print_table(["text", "entries", "jaxformer", "tokenizers", "our time over theirs", "at most"], rows)
     print(f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}. {verdict(share)}")
-    save("tokens_training", {"versions": versions, "cases": results, "neighbours": share})
+    save("tokens_training", {"versions": versions, "cases": results, "neighbours": share}, smoke)
 
 
-def memory() -> None:
+def memory(smoke: bool = False) -> None:
     """Prints the largest resident memory of each case, ours with its counting processes and theirs, and our bound."""
     results, rows = {}, []
+    chosen = cases(smoke)
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as folder:
-        for case, path in make_texts(Path(folder)).items():
+        for case, path in make_texts(Path(folder), chosen).items():
             distinct = {word for part in path.read_text("utf-8").split(END) for word in regex.findall(WORDS, part)}
             words = sum(len(word.encode()) for word in distinct)
-            peaks = [peak(side, f"train {path} {CASES[case][1]}") for side in ("jaxformer", "tokenizers")]
+            peaks = [peak(side, f"train {path} {chosen[case].entries}") for side in ("jaxformer", "tokenizers")]
             bound = TIMES * words + ALLOWED
             results[case] = {"distinct_words_bytes": words, "peak_bytes": peaks, "bound": bound}
             sizes = [f"{size / 1e6:,.1f} MB" for size in (words, *peaks, bound)]
             rows.append([case, *sizes, "" if peaks[0] <= bound else "OVER"])
     print_table(["text", "distinct words", "jaxformer", "tokenizers", "bound", ""], rows)
-    save("tokens_memory", {"cases": results})
+    save("tokens_memory", {"cases": results}, smoke)
 
 
 def peak(side: str, command: str) -> int:
@@ -134,8 +152,3 @@ def resident(process: int) -> int:
     except (OSError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident(int(child)) for child in children)
-
-
-if __name__ == "__main__":
-    training()
-    memory()

@@ -4,13 +4,14 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
 
-def load(model: torch.nn.Module, path: str) -> None:
+def load(model: Any, path: str) -> None:
     """jaxformer's GPT-2 into transformers' names; both store linear weights [in, out]."""
     file = np.load(path)
     d = model.config.n_embd

@@ -10,6 +10,7 @@ import math
 import resource
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,15 +112,17 @@ def load(model: Decoder, path: str) -> None:
     file = np.load(path)
     d = model.options.d_model
 
+    parts: Any = model  # PyTorch types the attributes of a module as tensors or modules alike
+
     def put(target: Tensor, value: np.ndarray) -> None:
         target.copy_(torch.from_numpy(np.ascontiguousarray(value)).view_as(target))
 
     with torch.no_grad():
-        put(model.tokens.weight, file["embed.tokens"])
-        put(model.positions.weight, file["embed.positions"])
-        put(model.final_norm.weight, file["final_norm.scale"])
-        put(model.final_norm.bias, file["final_norm.bias"])
-        for i, block in enumerate(model.blocks):
+        put(parts.tokens.weight, file["embed.tokens"])
+        put(parts.positions.weight, file["embed.positions"])
+        put(parts.final_norm.weight, file["final_norm.scale"])
+        put(parts.final_norm.bias, file["final_norm.bias"])
+        for i, block in enumerate(parts.blocks):
             for name in ("attention_norm", "ffn_norm"):
                 put(getattr(block, name).weight, file[f"blocks.{name}.scale"][i])
                 put(getattr(block, name).bias, file[f"blocks.{name}.bias"][i])

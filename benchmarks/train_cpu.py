@@ -1,6 +1,6 @@
 """Trains the same mathematics in JAX and in PyTorch on this CPU, step by step in turn, and prints how they compare.
 
-    python benchmarks/train_cpu.py --torch-python /path/to/python-with-torch [--works small gpt2_124m] [--samples 8]
+    python benchmarks/train_cpu.py [--torch-python PYTHON] [--workloads small gpt2_124m] [--samples 8]
 
 Both start from the same weights on the same tokens, so their losses must agree; that is checked.
 """
@@ -8,12 +8,14 @@ Both start from the same weights on the same tokens, so their losses must agree;
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 
 from pairing import (
     Answer,
     Neighbours,
     Worker,
+    add_smoke,
     alternate,
     column,
     paired_ratio,
@@ -23,20 +25,24 @@ from pairing import (
     save,
     verdict,
 )
-from works import WORKS, torch_flags, with_sizes
+from workloads import WORKLOADS, shrunk, torch_flags, with_sizes
 
+from jaxformer.config import RunConfig
 from jaxformer.models.cost import flops_per_token
 
 LOSS_TOLERANCE = 2e-3  # nats, over the first steps from the same weights
-HEADER = ["work", "tokens/s", "PyTorch", "ratio", "fastest", "MFU", "PyTorch", "peak memory", "PyTorch", "ratio"]
+HEADER = ["workload", "tokens/s", "PyTorch", "ratio", "fastest", "MFU", "PyTorch", "peak memory", "PyTorch", "ratio"]
 
 
-def measure(work: str, microbatches: int, options: argparse.Namespace) -> Answer:
-    run = with_sizes(WORKS[work], 0, microbatches)
+def measure(workload: str, microbatches: int, options: argparse.Namespace) -> Answer:
+    run = shrunk(WORKLOADS[workload]) if options.smoke else WORKLOADS[workload]
+    run = with_sizes(run, 0, microbatches)
     pieces = ("--microbatches", str(microbatches))
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
-        ours = python_worker("jax", "jax_peer.py", "--work", work, *pieces, "--save-weights", weights)
+        own = ["--workload", workload, *pieces, "--save-weights", weights]
+        own += ["--smoke"] if options.smoke else []
+        ours = python_worker("jax", "jax_peer.py", *own)
         flags = [*torch_flags(run), "--threads", str(os.cpu_count()), "--weights", weights]
         theirs = python_worker("torch", "torch_peer.py", *flags, python=options.torch_python)
     with ours, theirs:
@@ -47,7 +53,8 @@ def measure(work: str, microbatches: int, options: argparse.Namespace) -> Answer
         share = neighbours.share()
         products += alternate([ours, theirs], "product", samples=2, warmups=0)
         best = max(flops for answers in products for flops in column(answers, "flops"))
-        return summary(work, microbatches, steps, best, [ours, theirs]) | {"neighbours": share}
+        shape = {"workload": workload, "microbatches": microbatches, "neighbours": share}
+        return shape | summary(run, steps, best, [ours, theirs])
 
 
 def check_losses(ours: list[Answer], theirs: list[Answer]) -> None:
@@ -56,15 +63,12 @@ def check_losses(ours: list[Answer], theirs: list[Answer]) -> None:
         raise SystemExit(f"the two do not compute the same: losses {column(ours, 'loss')} and {column(theirs, 'loss')}")
 
 
-def summary(work: str, microbatches: int, steps: list[list[Answer]], product: float, workers: list[Worker]) -> Answer:
-    run = WORKS[work]
+def summary(run: RunConfig, steps: list[list[Answer]], product: float, workers: list[Worker]) -> Answer:
     tokens = run.train.batch_size * run.data.sequence_length
     seconds = [column(answers, "seconds") for answers in steps]
     rates = [tokens / statistics.median(times) for times in seconds]
     flops = flops_per_token(run.model, run.data.sequence_length)
     return {
-        "work": work,
-        "microbatches": microbatches,
         "tokens_per_second": rates,
         "ratio": paired_ratio(seconds[0], seconds[1]),
         "ratio_of_the_fastest": min(seconds[1]) / min(seconds[0]),
@@ -79,7 +83,7 @@ def summary(work: str, microbatches: int, steps: list[list[Answer]], product: fl
 
 def row(result: Answer, product: float) -> list[str]:
     ours, theirs = result["peak_bytes"]
-    name = result["work"] + (f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else "")
+    name = result["workload"] + (f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else "")
     rates = [f"{rate:,.0f}" for rate in result["tokens_per_second"]]
     mfu = [f"{flops / product:.0%}" for flops in result["flops_per_second"]]
     ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
@@ -89,14 +93,18 @@ def row(result: Answer, product: float) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", required=True, help="a Python that has PyTorch")
-    parser.add_argument("--works", nargs="+", default=["small", "small:4", "gpt2_124m"], help="WORK or WORK:MICROBATCHES")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
+    default = ["small", "small:4", "gpt2_124m"]
+    parser.add_argument("--workloads", nargs="+", default=default, help="NAME or NAME:MICROBATCHES")
     parser.add_argument("--samples", type=int, default=8, help="paired samples")
+    add_smoke(parser)
     options = parser.parse_args()
+    if options.smoke:
+        options.workloads, options.samples = ["small:2"], 2
     results = []
-    for name in options.works:
-        work, _, pieces = name.partition(":")
-        results.append(measure(work, int(pieces or 1), options))
+    for name in options.workloads:
+        workload, _, pieces = name.partition(":")
+        results.append(measure(workload, int(pieces or 1), options))
         print_table(HEADER, [row(results[-1], results[-1]["product_flops"])])
     best = max(result["product_flops"] for result in results)
     print()
@@ -104,7 +112,7 @@ def main() -> None:
     print(f"Ratio: median (range) of {options.samples} pairs; fastest: that of the two fastest steps.")
     print(f"MFU: over the best product seen in this run, {best / 1e9:.0f} GFLOP/s.")
     print(verdict(max(result["neighbours"] for result in results)))
-    save("train_cpu", {"results": results})
+    save("train_cpu", {"results": results}, options.smoke)
 
 
 if __name__ == "__main__":

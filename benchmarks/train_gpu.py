@@ -1,22 +1,21 @@
 """GPT-2 124M and a 1.1B Llama on a GPU, beside torch.compile. `python benchmarks/train_gpu.py [--torch-python PYTHON]`
 
 Needs only a GPU, jax[cuda] and, for the peer, PyTorch. First the device is checked: the attention kernel against float32,
-forward and backward, on each work's shapes, and a run that is stopped and continued against one that is not. Then each work
+forward and backward, on each workload's shapes, and a run that is stopped and continued against one that is not. Then each
 is trained on random tokens by the library's own step and by the peer: the same mathematics (bfloat16 products and residual
 stream, float32 master weights, fused AdamW, clipping) in separate processes one after the other, 5 steps of warm-up, each
-timed step waited for, twice. `--tiny --device cpu` runs the same code in small anywhere and says nothing about a GPU.
+timed step waited for, twice. `--smoke` runs the same code in small, on a CPU too, and says nothing about a GPU.
 """
 
 import argparse
 import datetime
 import importlib.util
-import os
 import re
 import statistics
 import sys
 
-from pairing import Answer, Worker, column, print_table, python_worker, save
-from works import WORKS, shrunk, torch_flags, with_sizes
+from pairing import Answer, Worker, add_smoke, column, print_table, python_worker, save
+from workloads import WORKLOADS, shrunk, torch_flags, with_sizes
 
 from jaxformer.config import RunConfig
 from jaxformer.models.cost import flops_per_token
@@ -24,19 +23,30 @@ from jaxformer.models.cost import flops_per_token
 WARMUPS = 5
 FEWEST = 20  # timed steps
 BATCHES = {"gpt2_124m_gpu": (64, 32, 16), "llama_1b_gpu": (16, 8, 4, 2)}  # sequences a step, the first that fits both
-HEADER = ["work", "with", "batch", "tokens/s", "10th to 90th", "MFU", "causal", "of ceiling", "causal", "memory", "kernel"]
-NOT_A_GPU = "This was a tiny run that proves the benchmark works. It says nothing about the speed of a GPU, or of anything."
+HEADER = [
+    "workload",
+    "with",
+    "batch",
+    "tokens/s",
+    "10th to 90th",
+    "MFU",
+    "causal",
+    "of ceiling",
+    "causal",
+    "memory",
+    "kernel",
+]
 
 
-def measure(worker: Worker, steps: int, commands: tuple[str, ...] = ()) -> Answer | None:
+def measure(worker: Worker, options: argparse.Namespace, *commands: str) -> Answer | None:
     """The timed steps of a worker; None where its memory ends."""
     answers: list[Answer] = []
     with worker:
-        for command in (*commands, *["step"] * (WARMUPS + steps), "product"):
+        for command in (*commands, *["step"] * (options.warmups + options.steps), "product"):
             answers.append(worker.ask(command))
             if "out_of_memory" in answers[-1]:
                 return None
-    timed = answers[-steps - 1 : -1]
+    timed = answers[-options.steps - 1 : -1]
     return worker.about | {
         "seconds": column(timed, "seconds"),
         "losses": column(answers[len(commands) : -1], "loss"),
@@ -46,50 +56,57 @@ def measure(worker: Worker, steps: int, commands: tuple[str, ...] = ()) -> Answe
     }
 
 
-def ours(work: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
-    flags = ["--work", work, "--batch", str(run.train.batch_size), *(["--tiny"] if options.tiny else [])]
+def ours(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
+    flags = ["--workload", workload, "--batch", str(run.train.batch_size), *smoke_flag(options)]
     if options.xla:
         flags += ["--xla", *options.xla]
-    return measure(python_worker("jax", "jax_gpu_peer.py", *flags), options.steps, ("compile",))
+    return measure(python_worker("jax", "jax_gpu_peer.py", *flags), options, "compile")
 
 
-def theirs(work: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
-    device = "cpu" if options.device == "cpu" else "cuda"
-    flags = [*torch_flags(run), "--device", device, "--torch-mode", options.torch_mode]
-    return measure(python_worker("torch", "torch_gpu_peer.py", *flags, python=options.torch_python), options.steps)
+def theirs(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
+    flags = [*torch_flags(run), "--device", options.torch_device, "--torch-mode", options.torch_mode]
+    worker = python_worker("torch", "torch_gpu_peer.py", *flags, python=options.torch_python)
+    return measure(worker, options)
+
+
+def smoke_flag(options: argparse.Namespace) -> list[str]:
+    return ["--smoke"] if options.smoke else []
 
 
 NAMES = {ours: "jaxformer", theirs: "torch"}
 
 
-def compare(work: str, options: argparse.Namespace) -> tuple[RunConfig, list[Answer]]:
+def compare(workload: str, options: argparse.Namespace) -> tuple[RunConfig, list[Answer]]:
     """Both sides, round by round, at the largest batch of the list that fits both."""
-    whole = shrunk(WORKS[work]) if options.tiny else WORKS[work]
-    batches = options.batches or ([whole.train.batch_size] if options.tiny else BATCHES[work])
+    whole = shrunk(WORKLOADS[workload]) if options.smoke else WORKLOADS[workload]
+    own = [whole.train.batch_size] if options.smoke else BATCHES[workload]
+    batches = options.batches or own
     for batch in batches:
         run = with_sizes(whole, batch, 1)
         found: list[Answer] = []
         for side in [ours, theirs][: 1 + bool(options.torch_python)] * options.rounds:
-            result = side(work, run, options)
+            result = side(workload, run, options)
             if result is None:
-                print(f"{work}: {batch} sequences of {run.data.sequence_length} do not fit with {NAMES[side]}.", flush=True)
+                length = run.data.sequence_length
+                print(f"{workload}: {batch} sequences of {length} do not fit with {NAMES[side]}.")
                 break
             found.append({"with": NAMES[side]} | result)
         else:
             return run, found
-    raise SystemExit(f"{work}: not one of the batches {list(batches)} fits; give smaller ones by --batches.")
+    raise SystemExit(f"{workload}: not one of the batches {list(batches)} fits; give smaller ones by --batches.")
 
 
-def row(work: str, run: RunConfig, result: Answer, peak: float, ceiling: float) -> list[str]:
+def row(workload: str, run: RunConfig, result: Answer, peak: float, ceiling: float) -> list[str]:
     """MFU counts the scores in full, causal only the half that is seen."""
     length = run.data.sequence_length
     tokens = run.train.batch_size * length
     rate = tokens / statistics.median(result["seconds"])
     cuts = statistics.quantiles(result["seconds"], n=10)
-    full, products = flops_per_token(run.model, length), flops_per_token(run.model, 0)
-    shares = [f"{rate * flops / limit:.1%}" for limit in (peak, ceiling) for flops in (full, (full + products) / 2)]
+    full = flops_per_token(run.model, length)
+    scores = flops_per_token(run.model, 2 * length) - full  # they alone grow with the length
+    shares = [f"{rate * flops / limit:.1%}" for limit in (peak, ceiling) for flops in (full, full - scores / 2)]
     size = [
-        work,
+        workload,
         result["with"],
         str(run.train.batch_size),
         f"{rate:,.0f}",
@@ -100,16 +117,14 @@ def row(work: str, run: RunConfig, result: Answer, peak: float, ceiling: float) 
 
 def checked(options: argparse.Namespace) -> Answer:
     """What the device got right before anything is timed, printed."""
-    flags = ["--works", *options.works, *(["--tiny"] if options.tiny else [])]
+    flags = ["--workloads", *options.workloads, *smoke_flag(options)]
     worker = python_worker("check", "jax_gpu_peer.py", *flags)
-    if worker.about["platform"] != ("cpu" if options.device == "cpu" else "gpu"):
+    if worker.about["platform"] != "gpu" and not options.smoke:
         worker.process.kill()
-        raise SystemExit(
-            f"jax sees no GPU here but {worker.about['device']}; `--tiny --device cpu` proves the code without one."
-        )
-    found = worker.about | worker._read()
-    for work, kernel in found["kernels"].items():
-        print(f"{work}: attention {kernel}")
+        raise SystemExit(f"jax sees no GPU here but {worker.about['device']}; `--smoke` proves the code without one.")
+    found = worker.about | worker.read()
+    for workload, kernel in found["kernels"].items():
+        print(f"{workload}: attention {kernel}")
     apart = (
         "bitwise the same"
         if found["resume"]["bitwise"]
@@ -125,24 +140,24 @@ def checked(options: argparse.Namespace) -> Answer:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", nargs="+", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--workloads", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--batches", nargs="+", type=int, default=[], help="sequences a step, tried in order until one fits")
     parser.add_argument("--steps", type=int, default=30, help=f"timed steps of a round, at least {FEWEST}")
-    parser.add_argument("--rounds", type=int, default=0, help="default 2, or 1 with --tiny")
+    parser.add_argument("--rounds", type=int, default=0, help="default 2, or 1 with --smoke")
     parser.add_argument("--peak", type=float, default=989.0, help="the GPU's dense bfloat16 TFLOP/s")
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of our step")
     parser.add_argument(
         "--torch-python", default=sys.executable, help="a Python that has PyTorch; empty leaves the peer out"
     )
     parser.add_argument("--torch-mode", default="default", help="mode of torch.compile; none runs eagerly")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--tiny", action="store_true", help="shrunk works, to prove the code")
+    add_smoke(parser)
     options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.tiny else 2)
-    if options.steps < FEWEST:
+    options.warmups, options.rounds = WARMUPS, options.rounds or (1 if options.smoke else 2)
+    if options.smoke:
+        options.workloads, options.warmups, options.steps = ["llama_1b_gpu"], 1, 3
+        options.torch_mode = "none"  # to compile takes a minute
+    elif options.steps < FEWEST:
         parser.error(f"--steps must be at least {FEWEST}, or the median says little")
-    if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu is for --tiny only; train_cpu.py measures a CPU")
     if options.torch_python == sys.executable and importlib.util.find_spec("torch") is None:
         print("No PyTorch in this Python, so the peer is left out; --torch-python names another.", flush=True)
         options.torch_python = ""
@@ -151,27 +166,26 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if options.device == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
     check = checked(options)
+    options.torch_device = "cuda" if check["platform"] == "gpu" else "cpu"
     results, table = {}, []
-    for work in options.works:
-        run, results[work] = compare(work, options)
-        ceiling = max(result["product_flops"] for result in results[work])
-        table += [row(work, run, result, options.peak * 1e12, ceiling) for result in results[work]]
-        losses = "; ".join(f"{r['with']} {r['losses'][0]:.3f} to {r['losses'][-1]:.3f}" for r in results[work])
-        print(f"{work}: ceiling {ceiling / 1e12:.3g} TFLOP/s, the best large bfloat16 product of random data; loss {losses}")
+    for workload in options.workloads:
+        run, rounds = compare(workload, options)
+        results[workload] = rounds
+        ceiling = max(result["product_flops"] for result in rounds)
+        table += [row(workload, run, result, options.peak * 1e12, ceiling) for result in rounds]
+        losses = "; ".join(f"{r['with']} {r['losses'][0]:.3f} to {r['losses'][-1]:.3f}" for r in rounds)
+        print(f"{workload}: ceiling {ceiling / 1e12:.3g} TFLOP/s, the best large bfloat16 product", end="")
+        print(f" of random data; loss {losses}")
     print_table(HEADER, table)
     print(f"MFU over {options.peak:g} TFLOP/s and over the ceiling; causal counts half of the scores.")
     versions = {
         name: value for rounds in results.values() for result in rounds for name, value in result["versions"].items()
     }
     print(", ".join(f"{name} {value}" for name, value in versions.items()))
-    if options.tiny:
-        print(NOT_A_GPU)
-        return
     device = re.sub(r"[^a-z0-9]+", "-", check["device"].lower()).strip("-")
-    save(f"train_gpu-{device}-{datetime.date.today()}", {"peak_tflops": options.peak, "check": check, "results": results})
+    result = {"peak_tflops": options.peak, "check": check, "results": results}
+    save(f"train_gpu-{device}-{datetime.date.today()}", result, options.smoke)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What the benchmarks train: runs, and the same shapes as flags of the PyTorch worker."""
+"""What the benchmarks train: runs, and their shapes as flags of the PyTorch worker; small ones too."""
 
+import random
 from dataclasses import replace
+from pathlib import Path
 
 from jaxformer import ModelConfig, RunConfig
 from jaxformer.config import DataConfig, OptimizerConfig, TrainConfig
@@ -20,8 +22,19 @@ def _run(model: ModelConfig, vocab: int, length: int, batch: int) -> RunConfig:
 
 GPT2_124M = replace(GPT2, n_layers=12, n_heads=12, d_model=768)
 TINY_LLAMA = replace(LLAMA, n_layers=22, n_heads=32, n_kv_heads=4, d_model=2048, d_ff=5632)
-DECODED = replace(GPT2_124M, activation="gelu_tanh", vocab_size=50_304, max_length=1024)  # as transformers has it
-WORKS = {
+# GPT-2 with the approximate GELU, as transformers has it
+DECODED = replace(GPT2_124M, activation="gelu_tanh", vocab_size=50_304, max_length=1024)
+SMOKE_DECODED = replace(DECODED, n_layers=2, n_heads=2, d_model=32, vocab_size=512, max_length=64)
+SMOKE_FIELDS: dict[str, object] = {  # of a run of train.py, for a smoke test
+    "model.d_model": 32,
+    "model.n_heads": 2,
+    "model.n_layers": 1,
+    "data.sequence_length": 32,
+    "data.validation_fraction": 0.1,
+    "tokenizer.vocab_size": 300,
+    "train.batch_size": 4,
+}
+WORKLOADS = {
     "small": _run(replace(GPT2, n_layers=6, n_heads=6, d_model=384), vocab=4096, length=256, batch=16),
     "gpt2_124m": _run(GPT2_124M, vocab=50_304, length=512, batch=2),
     "gpt2_124m_gpu": _run(GPT2_124M, vocab=50_304, length=1024, batch=64),
@@ -35,7 +48,7 @@ def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
 
 
 def shrunk(run: RunConfig) -> RunConfig:
-    """`run` in a size that any machine trains at once, to prove that a benchmark works."""
+    """`run` in a size that any machine trains at once, for a smoke test."""
     heads = 2 if run.model.kv_heads < run.model.n_heads else 4
     model = replace(run.model, n_layers=2, d_model=64, n_heads=4, n_kv_heads=heads, d_ff=128, vocab_size=512, max_length=64)
     return replace(run, model=model, data=DataConfig(sequence_length=64), train=replace(run.train, batch_size=4))
@@ -57,3 +70,17 @@ def torch_flags(run: RunConfig) -> list[str]:
     }
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     return [*flags, "--style", "llama" if model.gated else "gpt2"]
+
+
+def make_words(seed: int, count: int) -> str:
+    """`count` words of random letters, the same for the same seed."""
+    rng = random.Random(seed)
+    return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 5))) for _ in range(count))
+
+
+def words_file(folder: Path) -> str:
+    """Writes 100 kB of sentences in paragraphs into a folder; the path."""
+    paragraphs = (". ".join(make_words(100 * i + j, 10) for j in range(6)) for i in range(400))
+    path = folder / "words.txt"
+    path.write_text(".\n\n".join(paragraphs) + ".\n", encoding="utf-8")
+    return str(path)

@@ -1,0 +1,67 @@
+"""What .ci/versions installs, one requirement a line, and which tests need no PyTorch.
+
+    python .ci/requirements.py lowest|newest|tests [--core]
+
+lowest: the packages that pyproject.toml names, at their floors; newest: at their newest, with
+jax 0.12. --core leaves out PyTorch and what needs it. tests: the files of tests/ that import none
+of these, by themselves or by a module of tests/.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "transformers", "lm_eval", "accelerate"}  # PyTorch and what needs it
+CHECKS = {"ruff", "mypy", "import-linter"}  # read the code and are never imported: always the newest
+NEWEST = {"jax": "jax>=0.12,<0.13"}
+
+
+def requirements(pins: str, core: bool) -> list[str]:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    if core:
+        lines = [line for line in lines if name_of(line) not in HEAVY]
+    if pins == "lowest":
+        return [line if name_of(line) in CHECKS else at_its_floor(line) for line in lines]
+    return [NEWEST.get(name_of(line), line) for line in lines]
+
+
+def at_its_floor(requirement: str) -> str:
+    """`numpy==2.0` of `numpy>=2.0,<3`, which is 2.0.0 alone."""
+    return requirement.partition(",")[0].replace(">=", "==", 1)
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[<>=\[]", requirement)[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Names of the packages and modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def tests_without_torch() -> list[str]:
+    modules = {path.stem: imports(path) for path in (ROOT / "tests").glob("*.py")}
+    heavy = set(HEAVY)
+    while more := {name for name, used in modules.items() if used & heavy} - heavy:
+        heavy |= more
+    return sorted(f"tests/{name}.py" for name in modules if name.startswith("test_") and name not in heavy)
+
+
+def main() -> None:
+    pins, core = sys.argv[1], "--core" in sys.argv
+    print("\n".join(tests_without_torch() if pins == "tests" else requirements(pins, core)))
+
+
+if __name__ == "__main__":
+    main()
