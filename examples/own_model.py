@@ -23,11 +23,10 @@ class Points:
         return {"x": x, "y": np.sin(2 * x)}
 
 
-def init(key: jax.Array, width: int = 64) -> list[dict[str, jax.Array]]:
-    """Any pytree will do: here a list of layers."""
-    sizes, keys = [1, width, width, 1], jax.random.split(key, 3)
-    pairs = zip(keys, sizes, sizes[1:], strict=False)
-    return [{"w": jax.random.normal(k, (i, o)) / i**0.5, "b": jnp.zeros(o)} for k, i, o in pairs]
+def init(key: jax.Array) -> list[dict[str, jax.Array]]:
+    """Any pytree will do: here a list of layers, [1, 64], [64, 64] and [64, 1]."""
+    sizes, keys = [(1, 64), (64, 64), (64, 1)], jax.random.split(key, 3)
+    return [{"w": jax.random.normal(k, s) / s[0] ** 0.5, "b": jnp.zeros(s[1])} for k, s in zip(keys, sizes, strict=True)]
 
 
 def loss(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def main(directory: str) -> jf.TrainState:
         evaluate=jf.make_evaluate(loss, heldout),
         evaluate_every=100,
         checkpoints=jf.Checkpoints(directory, every=100),
-        hooks=[lambda number, state, metrics: print(number, dict(metrics)) if "val_loss" in metrics else None],
+        hooks=[lambda number, state, metrics: print(number, metrics) if "val_loss" in metrics else None],
     )
 
 
