@@ -6,12 +6,15 @@ mesh in force (`jax.set_mesh`) every function here leaves its input as it is.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxformer.config import ConfigError, MeshConfig
+from jaxformer.settings import ConfigError
+
+if TYPE_CHECKING:
+    from jaxformer.config import MeshConfig
 
 Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
@@ -33,7 +36,7 @@ ACTIVATIONS: Rules = {
 }
 
 
-def make_mesh(config: MeshConfig, batch_size: int, microbatches: int = 1, explicit: bool = False) -> Mesh:
+def make_mesh(config: "MeshConfig", batch_size: int, microbatches: int = 1, explicit: bool = False) -> Mesh:
     """The mesh of all devices, by the sizes of `config`.
 
     Raises ConfigError if the sizes do not multiply to the number of devices or a microbatch does not divide among them.

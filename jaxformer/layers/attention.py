@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.kernels import (
     attend,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.params import Params, Spec, Specs, contract, zeros
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.masks import View, visible
+from jaxformer.settings import ConfigError
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array]
 
