@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxformer.config import ConfigError
 from jaxformer.params import Spec, Specs, map_specs, rows, stack
+from jaxformer.settings import ConfigError
 
 
 def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.models.transformer import check_model, forward, init
 from jaxformer.params import Params
 

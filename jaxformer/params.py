@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.settings import ConfigError
 from jaxformer.sharding import Axes, activation, constrain, explicit_axes, gathered
 
 Params = dict[str, Any]

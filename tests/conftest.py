@@ -10,7 +10,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 from jaxtyping import install_import_hook  # noqa: E402  (the environment above has to be set first)
 
-CHECKED = ("attention", "block", "blocked", "embed", "ffn", "head", "kernels", "norm", "positions")
+CHECKED = ("attention", "block", "blocked", "dot_product", "embed", "ffn", "head", "kernels", "norm", "positions")
 install_import_hook(
     [*(f"jaxformer.layers.{room}" for room in CHECKED), "jaxformer.models", "jaxformer.losses"], "beartype.beartype"
 )

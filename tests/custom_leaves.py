@@ -31,13 +31,15 @@ class LowRank:
         free = "".join(letter for letter in left if letter not in right)
         steps = [(f"{first}R", self.a), (f"R{rest}", self.b)]
         (inner, before), (outer, after) = steps if set(first) <= set(left) else steps[::-1]
-        narrow = contract(f"{left},{inner}->{free}R", x, before)
+        place = (*to[: len(free)], None) if to else None
+        narrow = contract(f"{left},{inner}->{free}R", x, before, to=place)
         more = contract(f"{free}R,{outer}->{out}", narrow, after, to=to, dtype=dtype)
         return contract(equation, x, self.weight, to=to, dtype=dtype) + more
 
     def lookup(self, index, to):
         narrow = lookup(self.a, index, (*to[:-1], None))
-        return lookup(self.weight, index, to) + jnp.tensordot(narrow, self.b, 1)
+        free = "XYZ"[: index.ndim]
+        return lookup(self.weight, index, to) + contract(f"{free}R,RD->{free}D", narrow, self.b, to=to)
 
     def astype(self, dtype):
         return jax.tree.map(lambda part: part.astype(dtype), self)

@@ -94,7 +94,8 @@ def test_decoding_casts_what_the_leaf_casts():
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_the_arrays(name, tiled, monkeypatch):
     _, params, config, batch = case(name)
-    batch = batch | {"targets": batch["tokens"][:, ::-1], "weights": np.ones(batch["tokens"].shape, np.float32)}
+    targets = jnp.asarray(batch["tokens"][:, ::-1])
+    batch = batch | {"targets": targets, "weights": jnp.ones(targets.shape)}
     if tiled:
         monkeypatch.setattr(losses, "DENSE_LOGITS", 0)
         monkeypatch.setitem(losses.TILE_ROWS, "cpu", 8)

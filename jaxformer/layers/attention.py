@@ -6,12 +6,12 @@ from dataclasses import replace
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.capture import NOTHING, Captures, Request
-from jaxformer.layers.kernels import (
-    attend,
+from jaxformer.layers.dot_product import (
     attention_weights,
     dot_product_attention,
+    plain,
     weighted_values,
 )
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
@@ -101,6 +101,10 @@ def attention(
     if request.wants(weights_name) or (key is not None and config.dropout > 0):
         weights, captures = request.apply(weights_name, attention_weights(q, seen[0], view))
         out = weighted_values(dropout(weights, config.dropout, key), seen[1])
+    elif config.attention_kernel in ("auto", "xla"):
+        out = plain(q, *seen, view)
     else:
+        from jaxformer.layers.kernels import attend  # the fused kernels are imported where one is chosen
+
         out = attend(config.attention_kernel, q, *seen, view)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), captures

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.attention import attention, attention_specs, cross_attention_specs, keys_and_values
 from jaxformer.layers.cache import Page
 from jaxformer.layers.capture import NOTHING, Request

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.masks import Places
 from jaxformer.layers.pattern import layer_configs
 

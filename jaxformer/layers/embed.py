@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import Places
 from jaxformer.layers.norm import norm, norm_specs

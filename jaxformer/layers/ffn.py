@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config import ModelConfig
-from jaxformer.config_model import Activation
+from jaxformer.config_model import Activation, ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.params import Params, Spec, Specs, contract, zeros
 from jaxformer.settings import Table

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig
 from jaxformer.config_model import Initializer as InitializerName
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.positions import sinusoids
 from jaxformer.params import (
     Initializer,

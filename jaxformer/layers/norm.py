@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config import ModelConfig
-from jaxformer.config_model import Normalization
+from jaxformer.config_model import ModelConfig, Normalization
 from jaxformer.params import Params, Spec, Specs, ones, zeros
 from jaxformer.settings import Table
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
 

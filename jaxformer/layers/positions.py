@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config import ModelConfig
-from jaxformer.config_model import RopeScaling
+from jaxformer.config_model import ModelConfig, RopeScaling
 from jaxformer.layers.masks import Places
 from jaxformer.params import Spec, Specs, lookup, normal
 from jaxformer.settings import Table

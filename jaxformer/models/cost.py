@@ -2,7 +2,7 @@
 
 import math
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.models.transformer import specs
 from jaxformer.params import count, rows
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import jax
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
 from jaxformer.layers.block import Source
 from jaxformer.layers.cache import KVCache

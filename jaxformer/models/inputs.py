@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.masks import Places, places_of
+from jaxformer.settings import ConfigError
 
 
 @struct.dataclass

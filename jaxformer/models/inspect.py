@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.capture import Request, fits
 from jaxformer.models.transformer import logits_of
 from jaxformer.params import Params
+from jaxformer.settings import ConfigError
 
 
 class Inspection(NamedTuple):

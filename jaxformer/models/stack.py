@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config import ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.block import Source, block, block_specs
 from jaxformer.layers.cache import KVCache, Page
 from jaxformer.layers.capture import NOTHING, Request

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config_model import ModelConfig
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import head
@@ -15,6 +15,7 @@ from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
 from jaxformer.params import Params, Specs, check_params, init_params
+from jaxformer.settings import ConfigError
 
 FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
 Rows = Int[Array | np.ndarray, "B T"] | None
