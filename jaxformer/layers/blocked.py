@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 BLOCK = 128  # queries; 64 to 256 run within 10 % of it
 MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks
@@ -62,7 +62,7 @@ def blocked_attention(
     segments: tuple[Index, Index] = (None, None),
     *,
     causal: bool = True,
-    window: int | Int[Array, ""] = 0,
+    window: int = 0,
     scale: float = 0.0,
 ) -> Float[Array, "B T N W"]:
     """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W].
@@ -72,8 +72,7 @@ def blocked_attention(
     padding. Without positions a token's index is its position, and blocks above the diagonal are left out. `scale` stands
     for 1/sqrt(H) where it is not 0. The softmax is float32; a row that may see nothing gives 0.
     """
-    near = None if isinstance(window, int) and window == 0 else window
-    return _attention(q, k, v, Marks(*positions, *segments, near), causal, scale or 1 / math.sqrt(q.shape[-1]))
+    return _attention(q, k, v, Marks(*positions, *segments, window or None), causal, scale or 1 / math.sqrt(q.shape[-1]))
 
 
 def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
