@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.config import RunConfig
+from jaxformer.mesh import make_mesh, place_batch
 from jaxformer.models import decoder
 from jaxformer.objectives import loss_of
 from jaxformer.optim import make_optimizer, make_schedule
@@ -20,7 +21,6 @@ from jaxformer.report import MetricsLog
 from jaxformer.runs import run as loop
 from jaxformer.runs.device import prove_kernel, with_kernel
 from jaxformer.runs.setup import Job, make_job
-from jaxformer.sharding import make_mesh, place_batch
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, make_step
 

@@ -10,51 +10,47 @@ if TYPE_CHECKING:
     from jaxformer import layers, tokenizer
     from jaxformer.adapters import adapt
     from jaxformer.checkpoints import Checkpoints
-    from jaxformer.config import ConfigError, ModelConfig, RunConfig
+    from jaxformer.config import RunConfig
+    from jaxformer.config_model import ModelConfig
     from jaxformer.generation.beam import beam_search
     from jaxformer.generation.decode import generate
     from jaxformer.interop.pretrained import save_pretrained
     from jaxformer.loading import Loaded, load
+    from jaxformer.mesh import make_mesh
     from jaxformer.models.inspect import attention_maps, inspect
     from jaxformer.models.transformer import forward, init, specs
     from jaxformer.objectives import loss_of
     from jaxformer.runs.config import load_config
     from jaxformer.runs.run import Result, train
-    from jaxformer.sharding import make_mesh
+    from jaxformer.settings import ConfigError
     from jaxformer.training.evaluate import make_evaluate
     from jaxformer.training.loop import Diverged, Interrupted, fit
     from jaxformer.training.state import TrainState, init_state
     from jaxformer.training.step import make_step
 
-_MODULES = {
-    "Checkpoints": "jaxformer.checkpoints",
-    "ConfigError": "jaxformer.config",
-    "Diverged": "jaxformer.training.loop",
-    "Interrupted": "jaxformer.training.loop",
-    "Loaded": "jaxformer.loading",
-    "ModelConfig": "jaxformer.config",
-    "Result": "jaxformer.runs.run",
-    "RunConfig": "jaxformer.config",
-    "TrainState": "jaxformer.training.state",
-    "adapt": "jaxformer.adapters",
-    "attention_maps": "jaxformer.models.inspect",
-    "beam_search": "jaxformer.generation.beam",
-    "fit": "jaxformer.training.loop",
-    "forward": "jaxformer.models.transformer",
-    "generate": "jaxformer.generation.decode",
-    "init": "jaxformer.models.transformer",
-    "init_state": "jaxformer.training.state",
-    "inspect": "jaxformer.models.inspect",
-    "load": "jaxformer.loading",
-    "load_config": "jaxformer.runs.config",
-    "loss_of": "jaxformer.objectives",
-    "make_evaluate": "jaxformer.training.evaluate",
-    "make_mesh": "jaxformer.sharding",
-    "make_step": "jaxformer.training.step",
-    "save_pretrained": "jaxformer.interop.pretrained",
-    "specs": "jaxformer.models.transformer",
-    "train": "jaxformer.runs.run",
+# The names of each module, apart by spaces.
+_NAMES = {
+    "adapters": "adapt",
+    "checkpoints": "Checkpoints",
+    "config": "RunConfig",
+    "config_model": "ModelConfig",
+    "generation.beam": "beam_search",
+    "generation.decode": "generate",
+    "interop.pretrained": "save_pretrained",
+    "loading": "Loaded load",
+    "mesh": "make_mesh",
+    "models.inspect": "attention_maps inspect",
+    "models.transformer": "forward init specs",
+    "objectives": "loss_of",
+    "runs.config": "load_config",
+    "runs.run": "Result train",
+    "settings": "ConfigError",
+    "training.evaluate": "make_evaluate",
+    "training.loop": "Diverged Interrupted fit",
+    "training.state": "TrainState init_state",
+    "training.step": "make_step",
 }
+_MODULES = {name: f"jaxformer.{module}" for module, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("layers", "tokenizer")
 
 __all__ = [

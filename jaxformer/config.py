@@ -4,9 +4,10 @@ The comment behind a field is its help text on the command line. Configs are has
 static argument of `jax.jit`.
 """
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.settings import (
@@ -20,7 +21,6 @@ from jaxformer.settings import (
     Section,
     TableAt,
     divisors,
-    flat,
 )
 
 __all__ = [
@@ -189,3 +189,12 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"model.n_layers": 6, ...}`: every field of a config by its dotted name."""
+    out: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        out |= flat(value, f"{prefix}{entry.name}.") if dataclasses.is_dataclass(value) else {f"{prefix}{entry.name}": value}
+    return out

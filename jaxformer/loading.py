@@ -15,9 +15,9 @@ from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, Ru
 from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
 from jaxformer.interop.theirs import check_dtype, is_pretrained
+from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
-from jaxformer.sharding import parameter_sharding
 from jaxformer.tokenizer import Tokenizer
 
 ROW = 1024  # most tokens of a row when a model directory is evaluated, which says nothing of its rows in training

@@ -1,6 +1,5 @@
 """What a setting is: a field of a frozen dataclass that knows its type, its range, and how to say that it is wrong."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -124,12 +123,3 @@ def _how_to_add(hint: Any) -> str:
 def divisors(number: int) -> str:
     """In words, what divides a number."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"model.n_layers": 6, ...}`: every field of a config by its dotted name."""
-    out: dict[str, Any] = {}
-    for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        out |= flat(value, f"{prefix}{entry.name}.") if dataclasses.is_dataclass(value) else {f"{prefix}{entry.name}": value}
-    return out

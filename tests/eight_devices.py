@@ -11,10 +11,10 @@ from test_learning_laws import a_batch, a_run, step_of
 
 import jaxformer as jf
 from jaxformer.head_loss import head_loss
+from jaxformer.mesh import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
 from jaxformer.models.transformer import specs as specs_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
-from jaxformer.sharding import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
 from jaxformer.training.state import init_state
 
 MESHES = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 2": (4, 1, 2), "all three": (2, 2, 2), "tensor 4": (2, 1, 4)}

@@ -124,3 +124,100 @@ def test_every_command_that_the_readme_gives_is_one(readme: str) -> None:
 
     given = set(re.findall(r"^\s*(?:\$ )?jaxformer (\w+)", readme, flags=re.MULTILINE))
     assert given <= set(COMMANDS)
+
+
+def reach_after(code: str) -> int:
+    """Lines of the package's own files that were imported when the code has run."""
+    where = "sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'jaxformer')"
+    line = f"{code}\nimport sys, json\nprint(json.dumps({where}))"
+    out = subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True)
+    return sum(len(Path(file).read_text().splitlines()) for file in json.loads(out.splitlines()[-1]))
+
+
+FIT = """
+import jax, optax, tempfile, jaxformer as jf
+def loss(params, batch, key): return {"loss": ((params * batch).sum(), batch.size)}
+optimizer = optax.sgd(0.1)
+checkpoints = jf.Checkpoints(tempfile.mkdtemp())
+state = jf.init_state(jax.numpy.ones(3), optimizer)
+jf.fit(jf.make_step(loss, optimizer), state, [jax.numpy.ones((2, 3))], steps=1, checkpoints=checkpoints)
+"""
+FORWARD = """
+import jax, jaxformer as jf
+config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
+jf.forward(jf.init(config, jax.random.key(0)), config, jax.numpy.zeros((1, 4), int))
+"""
+
+
+def test_the_reach_of_the_loop_and_of_the_forward_pass_is_bounded() -> None:
+    """What a reader of either has to know, counted in lines after it has really run."""
+    assert reach_after("import jaxformer.training.loop") < 4300
+    assert reach_after(FIT) < 4300
+    assert reach_after(FORWARD) < 2600
+
+
+def test_loading_a_run_imports_neither_optimizers_nor_the_training_package(tmp_path: Path) -> None:
+    make = """
+import sys, jax, jaxformer as jf
+from pathlib import Path
+from jaxformer.config import RunConfig
+from jaxformer.config_json import to_json
+config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
+with jf.Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save({"params": jf.init(config, jax.random.key(0))}, 0)
+(Path(sys.argv[1]) / "config.json").write_text(to_json(RunConfig(model=config)))
+"""
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=ROOT, check=True)
+    seen = modules_after(f"import jaxformer; jaxformer.load({str(tmp_path)!r})")
+    kinds = ("jaxformer.training", "jaxformer.runs", "jaxformer.optim", "jaxformer.data", "jaxformer.losses")
+    assert "jaxformer.loading" in seen
+    assert not {name for name in seen if name.startswith(kinds)}
+
+
+def package_graph() -> dict[str, set[str]]:
+    """Which packages and files directly below jaxformer import which, imports inside functions counted in."""
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        parts = path.relative_to(ROOT / "jaxformer").with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        edges = graph.setdefault(parts[0], set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            edges |= {name.split(".")[1] for name in names if name.startswith("jaxformer.")}
+        edges.discard(parts[0])
+    known = set(graph)
+    return {name: edges & known for name, edges in graph.items()}
+
+
+def test_the_graph_of_packages_has_no_cycle() -> None:
+    graph = package_graph()
+    assert {"training", "runs", "layers", "data"} <= set(graph) and "params" in graph["layers"]
+    while free := [name for name, edges in graph.items() if not edges]:
+        for name in free:
+            del graph[name]
+        graph = {name: edges - set(free) for name, edges in graph.items()}
+    assert not graph, f"these import each other: {graph}"
+
+
+def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
+    composer = ("runs", "cli", "lm_eval", "config", "config_file", "config_json", "evaluation", "loading", "__init__")
+    inside = [path for path in FILES if path.relative_to(ROOT / "jaxformer").with_suffix("").parts[0] not in composer]
+    assert not [str(path) for path in inside if "RunConfig" in path.read_text()]
+
+
+def test_every_module_can_be_imported_under_its_own_name() -> None:
+    """No package shares a name with a public function, so `import jaxformer.training.state as s` works."""
+    import importlib
+
+    import jaxformer
+
+    public = {name for name in jaxformer.__all__ if callable(getattr(jaxformer, name))}
+    packages = {path.stem for path in (ROOT / "jaxformer").iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert not public & packages
+    for path in FILES:
+        parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+        if parts[-1] != "__main__":
+            importlib.import_module(".".join(parts))

@@ -16,7 +16,7 @@ from tiny_run import contents, copy, line, reference, train_here, write_text
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.config import ConfigError
-from jaxformer.sharding import MESH_AXES, check_batch_size, make_mesh
+from jaxformer.mesh import MESH_AXES, check_batch_size, make_mesh
 from jaxformer.tokenizer import byte_tokenizer
 
 Capture = pytest.CaptureFixture[str]

@@ -205,7 +205,7 @@ def test_a_directory_with_something_in_it_is_left_alone(base, tmp_path):
 def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
     from jax.sharding import Mesh
 
-    from jaxformer.sharding import MESH_AXES
+    from jaxformer.mesh import MESH_AXES
 
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     for path in made(base, "decoder"):

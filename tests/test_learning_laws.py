@@ -12,11 +12,11 @@ from shapes import LENGTH, VOCABULARY, model, tokens
 
 import jaxformer as jf
 from jaxformer.config import OptimizerConfig, RunConfig, TrainConfig
+from jaxformer.mesh import make_mesh
 from jaxformer.models import transformer
 from jaxformer.objectives import loss_of
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
 from jaxformer.params import rows
-from jaxformer.sharding import make_mesh
 from jaxformer.training.state import TrainState, init_state, state_places
 from jaxformer.training.step import gradients, make_step
 

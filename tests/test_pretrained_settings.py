@@ -24,11 +24,11 @@ from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.positions import rotate
 from jaxformer.loading import run_of, save_run
+from jaxformer.mesh import MESH_AXES, parameter_sharding
 from jaxformer.models.transformer import specs
 from jaxformer.params import init_params, map_specs
 from jaxformer.runs.config import with_base
 from jaxformer.runs.init_from import warm_start, with_classes
-from jaxformer.sharding import MESH_AXES, parameter_sharding
 from jaxformer.tokenizer import Tokenizer
 
 SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)

@@ -32,9 +32,9 @@ from jaxformer.interop.safetensors import TensorFiles, write_tensors
 from jaxformer.interop.t5 import T5
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.interop.theirs import Theirs, check_dtype, is_pretrained, read_json
+from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
-from jaxformer.sharding import parameter_sharding
 
 # The first that can state a config is written, so the plainer come first.
 FAMILIES: tuple[Family, ...] = (

@@ -16,13 +16,13 @@ from jaxformer.config import RunConfig
 from jaxformer.data import gzip_bits_per_byte
 from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.generation.decode import generate
+from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, Progress, banner, closing, human_bytes, human_time, plot_losses, read_metrics
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import lock
 from jaxformer.runs.init_from import warm_start
 from jaxformer.runs.setup import Job, Say, make_job
-from jaxformer.sharding import place_batch
 from jaxformer.training.loop import fit
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, Metrics

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxformer import data
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.config_file import check, with_vocabulary
+from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
@@ -24,7 +25,6 @@ from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.device import peak_flops, with_kernel, with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.runs.init_from import check_base, with_classes
-from jaxformer.sharding import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxformer.sharding import place_batch
+from jaxformer.mesh import place_batch
 from jaxformer.training.state import mesh_of
 from jaxformer.training.step import Batch, Loss, checked_sums
 

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer.checkpoints import Checkpoints
+from jaxformer.mesh import place_batch
 from jaxformer.settings import ConfigError
-from jaxformer.sharding import place_batch
 from jaxformer.training.state import TrainState, mesh_of
 from jaxformer.training.step import Batch, Metrics
 

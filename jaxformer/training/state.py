@@ -9,9 +9,9 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxformer.mesh import parameter_sharding, replicated
 from jaxformer.params import Params, Spec, abstract, init_params
 from jaxformer.settings import ConfigError
-from jaxformer.sharding import parameter_sharding, replicated
 
 # Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the leaf's dotted path and
 # the leaf itself (its `Spec`, where a table of specs was given). None: those whose `Spec` says so, and all without specs.

@@ -1,0 +1,90 @@
+"""Devices as a mesh, and the places of parameters and batches on it, by the rules of `sharding.py`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.settings import ConfigError
+from jaxformer.sharding import ACTIVATIONS, PARAMETERS, Axes, partition
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool = False) -> Mesh:
+    """The mesh of all devices: axes data, fsdp and tensor, of these sizes; data=0 takes the devices that are left.
+
+    Explicit axes make a sharding part of each array's type, which the tests use to find a placement that is nowhere said.
+    Raises ConfigError if the sizes do not multiply to the number of devices.
+    """
+    devices = jax.device_count()
+    rows = data or max(devices // (fsdp * tensor), 1)
+    if rows * fsdp * tensor != devices:
+        raise ConfigError(
+            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices} "
+            f"device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply to {devices}; "
+            "mesh.data=0 takes what is left."
+        )
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh((rows, fsdp, tensor), MESH_AXES, axis_types=(kind,) * 3)
+
+
+def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None:
+    """ConfigError if a microbatch does not divide among the devices that hold different rows."""
+    rows, split = batch_size // microbatches, math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
+    if rows % split:
+        raise ConfigError(
+            f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a time, not divisible among "
+            f"mesh.data x mesh.fsdp = {split} devices: make train.batch_size a multiple of {split * microbatches}."
+        )
+
+
+def undivided(mesh: Mesh, shape: Sequence[int], axes: Axes) -> list[str]:
+    """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257 by tensor 2"."""
+    found = []
+    for length, axis in zip(shape, axes, strict=True):
+        target = PARAMETERS.get(axis or "", ())
+        size = math.prod(mesh.shape[name] for name in target)
+        if size > 1 and length % size:
+            found.append(f"{axis} {length} by {' x '.join(target)} {size}")
+    return found
+
+
+def parameter_sharding(mesh: Mesh, shape: Sequence[int], axes: Axes) -> NamedSharding:
+    return NamedSharding(mesh, partition(shape, axes, PARAMETERS, mesh.shape))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over all devices that hold different rows; whatever follows the first axis is whole."""
+    return NamedSharding(mesh, PartitionSpec(ACTIVATIONS["batch"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place_batch(batch: Any, mesh: Mesh | None) -> Any:
+    """This process's rows of a batch (a pytree of arrays, rows first) as global arrays on the mesh, or on the device.
+
+    An array without axes is copied to every device. Raises ConfigError for rows that the devices cannot share evenly.
+    """
+    if mesh is None:
+        return jax.tree.map(jax.device_put, batch)
+    rows, whole = batch_sharding(mesh), replicated(mesh)
+    split = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
+
+    def place(path: Any, array: Any) -> jax.Array:
+        if isinstance(array, jax.Array) and array.sharding in (rows, whole):
+            return array
+        length = np.shape(array)[0] * jax.process_count() if np.ndim(array) else 0
+        if length % split:
+            raise ConfigError(
+                f"batch{jax.tree_util.keystr(path)} has {length} rows, not divisible among the {split} devices that "
+                f"{' x '.join(ACTIVATIONS['batch'])} of the mesh counts: make it a multiple of {split}."
+            )
+        return jax.make_array_from_process_local_data(rows if np.ndim(array) else whole, np.asarray(array))
+
+    return jax.tree.map_with_path(place, batch)
