@@ -83,7 +83,9 @@ class DataConfig(Section):
 
     section = "data"
 
-    train: str = "stdlib"  # A file, directory, glob, 'train.{de,en}', '-', 'datasets:NAME' or stdlib; several apart by ';'.
+    train: str = (
+        "stdlib"  # A file (text, records, ids), glob, 'train.{de,en}', '-', 'datasets:NAME', stdlib; several by ';'.
+    )
     weights: str = ""  # Shares of several sources, as in '0.7 0.3'; from step 1000 on others: '0.7 0.3; 1000: 0.5 0.5'.
     epochs: str = ""  # In place of weights: how often each source is read while the others are, as in '1 4'.
     validation: str = ""  # Likewise; empty holds out a part of data.train that training never sees.

@@ -71,7 +71,7 @@ def evaluate_run(
     """
     model = load(path, step)
     run = _on_text(run_of(path), Path(path), validation, objective)
-    corpus = _corpus_of(run, model.labels)
+    corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
     rows = run.train.batch_size // run.train.microbatches
@@ -99,7 +99,7 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
         only = "only a model of pairs translates"
         raise ConfigError(f"{path} learnt data.objective={objective}: {only}.")
     model = load(path, step)
-    records = [piece.record for piece in _corpus_of(run).validation_records()]
+    records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
@@ -112,7 +112,8 @@ def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
     return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
 
 
-def _corpus_of(run: RunConfig, labels: tuple[str, ...] = ()) -> data.Corpus:
+def corpus_of(run: RunConfig, labels: tuple[str, ...] = (), say: data.Say = lambda line: None) -> data.Corpus:
+    """The data of a run as rows, made or found. Raises ConfigError as `data.prepare` does."""
     return data.prepare(
         run.data,
         run.tokenizer,
@@ -120,6 +121,7 @@ def _corpus_of(run: RunConfig, labels: tuple[str, ...] = ()) -> data.Corpus:
         seed=run.run.seed,
         vocab_size=run.model.vocab_size,
         labels=labels,
+        say=say,
     )
 
 

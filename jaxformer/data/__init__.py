@@ -1,7 +1,7 @@
 """Files to batches: find and read the sources, split them, tokenize once into a store, compute any batch from its step."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, evaluation_batches
-from jaxformer.data.corpus import Corpus, gzip_bits_per_byte, prepare
+from jaxformer.data.corpus import Corpus, Say, gzip_bits_per_byte, prepare
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.phases import length_at
 from jaxformer.data.rows import Batch, RowFormat, Rows
@@ -20,6 +20,7 @@ __all__ = [
     "Mixture",
     "RowFormat",
     "Rows",
+    "Say",
     "Source",
     "Task",
     "Template",

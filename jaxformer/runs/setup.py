@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from jaxformer import data
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.config_file import check, with_vocabulary
+from jaxformer.evaluation import corpus_of
 from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import loss_of, task_of
+from jaxformer.objectives import loss_of
 from jaxformer.optim import decay_groups, make_optimizer, make_schedule
 from jaxformer.params import Specs, count, rows
 from jaxformer.report import human_bytes, human_count
@@ -106,14 +107,7 @@ def make_job(run: RunConfig, say: Say) -> Job:
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
-    corpus = data.prepare(
-        run.data,
-        run.tokenizer,
-        task_of(run.model, run.data),
-        seed=run.run.seed,
-        vocab_size=run.model.vocab_size,
-        say=say,
-    )
+    corpus = corpus_of(run, say=say)
     if run.run.sample_tokens:
         corpus.tokenizer.encode(run.run.sample_prompt)  # one that it cannot is said now, not at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
