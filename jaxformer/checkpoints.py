@@ -18,7 +18,8 @@ from jaxformer.settings import ConfigError
 Say = Callable[[str], None]
 
 # What TensorStore says of files that are cut short, altered or gone.
-DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND")
+DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
+TRUNCATED = "compressed stream"  # in what it says, under another status, of a chunk that cannot be decoded
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
@@ -174,11 +175,13 @@ def _shows_damage(error: BaseException) -> bool:
     if any(isinstance(one, (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError)) for one in chain):
         return True
     # TensorStore raises ValueError with its status first.
-    return any(isinstance(one, ValueError) and str(one).startswith(DAMAGE) for one in chain)
+    told = [str(one) for one in chain if isinstance(one, ValueError)]
+    return any(text.startswith(DAMAGE) or TRUNCATED in text for text in told)
 
 
 def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    said = error.__cause__ or error  # TensorStore's own words, where Orbax puts a long error around them
+    return f"{type(said).__name__}: {' '.join(str(said).split())[:200]}"
 
 
 def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: bool) -> None:

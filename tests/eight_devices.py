@@ -63,7 +63,7 @@ def train(run, mesh):
         seen = []
         for i in range(STEPS):
             state, metrics = step(state, jax.device_put(batch_of(run.model, i), batch_sharding(mesh)))
-            seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+            seen.append([float(metrics.get("nats", metrics["loss"])), float(metrics["grad_norm"])])
         shards = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)}
         spread = max(leaf.size / leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params))
         return np.array(seen), jax.tree.map(np.asarray, state.params), {"devices": max(shards), "spread": spread}

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_adopt import leaves, run
+from test_init_from import leaves, run
 from tiny_run import write_text
 
 import jaxformer as jf

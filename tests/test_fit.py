@@ -237,9 +237,9 @@ def test_labels_smoothed_or_not_are_options_of_a_loss_and_others_are_refused():
     config = jf.ModelConfig(vocab_size=11, d_model=8, n_heads=2, n_layers=1)
     params = jf.init(config, jax.random.key(0))
     batch = {
-        "tokens": np.ones((2, 4), np.int32),
-        "targets": np.ones((2, 4), np.int32),
-        "weights": np.ones((2, 4), np.float32),
+        "tokens": jnp.ones((2, 4), jnp.int32),
+        "targets": jnp.ones((2, 4), jnp.int32),
+        "weights": jnp.ones((2, 4)),
     }
     plain = jf.loss_of("causal", config, label_smoothing=0.0)(params, batch, None)
     smoothed = jf.loss_of("causal", config, label_smoothing=0.1)(params, batch, None)
