@@ -137,19 +137,22 @@ def read_checkpoint(folder: Path, step: int, wanted: dict[str, Any], whole: bool
     except ConfigError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds
-        first = error
-    if _shows_damage(first):
-        try:
-            return _read(place, wanted, whole)
-        except Exception as error:
-            first = error
-            if _shows_damage(error):
-                raise Damaged(f"{place}: {_in_short(error)}") from error
-    raise ConfigError(
-        f"the checkpoint {place} cannot be read ({_in_short(first)}), and that does not show that it is damaged; nothing "
+        if not _shows_damage(error):
+            raise _unreadable(place, error) from error
+    try:
+        return _read(place, wanted, whole)
+    except Exception as error:
+        if _shows_damage(error):
+            raise Damaged(f"{place}: {_in_short(error)}") from error
+        raise _unreadable(place, error) from error
+
+
+def _unreadable(place: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint {place} cannot be read ({_in_short(error)}), and that does not show that it is damaged; nothing "
         "was changed. Free memory, or see to the file system and its rights, and run the same command again. To go on "
         f"from an earlier step instead, move {place} elsewhere."
-    ) from first
+    )
 
 
 def _read(place: Path, wanted: dict[str, Any], whole: bool) -> dict[str, jax.Array]:

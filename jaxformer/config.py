@@ -84,7 +84,7 @@ class DataConfig(Section):
     section = "data"
 
     train: str = (
-        "stdlib"  # A file (text, records, ids), glob, 'train.{de,en}', '-', 'datasets:NAME', stdlib; several by ';'.
+        "stdlib"  # A file, directory or glob, 'train.{de,en}', '-', 'datasets:NAME', token ids, stdlib; several by ';'.
     )
     weights: str = ""  # Shares of several sources, as in '0.7 0.3'; from step 1000 on others: '0.7 0.3; 1000: 0.5 0.5'.
     epochs: str = ""  # In place of weights: how often each source is read while the others are, as in '1 4'.
