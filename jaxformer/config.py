@@ -83,9 +83,7 @@ class DataConfig(Section):
 
     section = "data"
 
-    train: str = (
-        "stdlib"  # A file, directory or glob, 'train.{de,en}', '-', 'datasets:NAME', token ids, stdlib; several by ';'.
-    )
+    train: str = "stdlib"  # A file, directory, glob, token ids, 'train.{de,en}', '-', 'datasets:NAME', stdlib; more by ';'.
     weights: str = ""  # Shares of several sources, as in '0.7 0.3'; from step 1000 on others: '0.7 0.3; 1000: 0.5 0.5'.
     epochs: str = ""  # In place of weights: how often each source is read while the others are, as in '1 4'.
     validation: str = ""  # Likewise; empty holds out a part of data.train that training never sees.
