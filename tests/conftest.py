@@ -14,3 +14,10 @@ CHECKED = ("attention", "block", "blocked", "dot_product", "embed", "ffn", "head
 install_import_hook(
     [*(f"jaxformer.layers.{room}" for room in CHECKED), "jaxformer.models", "jaxformer.losses"], "beartype.beartype"
 )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`pytest -m fast` imports only the files that have a fast test, since the others bring PyTorch."""
+    if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.fast" not in collection_path.read_text(encoding="utf-8") or None

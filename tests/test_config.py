@@ -18,6 +18,8 @@ from jaxformer.models.cost import parameter_count
 from jaxformer.optim import make_schedule
 from jaxformer.runs.config import parse_arguments
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 PARAMETERS = {

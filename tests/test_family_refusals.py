@@ -7,6 +7,8 @@ from families import DOCUMENTS, FAMILIES, SIZES, alone, params_of
 import jaxformer as jf
 from jaxformer.models.inputs import check_inputs
 
+pytestmark = pytest.mark.fast
+
 REFUSED = [
     ({"family": "encoder", "head": "language"}, "an encoder sees the next token"),
     ({"head": "masked"}, "head='masked'"),

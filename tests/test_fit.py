@@ -13,6 +13,8 @@ import pytest
 
 import jaxformer as jf
 
+pytestmark = pytest.mark.fast
+
 STEPS, EVERY = 12, 4
 OPTIMIZER = optax.adamw(1e-2)
 

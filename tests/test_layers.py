@@ -14,6 +14,8 @@ from jaxformer.layers.ffn import ACTIVATIONS, ffn
 from jaxformer.models.transformer import specs
 from jaxformer.params import Spec, check_params, contract, rows, unstack, zeros
 
+pytestmark = pytest.mark.fast
+
 RNG = np.random.default_rng(0)
 
 

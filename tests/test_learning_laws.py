@@ -20,6 +20,8 @@ from jaxformer.params import rows
 from jaxformer.training.state import TrainState, init_state, state_places
 from jaxformer.training.step import gradients, make_step
 
+pytestmark = pytest.mark.fast
+
 
 def a_run(name="llama", rows_at_once=8, train=None, optimizer=None, **model_changes) -> RunConfig:
     return RunConfig(

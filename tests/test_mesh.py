@@ -9,6 +9,8 @@ import jaxformer as jf
 from jaxformer.mesh import MESH_AXES, parameter_sharding, place_batch
 from jaxformer.runs.setup import check_split
 
+pytestmark = pytest.mark.fast
+
 SIZES = {"vocab_size": 257, "d_model": 16, "n_heads": 4, "n_kv_heads": 1, "n_layers": 2, "d_ff": 24}
 
 

@@ -17,6 +17,9 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 
 every_model = pytest.mark.parametrize("name", MODELS)
+every_model_one_fast = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.fast) if name == "llama" else name for name in MODELS]
+)
 
 
 def close(found, expected):
@@ -42,7 +45,7 @@ def reach(name: str, kernel: str, segment_ids=None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kernel", ["xla", "blocked"])
-@every_model
+@every_model_one_fast
 def test_future_tokens_do_not_move_past_logits(name, kernel):
     np.testing.assert_array_equal(reach(name, kernel), np.tril(np.ones((LENGTH, LENGTH), bool)))
 
@@ -57,7 +60,7 @@ def test_no_token_reaches_another_segment(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["xla", "blocked"])
-@every_model
+@every_model_one_fast
 def test_packed_rows_equal_separate_rows(name, kernel):
     params, config, row = weights_and_tokens(name, attention_kernel=kernel)
     first, second = row[:, :10], row[:, 10:]
@@ -67,7 +70,7 @@ def test_packed_rows_equal_separate_rows(name, kernel):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@every_model
+@every_model_one_fast
 def test_padding_changes_nothing(name, side):
     params, config, row = weights_and_tokens(name)
     pad = np.full((2, 7), 5)
@@ -85,7 +88,7 @@ def extend(params, config, row, places, cache):
 
 
 @pytest.mark.parametrize("pieces", [(10, 1, 1, 12), (1,) * LENGTH], ids=str)
-@every_model
+@every_model_one_fast
 def test_cached_decoding_equals_the_full_forward(name, pieces):
     params, config, row = weights_and_tokens(name)
     cache, logits, at = empty_cache(config, 2, LENGTH + 5, jnp.float32), [], 0
@@ -97,7 +100,7 @@ def test_cached_decoding_equals_the_full_forward(name, pieces):
     close(jnp.concatenate(logits, 1), forward(params, config, row))
 
 
-@every_model
+@every_model_one_fast
 def test_scanned_layers_equal_unrolled_ones(name):
     params, config, row = weights_and_tokens(name)
     scanned = dataclasses.replace(config, layer_loop="scan")

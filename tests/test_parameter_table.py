@@ -17,6 +17,8 @@ from jaxformer.models.cost import flops_per_token
 from jaxformer.models.transformer import specs
 from jaxformer.params import contract, rows
 
+pytestmark = pytest.mark.fast
+
 RNG = np.random.default_rng(0)
 
 
