@@ -171,6 +171,7 @@ def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
 def test_a_pretrained_trunk_gets_a_new_head(base):
     _, there = made(base, "masked")
     settings = dict(model__head="classes", run__init_from=there, optimizer__learning_rate=0.0, train__steps=1)
+    settings |= dict(model__max_length=32)
     ours, theirs = leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)), leaves(there)
     assert ours["head.weight"].shape[0] == 2 and np.array_equal(ours["blocks.ffn.up"], theirs["blocks.ffn.up"])
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
     """`config` with `--section.field value` arguments applied; exits as a command does: 0 for --help, 2 for a mistake."""
     if base := _given(arguments, "run.init_from", config.run.init_from):
-        config = with_base(config, Path(base), Path(_given(arguments, "run.dir", config.run.dir)))
+        stated = {_name(argument).removeprefix("model.") for argument in arguments}
+        config = with_base(config, Path(base), Path(_given(arguments, "run.dir", config.run.dir)), stated)
     return check(with_vocabulary(parse_fields(config, arguments, program)))
 
 
-def with_base(config: RunConfig, base: Path, run_dir: Path) -> RunConfig:
+def with_base(config: RunConfig, base: Path, run_dir: Path, stated: AbstractSet[str] = frozenset()) -> RunConfig:
     """`config` with the model's settings and the tokenizer of `base`, where it does not ask for others itself.
 
-    A setting of the model is asked for where it is not the default of `ModelConfig`; those of `OWN` are always the
-    config's. A run that was begun already in `run_dir` keeps the settings it has. Raises ConfigError where neither is there,
-    or the settings asked for contradict those of the base.
+    A setting of the model is asked for where it is not the default of `ModelConfig`, but for those that the command line
+    states and so decides (`stated`); those of `OWN` are always the config's. A run that was begun already in `run_dir`
+    keeps the settings it has. Raises ConfigError where neither is there, or the settings asked for contradict those of the
+    base.
     """
     origin = run_dir if (run_dir / "config.json").is_file() else base
     if not (origin / "config.json").is_file():
@@ -57,7 +60,7 @@ def with_base(config: RunConfig, base: Path, run_dir: Path) -> RunConfig:
     from jaxformer.loading import run_of  # with it comes JAX, which a config alone can do without
     from jaxformer.tokenizer.files import tokenizer_file
 
-    asked = {name: getattr(config.model, name) for name in {*OWN, *_changed(config.model)}}
+    asked = {name: getattr(config.model, name) for name in {*OWN, *_changed(config.model)} - stated}
     try:
         model = dataclasses.replace(run_of(origin).model, **asked)
     except ConfigError as error:
@@ -79,7 +82,12 @@ def _given(arguments: Sequence[str], name: str, default: str) -> str:
     """The value of a setting on the command line, or else the default."""
     value: Any = default
     for at, argument in enumerate(arguments):
-        option, equals, rest = argument.partition("=")
-        if option.removeprefix("--").replace("-", "_") == name:
+        _, equals, rest = argument.partition("=")
+        if _name(argument) == name:
             value = rest if equals else (arguments[at + 1] if at + 1 < len(arguments) else default)
     return str(value)
+
+
+def _name(argument: str) -> str:
+    """`section.field` of an argument `--section.field` or `--section.field=value`; empty for a value."""
+    return argument.partition("=")[0].removeprefix("--").replace("-", "_") if argument.startswith("--") else ""
