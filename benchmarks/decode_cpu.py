@@ -41,11 +41,13 @@ def measure(options: argparse.Namespace) -> Answer:
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
         small = ["--smoke"] if options.smoke else []
-        ours = python_worker("jax", "jax_decode_peer.py", *prompt, "--save-weights", weights, *small)
-        peer = options.torch_python
-        theirs = python_worker("transformers", "torch_decode_peer.py", *prompt, *flags, "--weights", weights, python=peer)
-    workers = [ours, theirs]
-    with ours, theirs:
+        ours = python_worker("jax", "jax_decode_baseline.py", *prompt, "--save-weights", weights, *small)
+        baseline = options.torch_python
+        baseline = python_worker(
+            "transformers", "torch_decode_baseline.py", *prompt, *flags, "--weights", weights, python=baseline
+        )
+    workers = [ours, baseline]
+    with ours, baseline:
         neighbours = Neighbours(workers)
         whole = alternate(workers, f"generate {options.new}", options.samples, warmups=1)
         share = neighbours.share()
@@ -68,7 +70,7 @@ def measure(options: argparse.Namespace) -> Answer:
         "limit_tokens_per_second": limit,
         "share_of_limit": [rate / limit for rate in rates],
         "neighbours": share,
-        "versions": ours.about["versions"] | theirs.about["versions"],
+        "versions": ours.about["versions"] | baseline.about["versions"],
     }
 
 

@@ -90,9 +90,9 @@ def column(answers: Sequence[Answer], name: str) -> list[float]:
     return [answer[name] for answer in answers]
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+def paired_ratio(ours: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
     """How many times as fast we are: theirs / ours, median and range over the pairs."""
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    ratios = [b / a for a, b in zip(ours, baseline, strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 

@@ -91,12 +91,12 @@ def run_in(checkout: Path, *command: str | Path) -> None:
 
 def train(checkout: Path, name: str, folder: Path, fields: Fields) -> tuple[Numbers, Params]:
     """A checkout trains a config in `folder`: the numbers of its metrics, and the final params."""
-    places = {
+    layout = {
         "run.dir": folder / "run",
         "run.compilation_cache": folder / "programs",
         "data.cache_dir": folder / "data",
     }
-    flags = [f"--{key}={value}" for key, value in (fields | places).items()]
+    flags = [f"--{key}={value}" for key, value in (fields | layout).items()]
     run_in(checkout, "train.py", f"configs/{name}.py", *flags)
     run_in(checkout, "-c", READ_PARAMS, folder / "run", folder / "params.npz")
     metrics = (folder / "run" / "metrics.jsonl").read_text(encoding="ascii")

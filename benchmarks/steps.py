@@ -20,7 +20,7 @@ from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.report import MetricsLog
 from jaxformer.runs import run as loop
 from jaxformer.runs.device import prove_kernel, with_kernel
-from jaxformer.runs.setup import Job, make_job
+from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, make_step
 
@@ -44,18 +44,18 @@ class Ready:
 
 def ready(run: RunConfig) -> Ready:
     """The compiled step of a run and the batches of its text, prepared as `jf.train` does."""
-    job = make_job(run, _quiet)
+    setup = make_setup(run, _quiet)
     return Ready(
-        mesh=job.mesh,
-        step=loop.compile_step(job, job.run.data.sequence_length, _quiet),
-        state=lambda: _state(job),
-        batch=lambda i: place_batch(job.batches[i], job.mesh),
-        tokens_per_step=job.tokens_per_step,
+        mesh=setup.mesh,
+        step=loop.compile_step(setup, setup.run.data.sequence_length, _quiet),
+        state=lambda: _state(setup),
+        batch=lambda i: place_batch(setup.batches[i], setup.mesh),
+        tokens_per_step=setup.tokens_per_step,
     )
 
 
-def _state(job: Job) -> TrainState:
-    return init_state(job.specs, job.optimizer, mesh=job.mesh, seed=job.run.run.seed)
+def _state(setup: RunSetup) -> TrainState:
+    return init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=setup.run.run.seed)
 
 
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:

@@ -1,4 +1,4 @@
-"""Text to batches beside its peers: training a BPE, encoding, the memory of both, loading. `python benchmarks/tokens.py`
+"""Text to batches beside its baselines: training a BPE, encoding, the memory of both, loading. `python benchmarks/tokens.py`
 
 Names of parts after it choose some of them. Each part prints its table and is one call of the function that `PARTS` names.
 """

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from pairing import Neighbours, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save, verdict
-from tokens_peer import END
+from tokens_baseline import END
 from tokens_training import cases, make_texts
 
 SIDES = ("jaxformer", "jaxformer without tiktoken", "tokenizers", "tiktoken")
@@ -33,7 +33,7 @@ def encoding(smoke: bool = False) -> None:
         texts = make_texts(Path(name), cases(smoke))
         tokenizer = make_tokenizer(Path(name), [*texts.values()][-1], entries)
         results, rows = {}, []
-        sides = [python_worker(side, "tokens_peer.py", side) for side in SIDES]
+        sides = [python_worker(side, "tokens_baseline.py", side) for side in SIDES]
         try:
             neighbours = Neighbours(sides)
             for case, path in texts.items():
@@ -42,7 +42,7 @@ def encoding(smoke: bool = False) -> None:
                     raise SystemExit(f"{case}: the ids differ")
                 seconds = [column(found, "seconds") for found in answers]
                 ratios = [
-                    paired_ratio(ours, theirs) for ours, theirs in ((seconds[0], seconds[2]), (seconds[1], seconds[2]))
+                    paired_ratio(ours, baseline) for ours, baseline in ((seconds[0], seconds[2]), (seconds[1], seconds[2]))
                 ]
                 results[case] = {
                     "bytes": path.stat().st_size,
@@ -75,7 +75,7 @@ def iterable(smoke: bool = False) -> None:
             with open(path, "wb") as file:
                 for _ in range(-(-total // len(block))):
                     file.write(block)
-            with python_worker("jaxformer", "tokens_peer.py", "jaxformer") as worker:
+            with python_worker("jaxformer", "tokens_baseline.py", "jaxformer") as worker:
                 found = worker.ask(f"iterate {tokenizer} {path}")
             size = path.stat().st_size
             results[case] = {"bytes": size, **found}

@@ -26,7 +26,7 @@ from pairing import (
     save,
     verdict,
 )
-from tokens_peer import END, WORDS
+from tokens_baseline import END, WORDS
 
 ALLOWED, TIMES = 200e6, 10  # bytes, and times the bytes of the distinct words
 SAMPLE_SECONDS = 0.003
@@ -48,7 +48,7 @@ def sources(*folders: str) -> Iterator[str]:
 
 
 class Case(NamedTuple):
-    """A text and its size in bytes, the entries learnt of it, and what is asked: seconds, or a ratio of the peer's time."""
+    """A text and its size in bytes, the entries learnt of it, and what is asked: seconds, or a ratio of the baseline's time."""
 
     documents: Iterator[str]
     size: int
@@ -90,19 +90,19 @@ def training(smoke: bool = False) -> None:
     chosen, samples = cases(smoke), 2 if smoke else SAMPLES
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as folder:
         paths = make_texts(Path(folder), chosen)
-        sides = [python_worker(side, "tokens_peer.py", side) for side in ("jaxformer", "tokenizers")]
+        sides = [python_worker(side, "tokens_baseline.py", side) for side in ("jaxformer", "tokenizers")]
         with sides[0], sides[1]:
             neighbours = Neighbours(sides)
             for case, (_, _, entries, asked) in chosen.items():
                 answers = alternate(sides, f"train {paths[case]} {entries}", samples, warmups=1)
-                ours, theirs = (column(found, "seconds") for found in answers)
-                ratio = paired_ratio(theirs, ours)
+                ours, baseline = (column(found, "seconds") for found in answers)
+                ratio = paired_ratio(baseline, ours)
                 results[case] = {
-                    "seconds": [ours, theirs],
+                    "seconds": [ours, baseline],
                     "entries": [found[0]["entries"] for found in answers],
                     "ratio": ratio,
                 }
-                medians = [f"{statistics.median(seconds):.2f} s" for seconds in (ours, theirs)]
+                medians = [f"{statistics.median(seconds):.2f} s" for seconds in (ours, baseline)]
                 rows.append([case, f"{entries:,}", *medians, ratio_text(ratio), asked])
             share, versions = neighbours.share(), sides[1].about["versions"]
     print_table(["text", "entries", "jaxformer", "tokenizers", "our time over theirs", "at most"], rows)
@@ -129,7 +129,7 @@ def memory(smoke: bool = False) -> None:
 
 def peak(side: str, command: str) -> int:
     """The largest sum of what a new worker and its children have in memory, while it answers."""
-    with python_worker(side, "tokens_peer.py", side) as worker:
+    with python_worker(side, "tokens_baseline.py", side) as worker:
         done, most = threading.Event(), [0]
 
         def watch() -> None:

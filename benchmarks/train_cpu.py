@@ -42,25 +42,25 @@ def measure(workload: str, microbatches: int, options: argparse.Namespace) -> An
         weights = os.path.join(folder, "weights.npz")
         own = ["--workload", workload, *pieces, "--save-weights", weights]
         own += ["--smoke"] if options.smoke else []
-        ours = python_worker("jax", "jax_peer.py", *own)
+        ours = python_worker("jax", "jax_baseline.py", *own)
         flags = [*torch_flags(run), "--threads", str(os.cpu_count()), "--weights", weights]
-        theirs = python_worker("torch", "torch_peer.py", *flags, python=options.torch_python)
-    with ours, theirs:
-        products = alternate([ours, theirs], "product", samples=2, warmups=0)
-        check_losses(*alternate([ours, theirs], "step", samples=3, warmups=0))
-        neighbours = Neighbours([ours, theirs])
-        steps = alternate([ours, theirs], "step", options.samples, warmups=0)
+        baseline = python_worker("torch", "torch_baseline.py", *flags, python=options.torch_python)
+    with ours, baseline:
+        products = alternate([ours, baseline], "product", samples=2, warmups=0)
+        check_losses(*alternate([ours, baseline], "step", samples=3, warmups=0))
+        neighbours = Neighbours([ours, baseline])
+        steps = alternate([ours, baseline], "step", options.samples, warmups=0)
         share = neighbours.share()
-        products += alternate([ours, theirs], "product", samples=2, warmups=0)
+        products += alternate([ours, baseline], "product", samples=2, warmups=0)
         best = max(flops for answers in products for flops in column(answers, "flops"))
         shape = {"workload": workload, "microbatches": microbatches, "neighbours": share}
-        return shape | summary(run, steps, best, [ours, theirs])
+        return shape | summary(run, steps, best, [ours, baseline])
 
 
-def check_losses(ours: list[Answer], theirs: list[Answer]) -> None:
-    gaps = [abs(a - b) for a, b in zip(column(ours, "loss"), column(theirs, "loss"), strict=True)]
+def check_losses(ours: list[Answer], baseline: list[Answer]) -> None:
+    gaps = [abs(a - b) for a, b in zip(column(ours, "loss"), column(baseline, "loss"), strict=True)]
     if not max(gaps) < LOSS_TOLERANCE:
-        raise SystemExit(f"the two do not compute the same: losses {column(ours, 'loss')} and {column(theirs, 'loss')}")
+        raise SystemExit(f"the two do not compute the same: losses {column(ours, 'loss')} and {column(baseline, 'loss')}")
 
 
 def summary(run: RunConfig, steps: list[list[Answer]], product: float, workers: list[Worker]) -> Answer:
@@ -82,13 +82,13 @@ def summary(run: RunConfig, steps: list[list[Answer]], product: float, workers: 
 
 
 def row(result: Answer, product: float) -> list[str]:
-    ours, theirs = result["peak_bytes"]
+    ours, baseline = result["peak_bytes"]
     name = result["workload"] + (f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else "")
     rates = [f"{rate:,.0f}" for rate in result["tokens_per_second"]]
     mfu = [f"{flops / product:.0%}" for flops in result["flops_per_second"]]
     ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
-    memory = [f"{size / 1e9:.2f} GB" for size in (ours, theirs)]
-    return [name, *rates, *ratios, *mfu, *memory, f"{ours / theirs:.2f}x"]
+    memory = [f"{size / 1e9:.2f} GB" for size in (ours, baseline)]
+    return [name, *rates, *ratios, *mfu, *memory, f"{ours / baseline:.2f}x"]
 
 
 def main() -> None:

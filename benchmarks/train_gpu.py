@@ -1,8 +1,8 @@
 """GPT-2 124M and a 1.1B Llama on a GPU, beside torch.compile. `python benchmarks/train_gpu.py [--torch-python PYTHON]`
 
-Needs only a GPU, jax[cuda] and, for the peer, PyTorch. First the device is checked: the attention kernel against float32,
+Needs only a GPU, jax[cuda] and, for the baseline, PyTorch. First the device is checked: the attention kernel against float32,
 forward and backward, on each workload's shapes, and a run that is stopped and continued against one that is not. Then each
-is trained on random tokens by the library's own step and by the peer: the same mathematics (bfloat16 products and residual
+is trained on random tokens by the library's own step and by the baseline: the same mathematics (bfloat16 products and residual
 stream, float32 master weights, fused AdamW, clipping) in separate processes one after the other, 5 steps of warm-up, each
 timed step waited for, twice. `--smoke` runs the same code in small, on a CPU too, and says nothing about a GPU.
 """
@@ -60,12 +60,12 @@ def ours(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer |
     flags = ["--workload", workload, "--batch", str(run.train.batch_size), *smoke_flag(options)]
     if options.xla:
         flags += ["--xla", *options.xla]
-    return measure(python_worker("jax", "jax_gpu_peer.py", *flags), options, "compile")
+    return measure(python_worker("jax", "jax_gpu_baseline.py", *flags), options, "compile")
 
 
-def theirs(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
+def baseline(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
     flags = [*torch_flags(run), "--device", options.torch_device, "--torch-mode", options.torch_mode]
-    worker = python_worker("torch", "torch_gpu_peer.py", *flags, python=options.torch_python)
+    worker = python_worker("torch", "torch_gpu_baseline.py", *flags, python=options.torch_python)
     return measure(worker, options)
 
 
@@ -73,7 +73,7 @@ def smoke_flag(options: argparse.Namespace) -> list[str]:
     return ["--smoke"] if options.smoke else []
 
 
-NAMES = {ours: "jaxformer", theirs: "torch"}
+NAMES = {ours: "jaxformer", baseline: "torch"}
 
 
 def compare(workload: str, options: argparse.Namespace) -> tuple[RunConfig, list[Answer]]:
@@ -84,7 +84,7 @@ def compare(workload: str, options: argparse.Namespace) -> tuple[RunConfig, list
     for batch in batches:
         run = with_sizes(whole, batch, 1)
         found: list[Answer] = []
-        for side in [ours, theirs][: 1 + bool(options.torch_python)] * options.rounds:
+        for side in [ours, baseline][: 1 + bool(options.torch_python)] * options.rounds:
             result = side(workload, run, options)
             if result is None:
                 length = run.data.sequence_length
@@ -118,7 +118,7 @@ def row(workload: str, run: RunConfig, result: Answer, peak: float, ceiling: flo
 def checked(options: argparse.Namespace) -> Answer:
     """What the device got right before anything is timed, printed."""
     flags = ["--workloads", *options.workloads, *smoke_flag(options)]
-    worker = python_worker("check", "jax_gpu_peer.py", *flags)
+    worker = python_worker("check", "jax_gpu_baseline.py", *flags)
     if worker.about["platform"] != "gpu" and not options.smoke:
         worker.process.kill()
         raise SystemExit(f"jax sees no GPU here but {worker.about['device']}; `--smoke` proves the code without one.")
@@ -147,7 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peak", type=float, default=989.0, help="the GPU's dense bfloat16 TFLOP/s")
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of our step")
     parser.add_argument(
-        "--torch-python", default=sys.executable, help="a Python that has PyTorch; empty leaves the peer out"
+        "--torch-python", default=sys.executable, help="a Python that has PyTorch; empty leaves the baseline out"
     )
     parser.add_argument("--torch-mode", default="default", help="mode of torch.compile; none runs eagerly")
     add_smoke(parser)
@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
     elif options.steps < FEWEST:
         parser.error(f"--steps must be at least {FEWEST}, or the median says little")
     if options.torch_python == sys.executable and importlib.util.find_spec("torch") is None:
-        print("No PyTorch in this Python, so the peer is left out; --torch-python names another.", flush=True)
+        print("No PyTorch in this Python, so the baseline is left out; --torch-python names another.", flush=True)
         options.torch_python = ""
     return options
 

@@ -55,7 +55,7 @@ def shrunk(run: RunConfig) -> RunConfig:
 
 
 def torch_flags(run: RunConfig) -> list[str]:
-    """The run's shape for torch_peer.py."""
+    """The run's shape for torch_baseline.py."""
     model = run.model
     sizes = {
         "layers": model.n_layers,

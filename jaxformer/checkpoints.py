@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from jaxformer.settings import ConfigError
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 # What TensorStore says of files that are cut short, altered or gone.
 DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
@@ -72,7 +72,7 @@ class Checkpoints:
             step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=ocp.args.JsonSave(manifest_of(leaves)))
         )
 
-    def newest(self, state: Any, say: Say = warnings.warn) -> Any:
+    def newest(self, state: Any, log: Log = warnings.warn) -> Any:
         """The newest checkpoint that can be read and is beyond `state.step`, placed as `state` is; else `state` itself.
 
         The arrays of `state` are freed before those of the checkpoint are read. Raises ConfigError as `restore` does.
@@ -81,9 +81,9 @@ class Checkpoints:
             return state
         target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
         jax.tree.map(lambda leaf: leaf.delete(), state)
-        return self.restore(target, say)
+        return self.restore(target, log)
 
-    def restore(self, target: Any, say: Say) -> Any | None:
+    def restore(self, target: Any, log: Log) -> Any | None:
         """The newest checkpoint that can be read, placed as `target` says; None if there are none.
 
         A checkpoint that is proven to be damaged is set aside under a name that says why, once one before it was read;
@@ -96,16 +96,16 @@ class Checkpoints:
                 leaves = read_checkpoint(self.folder, step, flat_leaves(target))
             except Damaged as error:
                 damaged[step] = str(error)
-                say(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n  {error}")
+                log(f"WARNING: the checkpoint of step {step} cannot be read; trying the one before it.\n  {error}")
                 continue
-            self._set_aside(damaged, say)
+            self._set_aside(damaged, log)
             return jax.tree.unflatten(jax.tree.structure(target), leaves.values())
         if damaged:
             lines = "\n".join(f"  {line}" for line in damaged.values())
             raise ConfigError("no checkpoint of this run can be read; nothing was overwritten:\n" + lines)
         return None
 
-    def _set_aside(self, damaged: Mapping[int, str], say: Say) -> None:
+    def _set_aside(self, damaged: Mapping[int, str], log: Log) -> None:
         """Renames damaged checkpoints, so that their steps can be saved again and nothing is lost."""
         if not damaged or jax.process_index() > 0:
             return
@@ -116,7 +116,7 @@ class Checkpoints:
                 place = self.folder / f"damaged-{step}-{number}"
             (self.folder / str(step)).rename(place)
             (place / "damage.txt").write_text(damaged[step] + "\n", encoding="utf-8")
-            say(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
+            log(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
         self._manager.reload()
 
 

@@ -28,7 +28,7 @@ __all__ = [
     "DataConfig",
     "MeshConfig",
     "ModelConfig",
-    "Objective",
+    "ObjectiveName",
     "OptimizerConfig",
     "RunConfig",
     "RunSettings",
@@ -54,10 +54,10 @@ class RunSettings(Section):
 
 
 Packing = Literal["stream", "documents", "best_fit"]
-Pattern = Literal["gpt2", "llama3"]
+WordPatternName = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
-Objective = Annotated[
+ObjectiveName = Annotated[
     Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"],
     TableAt("jaxformer.objectives.OBJECTIVES"),
 ]
@@ -91,7 +91,9 @@ class DataConfig(Section):
     sequence_length: Count = 256  # Tokens of one row of a batch.
     length_warmup: str = ""  # Shorter rows at first, as in '64; 500: 128; 1000: 256': as many tokens a step, in more rows.
     packing: Packing = "stream"  # Rows cut from one stream; documents kept apart by segment ids; or best_fit, none cut.
-    objective: Objective = "auto"  # What is learnt of the data; auto: causal, masked or spans, as the model's family has it.
+    objective: ObjectiveName = (
+        "auto"  # What is learnt of the data; auto: causal, masked or spans, as the model's family has it.
+    )
     source_length: Natural = 0  # Tokens of one row of sources for an encoder-decoder; 0 means as many as sequence_length.
     text_field: str = "text"  # The field of a .jsonl or .tsv record, or the column of a .parquet file, that holds the text.
     pair_field: str = ""  # The field of a second text to classify beside the first, where there is one.
@@ -116,7 +118,9 @@ class TokenizerConfig(Section):
     kind: Literal["bpe", "bytes", "characters"] = "bpe"  # Byte-level BPE trained on data.train, raw bytes, or characters.
     path: str = ""  # A tokenizer.json to use instead of making one.
     vocab_size: Annotated[int, Bounds(257)] = 4096  # Entries of a trained BPE, special tokens counted in.
-    pattern: Pattern = "gpt2"  # How a trained BPE parts text into words: as GPT-2's, or as Llama 3's, numbers by 3 digits.
+    pattern: WordPatternName = (
+        "gpt2"  # How a trained BPE parts text into words: as GPT-2's, or as Llama 3's, numbers by 3 digits.
+    )
     training_bytes: Count = 20_000_000  # Bytes of data.train, spread evenly over it, that the BPE is trained on.
 
 

@@ -19,7 +19,7 @@ Normalization = Annotated[
     Literal["rms", "rms1p", "layer", "none"],
     TableAt("jaxformer.layers.norm.NORMS"),
 ]
-Placement = Literal["pre", "post", "sandwich", "output"]
+NormPlacement = Literal["pre", "post", "sandwich", "output"]
 Head = Literal["auto", "language", "masked", "classes", "tags", "none"]
 Biased = Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"]
 Initializer = Annotated[
@@ -82,7 +82,7 @@ class ModelConfig(Section):
     attention_sinks: bool = False  # A learnt score a head that takes attention and gives nothing.
     query_key_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, by heads or all heads as one.
     norm: Normalization = "rms"  # Kind of normalisation; rms1p scales by 1 + weight (Gemma).
-    norm_placement: Placement = "pre"  # x + f(n(x)); post n(x + f(x)); sandwich x + n(f(n(x))); output x + n(f(x)).
+    norm_placement: NormPlacement = "pre"  # x + f(n(x)); post n(x + f(x)); sandwich x + n(f(n(x))); output x + n(f(x)).
     norm_eps: NonNegative = 1e-5  # Added to the variance, or the mean square, before its root.
     residual: Literal["sequential", "parallel"] = "sequential"  # A sublayer reads the sum so far, or all read the same.
     activation: Activation = "swiglu"  # Of the feed-forward; those that end in glu, and geglu_tanh, are gated.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import data
-from jaxformer.config import ConfigError, ModelConfig, Objective, RunConfig
+from jaxformer.config import ConfigError, ModelConfig, ObjectiveName, RunConfig
 from jaxformer.generation.translate import translate
 from jaxformer.loading import load, run_of
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
@@ -62,7 +62,7 @@ def _line(totals: Totals) -> Evaluation:
 
 
 def evaluate_run(
-    path: str | Path, validation: str = "", step: int | None = None, objective: Objective = "auto"
+    path: str | Path, validation: str = "", step: int | None = None, objective: ObjectiveName = "auto"
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on what the run held out.
 
@@ -112,7 +112,7 @@ def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
     return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
 
 
-def corpus_of(run: RunConfig, labels: tuple[str, ...] = (), say: data.Say = lambda line: None) -> data.Corpus:
+def corpus_of(run: RunConfig, labels: tuple[str, ...] = (), log: data.Log = lambda line: None) -> data.Corpus:
     """The data of a run as rows, made or found. Raises ConfigError as `data.prepare` does."""
     return data.prepare(
         run.data,
@@ -121,11 +121,11 @@ def corpus_of(run: RunConfig, labels: tuple[str, ...] = (), say: data.Say = lamb
         seed=run.run.seed,
         vocab_size=run.model.vocab_size,
         labels=labels,
-        say=say,
+        log=log,
     )
 
 
-def _on_text(run: RunConfig, path: Path, validation: str, objective: Objective = "auto") -> RunConfig:
+def _on_text(run: RunConfig, path: Path, validation: str, objective: ObjectiveName = "auto") -> RunConfig:
     """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that stands apart."""
     text = validation or run.data.validation
     if objective != "auto" and run.data.train:

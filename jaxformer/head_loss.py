@@ -33,12 +33,12 @@ def head_loss(
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
     extras: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "soft_cap": config.logit_soft_cap}
-    layer = output_layer(params, config, readout(params, config, x, inputs.places))
+    layer = output_layer(params, config, readout(params, config, x, inputs.layout))
     targets, weights = batch["targets"], batch["weights"]
     objective, nats = cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias, **extras)
     weight = weights.sum()
     if config.next_sentence:
-        layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
+        layer = output_layer(params, config, pooled(params, config, x, inputs.layout), "next_sentence")
         # Added to the sum over tokens, by weights that say how many tokens a pair of sentences counts for.
         targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
         objective += cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias)[0]
@@ -54,10 +54,10 @@ def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
     """Whether the likeliest class is the target: "accuracy", and of the pairs of sentences "next_sentence_accuracy"."""
     inputs = inputs_of(batch)
     x = hidden(params, config, inputs).x
-    right = jnp.argmax(head(params, config, x, inputs.places), axis=-1) == batch["targets"]
+    right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]
     sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
     if config.next_sentence:
-        layer = output_layer(params, config, pooled(params, config, x, inputs.places), "next_sentence")
+        layer = output_layer(params, config, pooled(params, config, x, inputs.layout), "next_sentence")
         follows = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch["next_sentence"]
         weights = batch["next_sentence_weights"]
         sums["next_sentence_accuracy"] = ((follows * weights).sum(), weights.sum())

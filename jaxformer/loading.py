@@ -14,13 +14,15 @@ from jaxformer.checkpoints import Checkpoints, Damaged, flat_leaves, read_checkp
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
-from jaxformer.interop.theirs import check_dtype, is_pretrained
+from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
 from jaxformer.tokenizer import Tokenizer
 
-ROW = 1024  # most tokens of a row when a model directory is evaluated, which says nothing of its rows in training
+MOST_EVALUATION_TOKENS = (
+    1024  # most tokens of a row when a model directory is evaluated, which says nothing of its rows in training
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None,
     if is_pretrained(folder):
         if step is not None:
             raise ConfigError(f"{folder} is a Hugging Face model directory, which has no steps: leave out step={step}.")
-        from jaxformer.interop.pretrained import load_pretrained  # a side room, which no training run enters
+        from jaxformer.interop.pretrained import load_pretrained  # only needed for Hugging Face directories
 
         found = load_pretrained(folder, mesh, dtype)
         return Loaded(found.params, found.config, tokenizer, found.labels)
@@ -96,7 +98,7 @@ def run_of(path: str | Path) -> RunConfig:
     from jaxformer.interop.pretrained import pretrained_config
 
     model = pretrained_config(folder)
-    length = min(model.max_length, ROW)
+    length = min(model.max_length, MOST_EVALUATION_TOKENS)
     return RunConfig(
         run=RunSettings(dir=str(folder)),
         model=model,

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.settings import ConfigError
-from jaxformer.sharding import ACTIVATIONS, PARAMETERS, Axes, partition
+from jaxformer.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -34,7 +34,7 @@ def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool =
 
 def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None:
     """ConfigError if a microbatch does not divide among the devices that hold different rows."""
-    rows, split = batch_size // microbatches, math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
+    rows, split = batch_size // microbatches, math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
     if rows % split:
         raise ConfigError(
             f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a time, not divisible among "
@@ -59,7 +59,7 @@ def parameter_sharding(mesh: Mesh, shape: Sequence[int], axes: Axes) -> NamedSha
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over all devices that hold different rows; whatever follows the first axis is whole."""
-    return NamedSharding(mesh, PartitionSpec(ACTIVATIONS["batch"]))
+    return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -74,7 +74,7 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
     rows, whole = batch_sharding(mesh), replicated(mesh)
-    split = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
+    split = math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
 
     def place(path: Any, array: Any) -> jax.Array:
         if isinstance(array, jax.Array) and array.sharding in (rows, whole):
@@ -83,7 +83,7 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
         if length % split:
             raise ConfigError(
                 f"batch{jax.tree_util.keystr(path)} has {length} rows, not divisible among the {split} devices that "
-                f"{' x '.join(ACTIVATIONS['batch'])} of the mesh counts: make it a multiple of {split}."
+                f"{' x '.join(ACTIVATION_RULES['batch'])} of the mesh counts: make it a multiple of {split}."
             )
         return jax.make_array_from_process_local_data(rows if np.ndim(array) else whole, np.asarray(array))
 

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxformer.config import ConfigError, DataConfig, ModelConfig
-from jaxformer.config import Objective as ObjectiveName
+from jaxformer.config import ConfigError, DataConfig, ModelConfig, ObjectiveName
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sources.records import Field, Fields, Kind
+from jaxformer.data.sources.records import Fields, Kind, RecordField
 from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
 from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
-from jaxformer.data.templates import Answers, Classes, Pairs, Tags, Template
+from jaxformer.data.templates import ClassTemplate, PairTemplate, SFTTemplate, TagTemplate, Template
 from jaxformer.head_loss import accuracy, head_loss
 from jaxformer.params import Params
 from jaxformer.settings import Table
@@ -28,8 +27,8 @@ class Objective(NamedTuple):
 
     The models that can learn it are those of its `families` and its `head`.
 
-    fields: what is read of each record: names of `FIELDS`, whose settings name the field, or a
-        `Field` itself, as `Field("", "rejected", "text")`. One alone means that it reads text.
+    fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field, or a
+        `RecordField` itself, as `Field("", "rejected", "text")`. One alone means that it reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
     template, rows: how rows are made, of records by the template, of text by `rows`.
@@ -45,7 +44,7 @@ class Objective(NamedTuple):
 
     families: tuple[str, ...]
     head: str
-    fields: tuple[str | Field, ...]
+    fields: tuple[str | RecordField, ...]
     specials: tuple[str, ...] = ()
     template: type[Template] | None = None
     rows: MakeRows = causal_rows
@@ -95,10 +94,12 @@ OBJECTIVES: Table[Objective] = Table(
             rows=PrefixRows,
             takes_packing=False,
         ),
-        "pairs": Objective(("encoder_decoder",), "language", ("source", "target"), template=Pairs),
-        "answers": Objective(("decoder",), "language", ("source", "target"), template=Answers),
-        "classes": Objective(("encoder", "decoder"), "classes", ("text", "pair", "label"), MARKS, Classes, metrics=accuracy),
-        "tags": Objective(("encoder", "decoder"), "tags", ("words", "tags"), MARKS, Tags, metrics=accuracy),
+        "pairs": Objective(("encoder_decoder",), "language", ("source", "target"), template=PairTemplate),
+        "answers": Objective(("decoder",), "language", ("source", "target"), template=SFTTemplate),
+        "classes": Objective(
+            ("encoder", "decoder"), "classes", ("text", "pair", "label"), MARKS, ClassTemplate, metrics=accuracy
+        ),
+        "tags": Objective(("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy),
     },
     besides=("auto",),
 )
@@ -115,7 +116,7 @@ class FieldSetting(NamedTuple):
 
 
 # What an objective may read that a setting names.
-FIELDS = {
+FIELD_SETTINGS = {
     "text": FieldSetting("text_field", "text"),
     "pair": FieldSetting("pair_field", "text", optional=True),
     "source": FieldSetting("source_field", "text"),
@@ -203,13 +204,13 @@ def _fields(row: Objective, data: DataConfig) -> Fields:
     """The fields of an objective by the names that the settings give them."""
     found = []
     for entry in row.fields:
-        if isinstance(entry, Field):
+        if isinstance(entry, RecordField):
             found.append(entry)
             continue
-        setting, kind, optional = FIELDS[entry]
+        setting, kind, optional = FIELD_SETTINGS[entry]
         field_name = getattr(data, setting)
         if field_name or not optional:
-            found.append(Field(f"data.{setting}", field_name, kind))
+            found.append(RecordField(f"data.{setting}", field_name, kind))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from jaxformer.sharding import Axes, activation, constrain, explicit_axes, gathe
 
 Params = dict[str, Any]
 Specs = dict[str, Any]
-Initializer = Callable[[jax.Array, "Spec"], jax.Array]
+InitFunction = Callable[[jax.Array, "Spec"], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Spec:
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    init: Initializer
+    init: InitFunction
     inputs: tuple[str, ...] = ()
     trainable: bool = True
     lookup: bool = False
@@ -98,7 +98,7 @@ def ones(key: jax.Array, spec: Spec) -> jax.Array:
     return jnp.ones(spec.shape)
 
 
-def normal(std: float) -> Initializer:
+def normal(std: float) -> InitFunction:
     return lambda key, spec: std * jax.random.normal(key, spec.shape)
 
 
@@ -118,7 +118,7 @@ def xavier_uniform(key: jax.Array, spec: Spec) -> jax.Array:
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
 
 
-def scaled(init: Initializer, factor: float) -> Initializer:
+def scaled(init: InitFunction, factor: float) -> InitFunction:
     return lambda key, spec: factor * init(key, spec)
 
 

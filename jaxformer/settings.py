@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 
 
 class ConfigError(ValueError):
@@ -46,7 +46,7 @@ class TableAt:
     path: str
 
 
-class Table(dict[str, Row]):
+class Table(dict[str, RowT]):
     """The rows that a setting chooses from by name. A row added from outside is a value of it.
 
     `names` is the type of the setting: a `Literal`, alone or in `Annotated`. `besides` are those of
@@ -55,7 +55,7 @@ class Table(dict[str, Row]):
     Raises ConfigError where the rows and the `Literal` do not agree.
     """
 
-    def __init__(self, names: Any, rows: Mapping[str, Row], besides: tuple[str, ...] = ()) -> None:
+    def __init__(self, names: Any, rows: Mapping[str, RowT], besides: tuple[str, ...] = ()) -> None:
         super().__init__(rows)
         listed = get_args(_literal(names))
         if apart := {*rows, *besides} ^ {*listed}:

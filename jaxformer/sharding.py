@@ -21,7 +21,7 @@ PARAMETERS: Rules = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
 }
-ACTIVATIONS: Rules = {
+ACTIVATION_RULES: Rules = {
     "batch": ("data", "fsdp"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -54,12 +54,12 @@ def gathered(w: Any) -> Any:
 
 def _gathered(w: jax.Array) -> jax.Array:
     spec = jax.typeof(w).sharding.spec
-    return jax.sharding.reshard(w, PartitionSpec(*(None if axis in ACTIVATIONS["batch"] else axis for axis in spec)))
+    return jax.sharding.reshard(w, PartitionSpec(*(None if axis in ACTIVATION_RULES["batch"] else axis for axis in spec)))
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
     """The placement of an activation on the mesh in force."""
-    return partition(shape, axes, ACTIVATIONS, jax.sharding.get_abstract_mesh().shape)
+    return partition(shape, axes, ACTIVATION_RULES, jax.sharding.get_abstract_mesh().shape)
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:

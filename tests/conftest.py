@@ -12,7 +12,7 @@ from jaxtyping import install_import_hook  # noqa: E402  (the environment above 
 
 CHECKED = ("attention", "block", "blocked", "dot_product", "embed", "ffn", "head", "kernels", "norm", "positions")
 install_import_hook(
-    [*(f"jaxformer.layers.{room}" for room in CHECKED), "jaxformer.models", "jaxformer.losses"], "beartype.beartype"
+    [*(f"jaxformer.layers.{space}" for space in CHECKED), "jaxformer.models", "jaxformer.losses"], "beartype.beartype"
 )
 
 

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from jaxformer import data
 from jaxformer.config import RunConfig
 from jaxformer.data import preparing
-from jaxformer.data.preparing import TextFacts
+from jaxformer.data.preparing import TextSummary
 from jaxformer.data.templates import Template
 from jaxformer.objectives import row_format, task_of
 from jaxformer.tokenizer import Tokenizer
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Kind = TypeVar("Kind", bound=Template)
 
 
@@ -20,20 +20,20 @@ def quiet(line: str) -> None:
     pass
 
 
-def prepare(run: RunConfig, say: Say = quiet, labels: tuple[str, ...] = ()) -> data.Corpus:
+def prepare(run: RunConfig, log: Log = quiet, labels: tuple[str, ...] = ()) -> data.Corpus:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    options = {"seed": run.run.seed, "vocab_size": size, "labels": labels, "say": say}
+    options = {"seed": run.run.seed, "vocab_size": size, "labels": labels, "say": log}
     return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
 
 
-def prepare_text(run: RunConfig, output: Path | None = None, thorough: bool = False, say: Say = quiet) -> list[TextFacts]:
+def prepare_text(run: RunConfig, output: Path | None = None, thorough: bool = False, log: Log = quiet) -> list[TextSummary]:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    return preparing.prepare_text(run.data, run.tokenizer, task, output=output, thorough=thorough, vocab_size=size, say=say)
+    return preparing.prepare_text(run.data, run.tokenizer, task, output=output, thorough=thorough, vocab_size=size, log=log)
 
 
-def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], say: Say = quiet) -> None:
+def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], log: Log = quiet) -> None:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    preparing.prepare_share(run.data, run.tokenizer, task, share, output=output, vocab_size=size, say=say)
+    preparing.prepare_share(run.data, run.tokenizer, task, share, output=output, vocab_size=size, log=log)
 
 
 def cut_rows(kind: Callable[..., Any], store: data.TokenStore, run: RunConfig, tokenizer: Tokenizer) -> Any:

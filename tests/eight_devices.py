@@ -7,7 +7,7 @@ import tempfile
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from test_learning_laws import a_batch, a_run, step_of
+from test_learning_invariants import a_batch, a_run, step_of
 
 import jaxformer as jf
 from jaxformer.head_loss import head_loss
@@ -82,8 +82,8 @@ def explicit_axes_trace(run):
         return head_loss(params, run.model, batch)["loss"][0]
 
     with jax.set_mesh(mesh):
-        places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs)
-        params = jax.tree.map(jax.device_put, init_params(specs, jax.random.key(run.run.seed)), places)
+        shardings = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs)
+        params = jax.tree.map(jax.device_put, init_params(specs, jax.random.key(run.run.seed)), shardings)
         placed = jax.device_put(batch, batch_sharding(mesh))
         value = jax.jit(nats)(params, placed)
         jax.jit(jax.grad(objective)).lower(params, placed)
@@ -93,12 +93,12 @@ def explicit_axes_trace(run):
 def loaded_on_a_mesh(config):
     """A model directory written from sharded params and read onto the mesh: whether all is equal, and where it should be."""
     mesh, table = make_mesh(2, 2, 2), specs_of(config)
-    places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), table)
+    shardings = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), table)
     params = init_params(table, jax.random.key(0))
     with tempfile.TemporaryDirectory() as folder:
-        jf.save_pretrained(folder, jax.tree.map(jax.device_put, params, places), config, shard_bytes=20_000)
+        jf.save_pretrained(folder, jax.tree.map(jax.device_put, params, shardings), config, shard_bytes=20_000)
         found = jf.load(folder, mesh=mesh).params
-    same = jax.tree.map(lambda a, b, place: np.array_equal(a, b) and a.sharding == place, found, params, places)
+    same = jax.tree.map(lambda a, b, place: np.array_equal(a, b) and a.sharding == place, found, params, shardings)
     split = max(leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(found))
     return {"equal": all(jax.tree.leaves(same)), "split": split}
 
@@ -110,9 +110,9 @@ def main() -> None:
         run = run_of(name)
         losses, params, _ = train(run, one)
         for label in meshes:
-            found, placed, facts = train(run, make_mesh(*MESHES[label]))
+            found, placed, summary = train(run, make_mesh(*MESHES[label]))
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
-            report[f"{name}, {pieces} microbatches, {label}"] = facts | {
+            report[f"{name}, {pieces} microbatches, {label}"] = summary | {
                 "loss": float(np.abs(found / losses - 1).max()),
                 "params": max(jax.tree.leaves(apart)),
             }

@@ -14,7 +14,7 @@ import jaxformer as jf
 from jaxformer.layers.cache import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.kernels import KERNELS, Case
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs, inputs_of
 from jaxformer.models.transformer import hidden
@@ -171,10 +171,10 @@ def cached(config, batch, size=DOCUMENT):
     if config.family == "encoder_decoder":
         cache = remember(params, config, inputs, cache)
     for at in range(0, length, size):
-        places, types = inputs.places, inputs.types
-        places, types = jax.tree.map(
-            lambda a, at=at: a[:, at : at + size], (Places(places.positions, places.segments), types)
+        layout, types = inputs.layout, inputs.types
+        layout, types = jax.tree.map(
+            lambda a, at=at: a[:, at : at + size], (TokenLayout(layout.positions, layout.segments), types)
         )
-        x, cache, _ = hidden(params, config, Inputs(inputs.tokens[:, at : at + size], places, types), cache)
-        logits.append(head(params, config, x, places))
+        x, cache, _ = hidden(params, config, Inputs(inputs.tokens[:, at : at + size], layout, types), cache)
+        logits.append(head(params, config, x, layout))
     return jnp.concatenate(logits, 1)

@@ -13,7 +13,7 @@ from corpora import cut_rows
 from hypothesis import strategies as st
 
 from jaxformer.config import DataConfig, RunConfig
-from jaxformer.data import Batch, Batches, Rows, TokenStore, open_or_build, tokenizing
+from jaxformer.data import Batches, NumpyBatch, Rows, TokenStore, open_or_build, tokenizing
 from jaxformer.data.sources import Piece
 from jaxformer.data.task import causal_rows
 from jaxformer.tokenizer import byte_tokenizer
@@ -41,11 +41,11 @@ def rows_of(made: TokenStore, data: DataConfig) -> Rows:
     return cut_rows(causal_rows, made, RunConfig(data=data), BYTES)
 
 
-def targets(batches: list[Batch]) -> list[int]:
+def targets(batches: list[NumpyBatch]) -> list[int]:
     return [int(token) for batch in batches for token in batch["targets"][batch["weights"] > 0]]
 
 
-def same(left: Batch, right: Batch) -> bool:
+def same(left: NumpyBatch, right: NumpyBatch) -> bool:
     return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
 
 

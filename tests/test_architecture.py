@@ -1,4 +1,4 @@
-"""The house stays small: bounded functions and files, light imports, and a README that tells the truth."""
+"""Bounds on the architecture: sizes of functions and files, imports, and what the README states."""
 
 import ast
 import json

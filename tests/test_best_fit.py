@@ -19,22 +19,22 @@ from jaxformer.data.masking import MaskedRows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
-ROOMS = st.integers(1, 40)
+CAPACITIES = st.integers(1, 40)
 
 
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    room = draw(ROOMS)
-    return np.array(draw(st.lists(st.integers(1, room), max_size=80)), np.int64), room
+    capacity = draw(CAPACITIES)
+    return np.array(draw(st.lists(st.integers(1, capacity), max_size=80)), np.int64), capacity
 
 
-def one_by_one(sizes: list[int], room: int) -> list[int]:
+def one_by_one(sizes: list[int], capacity: int) -> list[int]:
     """The room left in the rows of best-fit decreasing, as the textbook has it."""
     left: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [(space, row) for row, space in enumerate(left) if space >= size]
         row = min(fitting)[1] if fitting else len(left)
-        left += [room] * (not fitting)
+        left += [capacity] * (not fitting)
         left[row] -= size
     return sorted(left)
 
@@ -42,26 +42,26 @@ def one_by_one(sizes: list[int], room: int) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(pieces())
 def test_pieces_go_where_they_would_one_by_one(case: tuple[np.ndarray, int]) -> None:
-    sizes, room = case
-    rows = best_fit(sizes, room)
+    sizes, capacity = case
+    rows = best_fit(sizes, capacity)
     held = np.bincount(rows, weights=sizes).astype(int) if len(sizes) else np.zeros(0, int)
-    assert sorted(room - held) == one_by_one(sizes.tolist(), room)
+    assert sorted(capacity - held) == one_by_one(sizes.tolist(), capacity)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), ROOMS)
-def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_cut(sizes: list[int], room: int) -> None:
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), CAPACITIES)
+def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_cut(sizes: list[int], capacity: int) -> None:
     ends = np.cumsum(sizes)
-    fit = BestFit(ends, room)
+    fit = BestFit(ends, capacity)
     held = [list(fit.stretches(row)) for row in range(len(fit))]
     found = sorted(stretch for row in held for stretch in row)
-    assert all(sum(end - begin for begin, end in row) <= room for row in held) and all(held)
+    assert all(sum(end - begin for begin, end in row) <= capacity for row in held) and all(held)
     whole = []
     for begin, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True):
-        cuts = [*range(begin, end, room), end]
+        cuts = [*range(begin, end, capacity), end]
         whole += list(itertools.pairwise(cuts))
     assert found == whole
-    assert fit.filled == pytest.approx(sum(sizes) / (len(fit) * room))
+    assert fit.filled == pytest.approx(sum(sizes) / (len(fit) * capacity))
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,8 +85,8 @@ def test_every_token_is_a_target_once_beside_its_own_document_alone(sizes: list[
 def test_rows_are_full_whatever_the_documents_and_do_not_depend_on_chance() -> None:
     rng = np.random.default_rng(0)
     ends = np.cumsum(rng.geometric(1 / 600, 100_000))
-    for room in (256, 2048):
-        first, again = BestFit(ends, room), BestFit(ends, room)
+    for capacity in (256, 2048):
+        first, again = BestFit(ends, capacity), BestFit(ends, capacity)
         assert first.filled > 0.999
         assert all(list(first.stretches(row)) == list(again.stretches(row)) for row in range(0, len(first), 97))
 

@@ -213,13 +213,13 @@ def test_text_is_read_as_it_is_counted() -> None:
     def blocks() -> Iterator[str]:
         for number in range(20):
             taken.append(number)
-            yield "word " * (words.BLOCK // 5)
+            yield "word " * (words.BLOCK_CHARACTERS // 5)
 
     seen = 0
     for part in words.parts(blocks(), ["<s>"], "gpt2"):
         seen += len(part)
-        assert seen > (len(taken) - 1) * words.BLOCK - 10
-    assert seen == 20 * (words.BLOCK // 5 * 5)
+        assert seen > (len(taken) - 1) * words.BLOCK_CHARACTERS - 10
+    assert seen == 20 * (words.BLOCK_CHARACTERS // 5 * 5)
 
 
 def test_a_counting_process_imports_neither_numpy_nor_the_package() -> None:

@@ -145,8 +145,8 @@ def test_a_fraction_is_refused_above_one_and_its_message_says_at_most_one() -> N
 
 def test_every_field_is_read_somewhere() -> None:
     """A setting that nothing reads is a promise that nothing keeps."""
-    from jaxformer.layers.pattern import PATTERNS
-    from jaxformer.objectives import FIELDS
+    from jaxformer.layers.pattern import LAYER_PATTERNS
+    from jaxformer.objectives import FIELD_SETTINGS
 
     inside = [ROOT / "jaxformer" / name for name in ("config.py", "config_model.py")]
     properties = [
@@ -158,7 +158,7 @@ def test_every_field_is_read_somewhere() -> None:
     outside = [path for path in (ROOT / "jaxformer").rglob("*.py") if path not in inside]
     read = {name for path in outside for name in attributes(ast.parse(path.read_text()))}
     read |= {name for node in properties if node.name in read for name in attributes(node)}
-    read |= {row.setting for row in FIELDS.values()} | {*PATTERNS}
+    read |= {row.setting for row in FIELD_SETTINGS.values()} | {*LAYER_PATTERNS}
     unread = [name for name in flat(RunConfig()) if name.rpartition(".")[2] not in read]
     assert not unread
 

@@ -162,8 +162,8 @@ def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
     still = dict(optimizer__learning_rate=0.0, train__steps=1, run__init_from=there)
     head = dict(model__head="classes") if kind == "classes" else {}
     tuned = run(base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still, **head)
-    ours, theirs = leaves(tuned), leaves(there)
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[path], theirs[path]) for path in theirs)
+    ours, hf = leaves(tuned), leaves(there)
+    assert ours.keys() == hf.keys() and all(np.array_equal(ours[path], hf[path]) for path in hf)
     assert jf.load(tuned).tokenizer.fingerprint() == jf.load(there).tokenizer.fingerprint()
     run(base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still | {"train__steps": 2}, **head)
 
@@ -172,8 +172,8 @@ def test_a_pretrained_trunk_gets_a_new_head(base):
     _, there = made(base, "masked")
     settings = dict(model__head="classes", run__init_from=there, optimizer__learning_rate=0.0, train__steps=1)
     settings |= dict(model__max_length=32)
-    ours, theirs = leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)), leaves(there)
-    assert ours["head.weight"].shape[0] == 2 and np.array_equal(ours["blocks.ffn.up"], theirs["blocks.ffn.up"])
+    ours, hf = leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)), leaves(there)
+    assert ours["head.weight"].shape[0] == 2 and np.array_equal(ours["blocks.ffn.up"], hf["blocks.ffn.up"])
 
 
 REFUSED = [
@@ -226,6 +226,6 @@ def test_a_head_of_other_classes_is_not_carried(base):
     assert keys["id2label"] == {"0": "n", "1": "y"}
     (other / "config.json").write_text(json.dumps(keys | {"id2label": {"0": "y", "1": "n"}, "label2id": {"y": 0, "n": 1}}))
     settings = dict(model__head="classes", optimizer__learning_rate=0.0, train__steps=1, run__init_from=other)
-    ours, theirs = leaves(run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)), leaves(other)
-    assert np.array_equal(ours["blocks.ffn.up"], theirs["blocks.ffn.up"])
-    assert not np.array_equal(ours["head.weight"], theirs["head.weight"])
+    ours, hf = leaves(run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)), leaves(other)
+    assert np.array_equal(ours["blocks.ffn.up"], hf["blocks.ffn.up"])
+    assert not np.array_equal(ours["head.weight"], hf["head.weight"])

@@ -18,12 +18,12 @@ import zstandard
 
 from jaxformer.config import ConfigError
 from jaxformer.data.sources import Source, find_source
-from jaxformer.data.sources.lenience import Lenience, Skipped
-from jaxformer.data.sources.records import Field, Fields
-from jaxformer.data.splits import survey
+from jaxformer.data.sources.error_policy import ErrorPolicy, Skipped
+from jaxformer.data.sources.records import Fields, RecordField
+from jaxformer.data.splits import scan
 
 TEXTS = ["one\ntwo", "drei ü", "  four\n"]
-TAGS: Fields = (Field("data.text_field", "words", "words"), Field("data.label_field", "tags", "tags"))
+TAGS: Fields = (RecordField("data.text_field", "words", "words"), RecordField("data.label_field", "tags", "tags"))
 
 
 def found(source: Source | str | Path) -> list[tuple[str, str]]:
@@ -96,7 +96,7 @@ def test_the_name_of_a_document_depends_on_its_file_alone(folder: Path) -> None:
 
 
 def test_places_of_packages_are_those_of_the_whole() -> None:
-    fields = (Field("data.text_field", "text", "text"), Field("data.label_field", "label", "label"))
+    fields = (RecordField("data.text_field", "text", "text"), RecordField("data.label_field", "label", "label"))
     whole = find_source("stdlib_packages", "data.train", fields)
     for file in whole.files[::20]:
         part = whole.part([file])
@@ -105,8 +105,8 @@ def test_places_of_packages_are_those_of_the_whole() -> None:
 
 
 def test_a_changed_rule_is_another_source(folder: Path) -> None:
-    rules = [Lenience(), Lenience("skip"), Lenience("replace"), Lenience("refuse", "skip")]
-    assert len({find_source(str(folder), "data.train", lenience=rule).signature() for rule in rules}) == 4
+    rules = [ErrorPolicy(), ErrorPolicy("skip"), ErrorPolicy("replace"), ErrorPolicy("refuse", "skip")]
+    assert len({find_source(str(folder), "data.train", policy=rule).signature() for rule in rules}) == 4
 
 
 def test_parquet_gives_the_same_documents_and_records(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_text_of_a_column_that_is_not_utf8_goes_by_the_rule(tmp_path: Path) -> N
         found(path)
     for rule, kept in (("replace", ["ok", "a\ufffdb", "fine"]), ("skip", ["ok", "fine"])):
         skipped = Skipped()
-        source = find_source(str(path), "data.train", lenience=Lenience(rule))  # type: ignore[arg-type]
+        source = find_source(str(path), "data.train", policy=ErrorPolicy(rule))  # type: ignore[arg-type]
         assert [piece.text for piece in source.pieces(skipped)] == kept
         assert [(count, place) for count, place in skipped.values()] == [(1, f"{path}, row 2, byte 1")]
 
@@ -186,11 +186,11 @@ def test_what_is_left_out_is_counted_by_reason_with_the_place_of_the_first(tmp_p
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)
     skipped = Skipped()
-    source = find_source(str(path), "data.train", lenience=Lenience("skip", "skip"))
+    source = find_source(str(path), "data.train", policy=ErrorPolicy("skip", "skip"))
     assert [piece.text for piece in source.pieces(skipped)] == ["a", "b"]
     places = {reason: (count, f"{path}, line {line}") for reason, (count, line) in NUMBERED.items()}
     assert skipped == places | {"records with bytes that are not UTF-8": (1, f"{path}, line 6, byte {LINES.index(0xFF)}")}
-    source = find_source(str(path), "data.train", lenience=Lenience("replace", "skip"))
+    source = find_source(str(path), "data.train", policy=ErrorPolicy("replace", "skip"))
     assert texts(source) == ["a", "\ufffd", "b"]
     again = Skipped()
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_rows_and_lines_that_are_none_are_left_out_in_each_format(tmp_path: Path
         with pytest.raises(ConfigError, match=rf"{place}(:| has 1 columns).*data\.malformed=skip"):
             found(named)
         skipped = Skipped()
-        source = find_source(named, "data.train", lenience=Lenience(malformed="skip"))
+        source = find_source(named, "data.train", policy=ErrorPolicy(malformed="skip"))
         assert [piece.text for piece in source.pieces(skipped)] == ["one", "three"]
         assert [count for count, _ in skipped.values()] == [1, 1] and "blank documents" in skipped
         assert next(iter(skipped.values()))[1].endswith(place)
@@ -217,9 +217,9 @@ def test_rows_and_lines_that_are_none_are_left_out_in_each_format(tmp_path: Path
 def test_line_aligned_files_lose_a_line_on_all_sides(tmp_path: Path) -> None:
     (tmp_path / "a.de").write_bytes(b"eins\nzw\xffei\n\ndrei\n")
     (tmp_path / "a.en").write_bytes(b"one\ntwo\n\nthree\n")
-    fields = (Field("data.source_field", "source", "text"), Field("data.target_field", "target", "text"))
+    fields = (RecordField("data.source_field", "source", "text"), RecordField("data.target_field", "target", "text"))
     skipped = Skipped()
-    source = find_source(f"{tmp_path}/a.{{de,en}}", "data.train", fields, Lenience("skip"))
+    source = find_source(f"{tmp_path}/a.{{de,en}}", "data.train", fields, ErrorPolicy("skip"))
     assert [piece.record for piece in source.pieces(skipped)] == [("eins", "one"), ("drei", "three")]
     assert sorted(skipped.values()) == [
         (1, f"{tmp_path}/a.de and {tmp_path}/a.en, line 3"),
@@ -241,7 +241,7 @@ def test_what_is_truncated_is_refused_whatever_the_rules(suffix: str, tmp_path: 
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes((gzip.compress(raw) if suffix == ".gz" else zstandard.compress(raw))[:-9])
     with pytest.raises(ConfigError, match=rf"a\.jsonl\{suffix} is truncated"):
-        found(find_source(str(path), "data.train", lenience=Lenience("skip", "skip")))
+        found(find_source(str(path), "data.train", policy=ErrorPolicy("skip", "skip")))
 
 
 def saved(root: Path) -> Path:
@@ -270,12 +270,12 @@ def test_a_data_set_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.M
         texts(f"datasets:{root}/several:test") == expected[:2]
         and texts(f"datasets:{root}/files:default:test") == expected[:3]
     )
-    fields = (Field("data.text_field", "text", "text"), Field("data.label_field", "n", "label"))
+    fields = (RecordField("data.text_field", "text", "text"), RecordField("data.label_field", "n", "label"))
     assert [piece.record for piece in find_source(f"datasets:{root}/one", "data.train", fields).pieces()][1] == (
         "document 1",
         "1",
     )
-    assert survey(one, tmp_path / "surveys").documents == 20
+    assert scan(one, tmp_path / "scans").documents == 20
 
 
 DATASETS = {
@@ -304,7 +304,7 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path)
         with pytest.raises(
             ConfigError, match=rf"{name} has no field 'text' \(its fields are 'body'\): set data\.text_field"
         ):
-            found(find_source(spec, "data.train", lenience=Lenience("skip", "skip")))
+            found(find_source(spec, "data.train", policy=ErrorPolicy("skip", "skip")))
 
 
 def test_without_the_hub_there_is_one_message_at_once(

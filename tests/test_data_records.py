@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batch
+from jaxformer.data import NumpyBatch
 from jaxformer.data.corpus import in_order
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.packing import ExampleRows, first_fit
 from jaxformer.data.sources import Piece, find_source
-from jaxformer.data.sources.records import Field, Fields, Record
-from jaxformer.data.splits import Split, survey
-from jaxformer.data.templates import Pairs
+from jaxformer.data.sources.records import Fields, Record, RecordField
+from jaxformer.data.splits import Split, scan
+from jaxformer.data.templates import PairTemplate
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 
 BYTES = byte_tokenizer()
 END = BYTES.end_token
-PAIR: Fields = (Field("data.source_field", "source", "text"), Field("data.target_field", "target", "text"))
-TAGS: Fields = (Field("data.text_field", "text", "words"), Field("data.label_field", "label", "tags"))
+PAIR: Fields = (RecordField("data.source_field", "source", "text"), RecordField("data.target_field", "target", "text"))
+TAGS: Fields = (RecordField("data.text_field", "text", "words"), RecordField("data.label_field", "label", "tags"))
 
 
 def records(spec: object, fields: Fields = PAIR) -> list[Record]:
@@ -130,9 +130,9 @@ def test_packages_need_classes() -> None:
 
 
 def test_pieces_of_packages_do_not_name_them_and_are_split_by_file(tmp_path: Path) -> None:
-    fields = (Field("data.text_field", "text", "text"), Field("data.label_field", "label", "label"))
+    fields = (RecordField("data.text_field", "text", "text"), RecordField("data.label_field", "label", "label"))
     source = find_source("stdlib_packages", "data.train", fields)
-    found = survey(source, tmp_path)
+    found = scan(source, tmp_path)
     train, held_out = (list(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation"))
     assert not {piece.document for piece in train} & {piece.document for piece in held_out}
     labels = {piece.record[1] for piece in train}
@@ -152,7 +152,7 @@ def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> 
 
 
 def stored(folder: Path, pairs: list[tuple[str, str]], run: RunConfig) -> ExampleStore:
-    template = template_of(Pairs, run, BYTES)
+    template = template_of(PairTemplate, run, BYTES)
     return open_or_encode(folder, lambda: [Piece("", "", True, pair) for pair in pairs], template.encode)
 
 
@@ -166,7 +166,7 @@ def stored(folder: Path, pairs: list[tuple[str, str]], run: RunConfig) -> Exampl
 def test_packing_loses_no_pair_and_mixes_none(pairs: list[tuple[str, str]], length: int, source: int, seed: int) -> None:
     run = run_of(sequence_length=length, source_length=source)
     with tempfile.TemporaryDirectory() as folder:
-        rows = ExampleRows(stored(Path(folder), pairs, run), template_of(Pairs, run, BYTES), seed)
+        rows = ExampleRows(stored(Path(folder), pairs, run), template_of(PairTemplate, run, BYTES), seed)
         found: list[tuple[bytes, bytes]] = []
         for row in (rows[index] for index in range(len(rows))):
             numbers = row["segment_ids"].max()
@@ -181,27 +181,27 @@ def test_packing_loses_no_pair_and_mixes_none(pairs: list[tuple[str, str]], leng
         assert rows.cut == sum((a.encode(), b.encode()) != short for (a, b), short in zip(pairs, cut, strict=True))
 
 
-def _segment(row: Batch, number: int) -> tuple[list[int], list[int], list[int]]:
+def _segment(row: NumpyBatch, number: int) -> tuple[list[int], list[int], list[int]]:
     source, target = row["source_segment_ids"] == number, row["segment_ids"] == number
     return row["source"][source].tolist(), row["tokens"][target].tolist(), row["targets"][target].tolist()
 
 
 def test_packing_is_fast_full_and_a_function_of_its_order() -> None:
     rng = np.random.default_rng(0)
-    sizes, room = rng.integers(3, 45, (29_000, 2)), np.array([256, 256])
+    sizes, space = rng.integers(3, 45, (29_000, 2)), np.array([256, 256])
     began = time.perf_counter()
-    rows = first_fit(sizes, room, rng.permutation(29_000))
+    rows = first_fit(sizes, space, rng.permutation(29_000))
     assert time.perf_counter() - began < 2
     assert sorted(index for row in rows for index in row) == list(range(29_000))
     held = np.array([sizes[row].sum(0) for row in rows])
-    assert (held <= room).all() and held.mean() / 256 > 0.93
+    assert (held <= space).all() and held.mean() / 256 > 0.93
     order = rng.permutation(100)
-    assert first_fit(sizes, room, order) == first_fit(sizes, room, order)
+    assert first_fit(sizes, space, order) == first_fit(sizes, space, order)
 
 
 def one_row(
     folder: Path, run: RunConfig, lines: list[dict[str, Any]], row: int = 0
-) -> tuple[Batch, tuple[str, ...], list[str]]:
+) -> tuple[NumpyBatch, tuple[str, ...], list[str]]:
     """A row of records without held-out ones, the labels, and what was said."""
     path, said = folder / "data.jsonl", list[str]()
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -281,7 +281,7 @@ def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pairs = [("ab", "x"), ("", "yz")]
     stored(tmp_path, pairs, run)
     with monkeypatch.context() as patch:
-        patch.setattr(Pairs, "encode", lambda *parts: pytest.fail("encoded again"))
+        patch.setattr(PairTemplate, "encode", lambda *parts: pytest.fail("encoded again"))
         again = stored(tmp_path, pairs, run)
     assert [[part.tolist() for part in again[index]] for index in range(2)] == [[[*b"ab"], [*b"x"]], [[], [*b"yz"]]]
     (tmp_path / "manifest.json").unlink()

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, Undecodable
 from jaxformer.data.sources import Piece, Source, find_source, reading
-from jaxformer.data.sources.lenience import Judge, Lenience, Skipped
+from jaxformer.data.sources.error_policy import ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.reading import SourceFile, text_documents
-from jaxformer.data.sources.records import Field
-from jaxformer.data.splits import Split, Survey, survey
+from jaxformer.data.sources.records import RecordField
+from jaxformer.data.splits import Scan, Split, scan
 
 
 def documents(pieces: Iterator[Piece] | list[Piece]) -> list[str]:
@@ -68,9 +68,9 @@ def test_documents_and_pieces_do_not_depend_on_how_the_file_is_read(parts: list[
         patch.setattr(reading, "PIECE_CHARACTERS", 8)
         raw = text.encode()
         patch.setattr(reading, "read_blocks", lambda path: iter([raw]))
-        whole = list(text_documents(SourceFile(Path("whole"), "text"), Judge()))
+        whole = list(text_documents(SourceFile(Path("whole"), "text"), ErrorHandler()))
         patch.setattr(reading, "read_blocks", lambda path: (raw[i : i + block] for i in range(0, len(raw), block)))
-        assert list(text_documents(SourceFile(Path("blocks"), "text"), Judge())) == whole
+        assert list(text_documents(SourceFile(Path("blocks"), "text"), ErrorHandler())) == whole
     assert all(len(piece) <= 16 for piece, _ in whole)
     if line == "\n" and not any("<|endoftext|>" in part or part[:1] in "\r\n" or part[-1:] in "\r\n" for part in parts):
         assert documents([Piece(piece, "", ends) for piece, ends in whole]) == [part for part in parts if part.strip()]
@@ -92,7 +92,7 @@ def test_bytes_that_are_no_text_are_replaced_or_their_documents_left_out(
         patch.setattr(reading, "PIECE_CHARACTERS", 8)
         patch.setattr(reading, "read_blocks", lambda path: (raw[i : i + block] for i in range(0, len(raw), block)))
         for rule, skipped in told.items():
-            pieces = text_documents(SourceFile(Path("a.txt"), "text"), Judge(Lenience(rule), skipped))
+            pieces = text_documents(SourceFile(Path("a.txt"), "text"), ErrorHandler(ErrorPolicy(rule), skipped))
             found[rule] = documents([Piece(text, "", ends) for text, ends in pieces])
     whole = [part.decode(errors="replace") for part in raw.split(separator) if part]
     kept = [part.decode() for part in raw.split(separator) if part and not broken(part)]
@@ -142,7 +142,7 @@ def test_a_glob_is_read_in_sorted_order_each_file_a_document(tmp_path: Path) -> 
 def test_a_field_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "abc", "text": "no"}\n')
     assert documents(
-        find_source(str(tmp_path / "a.jsonl"), "data.train", (Field("data.text_field", "content", "text"),)).pieces()
+        find_source(str(tmp_path / "a.jsonl"), "data.train", (RecordField("data.text_field", "content", "text"),)).pieces()
     ) == ["abc"]
 
 
@@ -151,7 +151,7 @@ def test_stdlib_is_the_running_pythons_own_code_without_its_tests() -> None:
     names = [file.name for file in source.files]
     assert names == sorted(names) and {"os.py", "json/decoder.py"} <= set(names)
     assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/")[:-1])]
-    held_out = {piece.document for piece in Split(source, Survey("", len(names), 1), "validation", 0.1).pieces()}
+    held_out = {piece.document for piece in Split(source, Scan("", len(names), 1), "validation", 0.1).pieces()}
     assert 0.05 < len(held_out) / len(names) < 0.15
 
 
@@ -199,7 +199,7 @@ def test_a_bad_file_is_one_message_with_the_file_and_the_place(name: str, tmp_pa
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        survey(find_source(str(tmp_path / name), "data.train"), tmp_path / "cache")
+        scan(find_source(str(tmp_path / name), "data.train"), tmp_path / "cache")
     assert "empty" in message or not list(tmp_path.glob("cache/*"))
 
 
@@ -223,16 +223,16 @@ def test_a_file_without_permission_is_one_message(tmp_path: Path, monkeypatch: p
 
 def test_a_survey_is_read_again_only_when_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.txt", "abc<|endoftext|>dé")
-    first = survey(source, tmp_path / "cache")
+    first = scan(source, tmp_path / "cache")
     assert (first.documents, first.bytes) == (2, 6)
     with monkeypatch.context() as patch:
         patch.setattr(Source, "pieces", lambda self: pytest.fail("read again"))
-        assert survey(source, tmp_path / "cache") == first
+        assert scan(source, tmp_path / "cache") == first
     (tmp_path / "a.txt").write_text("xyz<|endoftext|>dé")
     os.utime(tmp_path / "a.txt", ns=(0, 1))
-    assert survey(source, tmp_path / "cache").content != first.content
+    assert scan(source, tmp_path / "cache").content != first.content
     (tmp_path / "copy.txt.gz").write_bytes(gzip.compress("abc<|endoftext|>dé".encode()))
-    assert survey(find_source(str(tmp_path / "copy.txt.gz"), "data.train"), tmp_path / "cache") == first
+    assert scan(find_source(str(tmp_path / "copy.txt.gz"), "data.train"), tmp_path / "cache") == first
 
 
 @settings(max_examples=150, deadline=None)
@@ -246,7 +246,7 @@ def test_the_end_held_out_and_the_rest_are_the_whole_text(parts: list[str], frac
 
     size = sum(len(text.encode()) for text in parts)
     source = Fixed("data.train", "fixed", ())
-    sides = [Split(source, Survey("", len(parts), size), side, fraction) for side in ("train", "validation")]
+    sides = [Split(source, Scan("", len(parts), size), side, fraction) for side in ("train", "validation")]
     train, held_out = (list(side.pieces()) for side in sides)
     before, after = ("".join(piece.text for piece in side) for side in (train, held_out))
     text = "".join(parts)
@@ -259,7 +259,7 @@ def test_many_documents_are_chosen_by_hash_and_stay_where_they_are(tmp_path: Pat
     chosen = []
     for count in (300, 400):
         source = write(tmp_path / "a.txt", "<|endoftext|>".join(texts[:count]))
-        found = survey(source, tmp_path / f"cache{count}")
+        found = scan(source, tmp_path / f"cache{count}")
         sides = [Split(source, found, side, 0.1) for side in ("train", "validation")]
         train, held_out = (set(documents(side.pieces())) for side in sides)
         assert sides[0].by_document and not train & held_out and train | held_out == set(texts[:count])
@@ -271,7 +271,7 @@ def test_many_documents_are_chosen_by_hash_and_stay_where_they_are(tmp_path: Pat
 def test_a_single_text_is_split_as_nanogpt_splits_it(tmp_path: Path) -> None:
     text = "To be, or not to be.\n" * 5_003
     source = write(tmp_path / "play.txt", text)
-    found = survey(source, tmp_path / "cache")
+    found = scan(source, tmp_path / "cache")
     train, held_out = (documents(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation"))
     assert train == [text[: int(len(text) * 0.9)]] and held_out == [text[int(len(text) * 0.9) :]]
 
@@ -281,7 +281,7 @@ def test_reading_takes_flat_memory(rule: Undecodable, tmp_path: Path) -> None:
     line = "the quick brown fox jumps over the lazy dog " * 20 + "\n"
     left_out = b"\n<|endoftext|>" + line.encode() * 5_000 + b"\xff"
     (tmp_path / "large.txt").write_bytes((line * 40_000).encode() + left_out * (rule == "skip"))
-    source = find_source(str(tmp_path / "large.txt"), "data.train", lenience=Lenience(rule))
+    source = find_source(str(tmp_path / "large.txt"), "data.train", policy=ErrorPolicy(rule))
     tracemalloc.start()
     size = sum(len(piece.text) for piece in source.pieces())
     peak = tracemalloc.get_traced_memory()[1]

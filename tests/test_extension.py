@@ -14,7 +14,7 @@ from tiny_run import assert_same_run, line, logged, saved, train_here
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.data.sources.records import Field
+from jaxformer.data.sources.records import RecordField
 from jaxformer.data.templates import Template, joined
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.objectives import OBJECTIVES, Objective
@@ -66,7 +66,7 @@ def preference_loss(params, config, batch, key):
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(ACTIVATIONS, "softplus", jax.nn.softplus)
-    fields = ("source", Field("", "chosen", "text"), Field("", "rejected", "text"))
+    fields = ("source", RecordField("", "chosen", "text"), RecordField("", "rejected", "text"))
     row = Objective(("decoder",), "language", fields, template=Preferences, loss=preference_loss)
     monkeypatch.setitem(OBJECTIVES, "preferences", row)
 

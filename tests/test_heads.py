@@ -11,7 +11,7 @@ from families import SIZES, alone, params_of
 import jaxformer as jf
 from jaxformer.head_loss import head_loss
 from jaxformer.layers.head import output_layer, pooled, readout
-from jaxformer.layers.masks import places_of
+from jaxformer.layers.masks import layout_of
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
 from jaxformer.params import rows
@@ -44,7 +44,7 @@ def case(name):
 
 def residual(params, config, batch):
     inputs = inputs_of(batch)
-    return hidden(params, config, inputs).x, inputs.places
+    return hidden(params, config, inputs).x, inputs.layout
 
 
 def sums(params, config, batch):
@@ -94,8 +94,8 @@ def test_the_logits_are_the_formula_of_the_head(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_the_output_layer_is_a_product_of_the_width_of_the_model_and_a_bias_apart(name):
     params, config, batch = case(name)
-    x, places = residual(params, config, batch)
-    layer = output_layer(params, config, readout(params, config, x, places))
+    x, layout = residual(params, config, batch)
+    layer = output_layer(params, config, readout(params, config, x, layout))
     logits = jnp.einsum("btd,vd->btv", layer.rows, layer.matrix) + (0 if layer.bias is None else layer.bias)
     logits = 1.5 * jnp.tanh(logits / 1.5) if config.logit_soft_cap else logits
     expected = jf.forward(params, config, **batch)
@@ -177,11 +177,11 @@ def test_pooling_leaves_padding_out(pooling, side):
 
 def test_pooling_picks_the_token_or_the_mean():
     x = jnp.arange(24, dtype=jnp.float32).reshape(2, 6, 2)
-    places = places_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
+    layout = layout_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
     expected = {"first": [2, 12], "last": [6, 22], "mean": [4, 17]}
     for pooling, firsts in expected.items():
         config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling}))
-        np.testing.assert_allclose(pooled({}, config, x, places)[:, 0, 0], firsts)
+        np.testing.assert_allclose(pooled({}, config, x, layout)[:, 0, 0], firsts)
 
 
 def test_the_rows_of_the_heads_are_those_that_are_used():

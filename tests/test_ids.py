@@ -138,8 +138,8 @@ def test_prepare_indexes_ids_and_verifies_them(made: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"many\.npy has no index of documents: leave out --verify"):
         prepare_text(run, thorough=True)
     prepare_share(run, None, (0, 2))
-    facts = prepare_text(run)
-    assert facts == prepare_text(run, thorough=True) and facts[0].documents == len(TALES)
+    summary = prepare_text(run)
+    assert summary == prepare_text(run, thorough=True) and summary[0].documents == len(TALES)
     next((tmp_path / "cache").rglob("00000.documents")).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"00000\.documents was altered since it was written"):
         prepare_text(run)

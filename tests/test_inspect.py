@@ -113,7 +113,7 @@ def test_intermediates_add_up_to_what_the_model_computes(name):
     last = values[f"{stacks(config)[-1]}.1.residual"]
     if config.norm_placement != "post":
         last = norm(params["final_norm"], config, last)
-    np.testing.assert_allclose(head(params, config, last, inputs.places), logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(head(params, config, last, inputs.layout), logits, rtol=1e-4, atol=1e-4)
     if config.norm_placement == "pre":
         stack = stacks(config)[-1]
         before, after = (values[f"{stack}.{i}.residual"] for i in (0, 1))

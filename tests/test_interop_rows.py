@@ -12,8 +12,8 @@ import transformers as tf
 import jaxformer as jf
 from jaxformer.interop import table
 from jaxformer.interop.compare import resolved
-from jaxformer.interop.pretrained import FAMILIES, load_pretrained, stated_architecture
-from jaxformer.interop.theirs import REQUIRED, Theirs
+from jaxformer.interop.hf_config import REQUIRED, HFConfig
+from jaxformer.interop.pretrained import HF_FAMILIES, load_pretrained, stated_architecture
 from jaxformer.models.transformer import specs
 
 CLASSES = {
@@ -33,13 +33,13 @@ CLASSES = {
     "bart": tf.BartConfig,
     "marian": tf.MarianConfig,
 }
-FAMILY = {family.model_type: family for family in FAMILIES}
+FAMILY = {family.model_type: family for family in HF_FAMILIES}
 NAMES = {"lm_head.weight"}  # as of a T5 that may be untied
 
 
 def read(kind, **keys):
     """Our config of an architecture's keys, the first of its family's architectures."""
-    return FAMILY[kind].read(Theirs(keys, NAMES), next(iter(FAMILY[kind].architectures)))
+    return FAMILY[kind].read(HFConfig(keys, NAMES), next(iter(FAMILY[kind].architectures)))
 
 
 def stated(kind, **keys):
@@ -54,16 +54,16 @@ def test_every_family_is_held_against_its_reference():
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_empty_config_is_the_references_default_config(kind):
     for architecture in FAMILY[kind].architectures:
-        ours, theirs = (FAMILY[kind].read(Theirs(keys, NAMES), architecture) for keys in ({}, stated(kind)))
-        assert resolved(ours) == resolved(theirs) and ours.max_length == theirs.max_length
+        ours, hf = (FAMILY[kind].read(HFConfig(keys, NAMES), architecture) for keys in ({}, stated(kind)))
+        assert resolved(ours) == resolved(hf) and ours.max_length == hf.max_length
         assert ours.n_classes == (2 if ours.output in ("classes", "tags") else 0)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_key_of_the_references_config_is_known(kind):
-    theirs = Theirs(stated(kind), NAMES)
-    FAMILY[kind].read(theirs, next(iter(FAMILY[kind].architectures)))
-    assert theirs.unknown() == []
+    hf = HFConfig(stated(kind), NAMES)
+    FAMILY[kind].read(hf, next(iter(FAMILY[kind].architectures)))
+    assert hf.unknown() == []
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -155,7 +155,7 @@ def test_of_many_tensors_that_do_not_fit_the_first_are_named_and_the_rest_counte
 
 def test_a_t5_that_is_not_scaled_is_tied_where_no_other_output_layer_is_stored():
     keys = dict(tie_word_embeddings=False)
-    found = [FAMILY["t5"].read(Theirs(keys, names), "T5ForConditionalGeneration") for names in ((), NAMES)]
+    found = [FAMILY["t5"].read(HFConfig(keys, names), "T5ForConditionalGeneration") for names in ((), NAMES)]
     assert [(config.tied_head, config.logit_scale) for config in found] == [(True, "none"), (False, "none")]
 
 
@@ -210,7 +210,7 @@ UNTIED = {"bert": tf.BertForMaskedLM, "roberta": tf.RobertaForMaskedLM}
 def test_an_output_layer_of_its_own_is_written_by_the_references_names_both_of_its_biases(kind, tmp_path):
     sizes = dict(hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4, vocab_size=9)
     keys = sizes | dict(max_position_embeddings=8, tie_word_embeddings=False)
-    config = FAMILY[kind].read(Theirs(keys, NAMES), UNTIED[kind].__name__)
+    config = FAMILY[kind].read(HFConfig(keys, NAMES), UNTIED[kind].__name__)
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
     model, told = UNTIED[kind].from_pretrained(tmp_path, output_loading_info=True)
     assert not model.config.tie_word_embeddings

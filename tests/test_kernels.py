@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.layers import kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
-from jaxformer.layers.masks import Places, View, places_of
+from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
 from jaxformer.runs.device import check_kernel
 
 
@@ -25,11 +25,11 @@ def arrays(*shapes, seed=0):
 @pytest.mark.parametrize("kernel", ["xla", "blocked"])
 def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
     q, k, v = arrays(*[(1, 4, 2, 8)] * 3)
-    places = places_of(jnp.zeros((1, 4), jnp.int32), None, jnp.array([[0, 1, 1, 0]]))
+    layout = layout_of(jnp.zeros((1, 4), jnp.int32), None, jnp.array([[0, 1, 1, 0]]))
     run = KERNELS[kernel].run
-    out = run(q, k, v, View(places, places))
+    out = run(q, k, v, AttentionMask(layout, layout))
     assert (out[0, [0, 3]] == 0).all() and (out[0, 1:3] != 0).all()
-    grads = jax.grad(lambda *a: run(*a, View(places, places)).sum(), argnums=(0, 1, 2))(q, k, v)
+    grads = jax.grad(lambda *a: run(*a, AttentionMask(layout, layout)).sum(), argnums=(0, 1, 2))(q, k, v)
     assert all(np.isfinite(g).all() for g in grads)
 
 
@@ -52,25 +52,25 @@ MASKS = {
 CASES = [dict(zip(MASKS, row, strict=True)) for row in itertools.product(*MASKS.values())]
 
 
-def a_view(causal, window, scale, segments, ordered, keys, **_):
+def an_attention_mask(causal, window, scale, segments, ordered, keys, **_):
     """Queries of 14 tokens and `keys` keys; unordered ones are numbered in another order and are no segment's start."""
     rng = np.random.default_rng(0)
     sides = []
     for length in (14, keys):
         ids = jnp.array([[1] * 5 + [2] * (length - 7) + [0, 0], [3] * length]) if segments else None
         order = None if ordered else jnp.array(np.stack([rng.permutation(length) for _ in range(2)]), jnp.int32)
-        sides.append(places_of(jnp.zeros((2, length), jnp.int32), order, ids))
-    return View(*sides, causal=causal, window=window, scale=scale)
+        sides.append(layout_of(jnp.zeros((2, length), jnp.int32), order, ids))
+    return AttentionMask(*sides, causal=causal, window=window, scale=scale)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()))
 def test_the_blocked_kernel_equals_the_plain_one_on_every_mask(case, monkeypatch):
     monkeypatch.setattr("jaxformer.layers.blocked.BLOCK", 8)
-    view = a_view(**case)
+    mask = an_attention_mask(**case)
     q, k, v, slope = arrays(
         (2, 14, 4, 8), (2, case["keys"], 2, 8), (2, case["keys"], 2, case["values"]), (2, 14, 4, case["values"])
     )
-    found, expected = (jax.vjp(lambda *a, run=run: run(*a, view), q, k, v) for run in (KERNELS["blocked"].run, plain))
+    found, expected = (jax.vjp(lambda *a, run=run: run(*a, mask), q, k, v) for run in (KERNELS["blocked"].run, plain))
     for name, a, b in zip(("out", "dq", "dk", "dv"), *((out, *back(slope)) for out, back in (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=name)
 
@@ -83,14 +83,14 @@ def test_the_product_of_masks_is_whole():
 def test_no_window_stays_none_under_jit(window):
     """A window of 0 must not become one that hides all."""
     q, k, v = arrays((1, 12, 2, 8), (1, 12, 2, 8), (1, 12, 2, 8))
-    places = places_of(jnp.zeros((1, 12), jnp.int32), None, None)
-    expected = plain(q, k, v, View(places, places, window=window))
-    run = jax.jit(lambda q, k, v: KERNELS["blocked"].run(q, k, v, View(places, places, window=window)))
+    layout = layout_of(jnp.zeros((1, 12), jnp.int32), None, None)
+    expected = plain(q, k, v, AttentionMask(layout, layout, window=window))
+    run = jax.jit(lambda q, k, v: KERNELS["blocked"].run(q, k, v, AttentionMask(layout, layout, window=window)))
     np.testing.assert_allclose(run(q, k, v), expected, atol=1e-5)
 
 
 def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
-    def wrong(q, k, v, view):
+    def wrong(q, k, v, mask):
         return 1.01 * blocked_attention(q, k, v)
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
@@ -151,22 +151,22 @@ def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, 
         choose(asked, case)
 
 
-ORDERED = places_of(jnp.zeros((1, 128), jnp.int32), None, None)
-SEGMENTS = places_of(jnp.zeros((1, 128), jnp.int32), None, jnp.ones((1, 128), jnp.int32))
-CACHED = Places(ORDERED.positions, SEGMENTS.segments)
-SHORT = places_of(jnp.zeros((1, 64), jnp.int32), None, None)
+ORDERED = layout_of(jnp.zeros((1, 128), jnp.int32), None, None)
+SEGMENTS = layout_of(jnp.zeros((1, 128), jnp.int32), None, jnp.ones((1, 128), jnp.int32))
+CACHED = TokenLayout(ORDERED.positions, SEGMENTS.segments)
+SHORT = layout_of(jnp.zeros((1, 64), jnp.int32), None, None)
 CALLS = {  # a call that a kernel may meet, and the kernels that serve it
-    "a row": (View(ORDERED, ORDERED), {"cudnn", "tpu", "blocked"}),
-    "both ways": (View(ORDERED, ORDERED, causal=False), {"cudnn", "tpu", "blocked"}),
-    "packed rows": (View(SEGMENTS, SEGMENTS), {"tpu", "blocked"}),
-    "a padded source": (View(ORDERED, SEGMENTS, causal=False), {"tpu", "blocked"}),
-    "a short row": (View(SHORT, SHORT), {"cudnn", "blocked"}),
-    "a cache": (View(ORDERED, CACHED), {"blocked"}),
-    "positions": (View(CACHED, CACHED), {"blocked"}),
-    "a window": (View(ORDERED, ORDERED, window=8), {"blocked"}),
-    "a bias": (View(ORDERED, ORDERED, bias=jnp.ones((1, 2, 128, 128))), set()),
-    "a soft-cap": (View(ORDERED, ORDERED, soft_cap=2.0), set()),
-    "sinks": (View(ORDERED, ORDERED, sinks=jnp.zeros(2)), set()),
+    "a row": (AttentionMask(ORDERED, ORDERED), {"cudnn", "tpu", "blocked"}),
+    "both ways": (AttentionMask(ORDERED, ORDERED, causal=False), {"cudnn", "tpu", "blocked"}),
+    "packed rows": (AttentionMask(SEGMENTS, SEGMENTS), {"tpu", "blocked"}),
+    "a padded source": (AttentionMask(ORDERED, SEGMENTS, causal=False), {"tpu", "blocked"}),
+    "a short row": (AttentionMask(SHORT, SHORT), {"cudnn", "blocked"}),
+    "a cache": (AttentionMask(ORDERED, CACHED), {"blocked"}),
+    "positions": (AttentionMask(CACHED, CACHED), {"blocked"}),
+    "a window": (AttentionMask(ORDERED, ORDERED, window=8), {"blocked"}),
+    "a bias": (AttentionMask(ORDERED, ORDERED, bias=jnp.ones((1, 2, 128, 128))), set()),
+    "a soft-cap": (AttentionMask(ORDERED, ORDERED, soft_cap=2.0), set()),
+    "sinks": (AttentionMask(ORDERED, ORDERED, sinks=jnp.zeros(2)), set()),
 }
 
 
@@ -174,11 +174,11 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
 def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monkeypatch):
     """A kernel chosen for the batches of a run also meets the cache and the padding of its samples."""
-    view, served = CALLS[call]
+    mask, served = CALLS[call]
     fused = dataclasses.replace(KERNELS[kernel], run=lambda *_: jnp.ones(()))
     monkeypatch.setitem(KERNELS, kernel, fused)
     monkeypatch.setattr(kernels, "plain", lambda *_: jnp.zeros(()))
-    assert attend(kernel, *arrays(*[(1, 128, 2, 8)] * 3), view) == (kernel in served)
+    assert attend(kernel, *arrays(*[(1, 128, 2, 8)] * 3), mask) == (kernel in served)
 
 
 @pytest.mark.parametrize("packed", [False, True])

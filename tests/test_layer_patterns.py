@@ -30,7 +30,7 @@ class Patterned(jf.ModelConfig):
 @pytest.fixture
 def widths(monkeypatch):
     letters = {"n": lambda config: {}, "w": lambda config: {"d_ff": 2 * config.d_ff, "bias": "ffn"}}
-    monkeypatch.setitem(pattern.PATTERNS, "width_pattern", letters)
+    monkeypatch.setitem(pattern.LAYER_PATTERNS, "width_pattern", letters)
 
 
 SCANNED = {"layer_loop": "scan", "remat": "full"}

@@ -17,7 +17,7 @@ from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.models.cost import flops_per_token
 from jaxformer.objectives import objective_of
 from jaxformer.runs.config import load_config
-from jaxformer.runs.setup import make_job
+from jaxformer.runs.setup import make_setup
 
 WARMUP = "3; 2: 6; 5: 12"
 SIZES = st.lists(st.integers(1, 80), min_size=8, max_size=12)
@@ -146,7 +146,7 @@ def test_flops_are_those_of_each_steps_length(whole: tuple[Path, Path]) -> None:
     run_dir, text = whole
     config, *rest = line(run_dir, text, CHANGES)
     overrides = [f"{name[2:]}={value}" for name, value in zip(rest[::2], rest[1::2], strict=True)]
-    job = make_job(load_config(config, overrides), lambda text: None)
-    short, long = (flops_per_token(job.run.model, length) for length in (16, 32))
-    assert short < long and job.flops(3, 6) == 8 * 32 * (short + 2 * long)
-    assert (job.lengths(0), job.lengths(3), job.lengths(4)) == ([16, 32], [16, 32], [32])
+    setup = make_setup(load_config(config, overrides), lambda text: None)
+    short, long = (flops_per_token(setup.run.model, length) for length in (16, 32))
+    assert short < long and setup.flops(3, 6) == 8 * 32 * (short + 2 * long)
+    assert (setup.lengths(0), setup.lengths(3), setup.lengths(4)) == ([16, 32], [16, 32], [32])

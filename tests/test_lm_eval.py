@@ -52,21 +52,21 @@ def offline(tmp_path_factory):
 def assert_equal(found, expected):
     """The same texts and choices, and log-likelihoods within 1e-4, or a few last places of a float32 sum of thousands."""
     for name in found[0]:
-        for ours, theirs in zip(found[0][name], expected[0][name], strict=True):
-            compare(ours, theirs, name)
+        for ours, hf in zip(found[0][name], expected[0][name], strict=True):
+            compare(ours, hf, name)
         for metric, value in found[1][name].items():
             assert value == expected[1][name][metric] or value == pytest.approx(expected[1][name][metric], rel=1e-4), name
 
 
-def compare(ours, theirs, name):
-    if isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), name
-        for pair in zip(ours, theirs, strict=True):
+def compare(ours, hf, name):
+    if isinstance(hf, (list, tuple)):
+        assert len(ours) == len(hf), name
+        for pair in zip(ours, hf, strict=True):
             compare(*pair, name)
-    elif isinstance(theirs, float):
-        assert type(ours) is float and ours == pytest.approx(theirs, rel=5e-7, abs=1e-4), name
+    elif isinstance(hf, float):
+        assert type(ours) is float and ours == pytest.approx(hf, rel=5e-7, abs=1e-4), name
     else:
-        assert ours == theirs and type(ours) is type(theirs), name
+        assert ours == hf and type(ours) is type(hf), name
 
 
 def harness_model(directory, **settings):
@@ -76,15 +76,15 @@ def harness_model(directory, **settings):
 
 
 @pytest.fixture(scope="module")
-def theirs(directory):
+def hf(directory):
     """The harness's own model of the directory."""
     return harness_model(directory)
 
 
 @pytest.fixture(scope="module")
-def expected(theirs, tasks):
+def expected(hf, tasks):
     """Its answers."""
-    return answered(theirs, tasks)
+    return answered(hf, tasks)
 
 
 def test_every_answer_equals_that_of_the_harness_s_own_hugging_face_model(directory, tasks, expected):
@@ -97,7 +97,7 @@ def test_the_batch_size_changes_no_answer(directory, tasks, expected):
     assert_equal(answered(JaxformerLM(directory, batch_size="auto"), tasks, ["tiny_writing", "tiny_endless"]), expected)
 
 
-def test_a_continuation_is_greedy_exactly_where_the_model_would_write_it(directory, theirs):
+def test_a_continuation_is_greedy_exactly_where_the_model_would_write_it(directory, hf):
     """Token by token: what transformers writes, the same with one token changed, all of them asked for together."""
     import torch
 
@@ -106,12 +106,12 @@ def test_a_continuation_is_greedy_exactly_where_the_model_would_write_it(directo
     for length in (1, 7, 20, 60):
         context = [rng.randrange(2, 290) for _ in range(length)]
         settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
-        written = theirs.model.generate(torch.tensor([context]), **settings)[0, length:].tolist()
+        written = hf.model.generate(torch.tensor([context]), **settings)[0, length:].tolist()
         for count, changed in ((24, None), (24, 0), (24, 10), (24, 23), (1, None), (1, 0), (5, None), (5, 4), (5, 4)):
             continuation = [t if i != changed else rng.randrange(290) for i, t in enumerate(written[:count])]
             asked.append((None, context, continuation))
     asked.append((None, [5], [rng.randrange(290) for _ in range(LENGTH)]))
-    found, expected = (model._loglikelihood_tokens(asked, disable_tqdm=True) for model in (ours, theirs))
+    found, expected = (model._loglikelihood_tokens(asked, disable_tqdm=True) for model in (ours, hf))
     compare(found, expected, "tokens")
     assert {greedy for _, greedy in found} == {True, False}
 
@@ -130,12 +130,12 @@ def test_no_more_is_read_than_must_be(directory, monkeypatch):
 
 @pytest.mark.parametrize("bos", [None, True, False])
 def test_texts_become_the_tokens_of_the_harness_s_own_model(directory, bos):
-    ours, theirs = JaxformerLM(directory, add_bos_token=bos), harness_model(directory, add_bos_token=bos)
-    assert (ours.prefix_token_id, ours.eot_token_id) == (theirs.prefix_token_id, theirs.eot_token_id)
-    assert (ours.max_length, ours.max_gen_toks) == (theirs.max_length, theirs.max_gen_toks)
+    ours, hf = JaxformerLM(directory, add_bos_token=bos), harness_model(directory, add_bos_token=bos)
+    assert (ours.prefix_token_id, ours.eot_token_id) == (hf.prefix_token_id, hf.eot_token_id)
+    assert (ours.max_length, ours.max_gen_toks) == (hf.max_length, hf.max_gen_toks)
     for string in ("", " ", "the cat ", "<s> the cat", "<s>", "a <|endoftext|> b </s>", "<|endoftext|>x", "it's\tüber"):
         for added in (None, True, False):
-            assert ours.tok_encode(string, added) == theirs.tok_encode(string, added), (string, added)
+            assert ours.tok_encode(string, added) == hf.tok_encode(string, added), (string, added)
 
 
 def written(lm, contexts, **settings):

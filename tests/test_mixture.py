@@ -11,7 +11,7 @@ from stored import PACKINGS, assert_shared, rows_of, same, stored, targets
 from stored import data as settings_of
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data import Batch, Batches, Mixture, Rows, check_shares, evaluation_batches
+from jaxformer.data import Batches, Mixture, NumpyBatch, Rows, check_shares, evaluation_batches
 from jaxformer.data.mixture import counts
 from jaxformer.data.phases import phases
 
@@ -28,7 +28,7 @@ class Numbers(Rows):
     def __len__(self) -> int:
         return self.size
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         assert 0 <= index < self.size
         return {"tokens": np.array([self.source, index], np.int32), "chance": rng.integers(2**31, size=2)}
 

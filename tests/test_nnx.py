@@ -12,7 +12,7 @@ import jaxformer as jf
 from jaxformer.nnx import Transformer
 
 
-class Judge(nnx.Module):
+class ErrorHandler(nnx.Module):
     """Somebody's module with a model in it and a layer of their own."""
 
     def __init__(self, config: jf.ModelConfig, rngs: nnx.Rngs) -> None:
@@ -40,23 +40,23 @@ def test_every_leaf_is_an_nnx_param_in_the_nesting_of_the_params():
 
 
 def test_a_module_inside_another_trains():
-    judge = Judge(model("llama"), nnx.Rngs(0))
-    optimizer = nnx.Optimizer(judge, optax.adam(3e-3), wrt=nnx.Param)
+    handler = ErrorHandler(model("llama"), nnx.Rngs(0))
+    optimizer = nnx.Optimizer(handler, optax.adam(3e-3), wrt=nnx.Param)
     rows, wanted = tokens(rows=8), jnp.arange(8) % 2
 
     @nnx.jit
-    def step(judge, optimizer):
-        def loss(judge):
-            return optax.sigmoid_binary_cross_entropy(judge(rows), wanted).mean()
+    def step(handler, optimizer):
+        def loss(handler):
+            return optax.sigmoid_binary_cross_entropy(handler(rows), wanted).mean()
 
-        value, gradient = nnx.value_and_grad(loss)(judge)
-        optimizer.update(judge, gradient)
+        value, gradient = nnx.value_and_grad(loss)(handler)
+        optimizer.update(handler, gradient)
         return value
 
-    before = judge.trunk.params
-    losses = [float(step(judge, optimizer)) for _ in range(40)]
+    before = handler.trunk.params
+    losses = [float(step(handler, optimizer)) for _ in range(40)]
     assert losses[-1] < 0.1 * losses[0]
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, judge.trunk.params)
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, handler.trunk.params)
     assert all(jax.tree.leaves(moved))
 
 

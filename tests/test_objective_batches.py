@@ -1,4 +1,4 @@
-"""Every objective from settings to batches: the laws that all hold, and one message for what cannot be learnt."""
+"""Every objective from settings to batches: the invariants that all hold, and one message for what cannot be learnt."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from corpora import prepare
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batch, Batches, evaluation_batches
+from jaxformer.data import Batches, NumpyBatch, evaluation_batches
 from jaxformer.tokenizer import byte_tokenizer
 
 
@@ -58,7 +58,7 @@ def prepared(case: str, folder: Path, **changes: Any) -> tuple[RunConfig, Any]:
     return run, prepare(run)
 
 
-def same(left: Batch, right: Batch) -> bool:
+def same(left: NumpyBatch, right: NumpyBatch) -> bool:
     return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
 
 

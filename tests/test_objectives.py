@@ -10,7 +10,7 @@ import tokenizers
 from corpora import cut_rows
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig
-from jaxformer.data import Batch, TokenStore, open_or_build
+from jaxformer.data import NumpyBatch, TokenStore, open_or_build
 from jaxformer.data.masking import MaskedRows
 from jaxformer.data.sources import Piece
 from jaxformer.data.spans import PrefixRows, SpanRows, hidden_counts, random_parts, raw_length
@@ -44,7 +44,7 @@ def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> Run
     return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data))
 
 
-def drawn(rows: Any) -> list[Batch]:
+def drawn(rows: Any) -> list[NumpyBatch]:
     """10,000 rows, each as if in another epoch."""
     return [rows.row(index % len(rows), np.random.default_rng(index)) for index in range(ROWS)]
 

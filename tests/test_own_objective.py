@@ -10,13 +10,13 @@ from corpora import prepare
 
 from jaxformer import objectives
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batch, Batches, RowFormat, Template
+from jaxformer.data import Batches, NumpyBatch, RowFormat, Template
 from jaxformer.data.examples import Labels, Parts
-from jaxformer.data.sources.records import Field, Record
+from jaxformer.data.sources.records import Record, RecordField
 from jaxformer.objectives import Objective, task_of
 from jaxformer.tokenizer import Tokenizer
 
-REJECTED = Field("", "rejected", "text")
+REJECTED = RecordField("", "rejected", "text")
 
 
 class Preferences(Template):
@@ -34,7 +34,7 @@ class Preferences(Template):
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return (lengths[:, 0] + lengths[:, 1:].max(1) + 1)[:, None]
 
-    def arrays(self, *parts: np.ndarray) -> Batch:
+    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, chosen, rejected = parts
         found = {
             "tokens": np.concatenate([prompt, chosen, [self.end]]),

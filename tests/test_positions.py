@@ -11,7 +11,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer import layers
-from jaxformer.layers.masks import View, places_of, visible
+from jaxformer.layers.masks import AttentionMask, layout_of, visible
 from jaxformer.layers.positions import FREQUENCIES, alibi_slopes, relative_bucket, rotate, score_bias, sinusoids
 
 
@@ -131,7 +131,7 @@ def test_alibi_slopes_are_the_published_ones(heads):
 @pytest.mark.parametrize("causal", [True, False])
 def test_alibi_adds_the_distance_times_each_heads_slope(causal):
     config = jf.ModelConfig(**(SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}))
-    queries, keys = (places_of(jnp.zeros((1, n), jnp.int32), None, None) for n in (4, 6))
+    queries, keys = (layout_of(jnp.zeros((1, n), jnp.int32), None, None) for n in (4, 6))
     found = score_bias(None, config, queries, keys, causal)
     back = np.abs(np.arange(4)[:, None] - np.arange(6)[None])
     np.testing.assert_allclose(found[0], -back[None] * np.array([2**-4, 2**-8])[:, None, None])
@@ -155,10 +155,10 @@ def test_t5_buckets_are_the_published_ones(rule):
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_t5_bias_is_the_row_of_its_bucket(causal):
     config = jf.ModelConfig(**(SMALL | {"positions": "t5", "relative_buckets": 8, "relative_distance": 20}))
-    places = places_of(jnp.zeros((2, 30), jnp.int32), None, jnp.array([[1] * 12 + [2] * 18, [1] * 30]))
+    layout = layout_of(jnp.zeros((2, 30), jnp.int32), None, jnp.array([[1] * 12 + [2] * 18, [1] * 30]))
     table = array(8, 4)
-    found = score_bias(jnp.array(table), config, places, places, causal)
-    distance = places.positions[:, None, :] - places.positions[:, :, None]
+    found = score_bias(jnp.array(table), config, layout, layout, causal)
+    distance = layout.positions[:, None, :] - layout.positions[:, :, None]
     expected = table[np.asarray(relative_bucket(distance, not causal, 8, 20))]
     np.testing.assert_allclose(found, np.moveaxis(expected, -1, 1))
 
@@ -220,19 +220,21 @@ MASKS = {  # of six tokens in segments 1 1 1 2 2 and padding; of six in one segm
 @pytest.mark.parametrize("name", MASKS)
 def test_the_mask_is_positions_and_segments(name):
     how, seen = MASKS[name]
-    places = places_of(jnp.zeros((1, 6), jnp.int32), None, jnp.array([[1, 1, 1, 2, 2, 0]]))
-    np.testing.assert_array_equal(places.positions, [[0, 1, 2, 0, 1, 0]])
-    np.testing.assert_array_equal(visible(View(places, places, **how))[0], [[c == "x" for c in row] for row in seen])
-    one = dataclasses.replace(places, positions=jnp.arange(6)[None], segments=None)
+    layout = layout_of(jnp.zeros((1, 6), jnp.int32), None, jnp.array([[1, 1, 1, 2, 2, 0]]))
+    np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 0, 1, 0]])
+    np.testing.assert_array_equal(
+        visible(AttentionMask(layout, layout, **how))[0], [[c == "x" for c in row] for row in seen]
+    )
+    one = dataclasses.replace(layout, positions=jnp.arange(6)[None], segments=None)
     back = np.arange(6)[:, None] - np.arange(6)[None]
     causal, window = how.get("causal", True), how.get("window", 6)
-    found = visible(View(one, one, **how))
+    found = visible(AttentionMask(one, one, **how))
     expected = ((back >= 0) | (not causal)) & (np.abs(back) < window)
     assert found is None or (np.asarray(found)[0] == expected).all()
     assert (found is None) == expected.all()
 
 
 def test_a_window_wide_enough_hides_nothing():
-    places = places_of(jnp.zeros((1, 6), jnp.int32), None, None)
-    assert visible(View(places, places, causal=False)) is None
-    assert visible(View(places, places, causal=False, window=6)).all()
+    layout = layout_of(jnp.zeros((1, 6), jnp.int32), None, None)
+    assert visible(AttentionMask(layout, layout, causal=False)) is None
+    assert visible(AttentionMask(layout, layout, causal=False, window=6)).all()

@@ -50,12 +50,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_prepared_is_found_by_training(tmp_path: Path) -> None:
     run = run_of(tmp_path, str(written(tmp_path)), TokenizerConfig(vocab_size=300))
-    facts = prepare_text(run, None, False, quiet)
+    summary = prepare_text(run, None, False, quiet)
     said: list[str] = []
     corpus = prepare(run, said.append)
     assert not any("tokenizing" in line or "training" in line or "reading" in line for line in said)
     assert corpus.validation is not None
-    assert facts[0].tokens == corpus.train.tokens + corpus.validation.tokens and facts[0].documents == 180
+    assert summary[0].tokens == corpus.train.tokens + corpus.validation.tokens and summary[0].documents == 180
 
 
 def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,8 +126,8 @@ def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
         for task in order:
             prepare_share(run, output, (task, tasks), quiet)
         said: list[str] = []
-        facts = prepare_text(run, output, False, said.append)
-        assert facts[0].documents == 180 and contents(output) == contents(tmp_path / "whole")
+        summary = prepare_text(run, output, False, said.append)
+        assert summary[0].documents == 180 and contents(output) == contents(tmp_path / "whole")
 
 
 def test_a_task_reads_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
 from jaxformer.data.sources import Piece, Source
 from jaxformer.data.sources.reading import in_pieces
-from jaxformer.data.tokenizing import Progress
+from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.tokenizer import byte_tokenizer
 
 
@@ -45,11 +45,11 @@ def test_how_far_a_long_document_is_can_be_told(tmp_path: Path, monkeypatch: pyt
     text = "é word " * 60_000
     pieces = [Piece(part, "0", ends) for part, ends in in_pieces(text)]
     said: list[str] = []
-    open_or_build(tmp_path / "soon", lambda: pieces, byte_tokenizer(), Progress(said.append))
+    open_or_build(tmp_path / "soon", lambda: pieces, byte_tokenizer(), ProgressNotes(said.append))
     assert not any("waiting" in line for line in said)
     monkeypatch.setattr(tokenizing, "SECONDS_BETWEEN_NOTES", 0)
     for _ in range(2):  # the second time nothing but the last shard is left to do
-        progress = Progress(said.append, len(text.encode()))
+        progress = ProgressNotes(said.append, len(text.encode()))
         open_or_build(tmp_path / "late", lambda: pieces, byte_tokenizer(), progress)
         assert progress.done == len(text.encode()) and len(said) == 5 and "tokenized 0.00 of 0.00 GB" in said[0]
         said.clear()
@@ -63,9 +63,9 @@ def test_files_without_text_are_units_like_others(tmp_path: Path, monkeypatch: p
     (text / "0a.jsonl").touch()
     (text / "0b.txt").write_text(" \n<|endoftext|>\n")
     run = run_of(tmp_path, str(text))
-    facts = prepare_text(run, None, False, quiet)
+    summary = prepare_text(run, None, False, quiet)
     said: list[str] = []
-    assert facts[0].documents == 60 and prepare_text(run, None, False, said.append) == facts
+    assert summary[0].documents == 60 and prepare_text(run, None, False, said.append) == summary
     assert not any("tokeniz" in told for told in said)
     prepare_text(run, tmp_path / "out", False, quiet)
     shutil.rmtree(text)
@@ -82,7 +82,7 @@ def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(tmp_path: Pat
 
     def halting(source: Source, *rest: Any) -> Iterator[Piece]:
         for number, piece in enumerate(pieces(source, *rest)):
-            if not rest and number == 5 and not busy.is_set():  # while tokenizing, not while surveying
+            if not rest and number == 5 and not busy.is_set():  # while tokenizing, not while scanning
                 busy.set()
                 assert go_on.wait(30)
             yield piece
@@ -97,7 +97,7 @@ def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(tmp_path: Pat
             failed.append(error)
             busy.set()
 
-    def say(told: str) -> None:
+    def log(told: str) -> None:
         if "waiting" in told:
             go_on.set()
 
@@ -108,7 +108,7 @@ def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(tmp_path: Pat
     prepare_share(run, tmp_path / "out", (1, 2), said.append)
     assert not any("waiting" in line for line in said)
     threading.Timer(5, go_on.set).start()
-    prepare_text(run, tmp_path / "out", False, say)
+    prepare_text(run, tmp_path / "out", False, log)
     thread.join()
     assert not failed and contents(tmp_path / "out") == contents(tmp_path / "whole")
 

@@ -63,8 +63,8 @@ def test_an_encoder_without_a_head_gives_its_vectors_there_and_back(name):
     assert found.dtype == np.float32 and np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
     jf.save_pretrained(folder(name, "again"), loaded.params, loaded.config)
     assert json.loads((folder(name, "again") / "config.json").read_text())["architectures"] == [type(model).__name__]
-    theirs, again = tensors(place), tensors(folder(name, "again"))
-    assert theirs.keys() == again.keys() and all(torch.equal(theirs[key], again[key]) for key in theirs)
+    hf, again = tensors(place), tensors(folder(name, "again"))
+    assert hf.keys() == again.keys() and all(torch.equal(hf[key], again[key]) for key in hf)
 
 
 def test_names_with_the_prefix_of_a_head_are_the_base_too():

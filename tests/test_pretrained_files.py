@@ -171,8 +171,8 @@ def test_a_doubtful_file_is_read_as_the_reference_reads_it_or_refused_by_the_ten
     except jf.ConfigError as error:
         assert word in str(error) and ONE in str(error)
         return
-    theirs = VARIANTS[name][0].from_pretrained(place, attn_implementation="eager").eval()
-    assert_close(our_logits(model, inputs(name)), logits(theirs, inputs(name)), inputs(name))
+    hf = VARIANTS[name][0].from_pretrained(place, attn_implementation="eager").eval()
+    assert_close(our_logits(model, inputs(name)), logits(hf, inputs(name)), inputs(name))
 
 
 OLD = dict(torch_dtype="float32", rope_parameters=None, dtype=None, transformers_version="4.41.0")

@@ -45,7 +45,7 @@ def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
 
     def told(params):
         x = hidden(params, model.config, read).x
-        one = pooled(params, model.config, x, read.places)
+        one = pooled(params, model.config, x, read.layout)
         layer = output_layer(params, model.config, one, "next_sentence")
         return (jnp.einsum("BTD,VD->BTV", layer.rows, layer.matrix) + layer.bias)[:, 0]
 
@@ -69,7 +69,7 @@ def prompts(name):
 
 @each(GREEDY)
 def test_64_greedy_tokens_are_those_of_the_references_generate(name):
-    model, (theirs, (prompt, rest)) = reference(name), prompts(name)
+    model, (hf, (prompt, rest)) = reference(name), prompts(name)
     assert LENGTH + 64 <= ROOM
     # Where T5's decoder has more layers than its encoder, transformers' cache is too short.
     how = tf.GenerationConfig(
@@ -78,7 +78,7 @@ def test_64_greedy_tokens_are_those_of_the_references_generate(name):
     how.decoder_start_token_id = getattr(model.config, "decoder_start_token_id", None)
     before, model.generation_config = model.generation_config, how
     with torch.no_grad():
-        expected = model.generate(**{word: torch.from_numpy(rows) for word, rows in theirs.items()}).numpy()
+        expected = model.generate(**{word: torch.from_numpy(rows) for word, rows in hf.items()}).numpy()
     model.generation_config = before
     greedy = functools.partial(
         jf.generate, config=loaded(name).config, prompt=prompt, max_new_tokens=64, temperature=0, **rest

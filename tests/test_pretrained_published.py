@@ -39,9 +39,9 @@ def theirs_of(place):
 @pytest.mark.parametrize("name", CASES)
 def test_a_published_directory_is_read_in_silence_and_written_for_transformers(name, tmp_path):
     place = published(name, tmp_path)
-    theirs = theirs_of(place)
-    batch = batch_for(theirs, seed=7)
-    expected = logits(theirs, batch)
+    hf = theirs_of(place)
+    batch = batch_for(hf, seed=7)
+    expected = logits(hf, batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = jf.load(place)

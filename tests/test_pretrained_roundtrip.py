@@ -75,10 +75,10 @@ def test_bfloat16_is_written_as_transformers_would_and_read_as_float32(name):
 
 @each(ONE_OF_EACH)
 def test_shards_are_read_as_one_file_is_and_written_for_transformers(name):
-    model, theirs, ours = loaded(name), folder(name, "theirs sharded"), folder(name, "ours sharded")
-    reference(name).save_pretrained(theirs, max_shard_size="20KB")
-    assert len(list(theirs.glob("*.safetensors"))) > 2
-    sharded = jf.load(theirs)
+    model, hf, ours = loaded(name), folder(name, "theirs sharded"), folder(name, "ours sharded")
+    reference(name).save_pretrained(hf, max_shard_size="20KB")
+    assert len(list(hf.glob("*.safetensors"))) > 2
+    sharded = jf.load(hf)
     assert sharded.config == model.config
     assert_same_leaves(sharded.params, model.params)
     jf.save_pretrained(ours, model.params, model.config, model.tokenizer, shard_bytes=20_000)

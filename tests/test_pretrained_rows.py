@@ -14,7 +14,7 @@ from jaxformer.cli.sample import _growing
 from jaxformer.config import DataConfig, ModelConfig, RunConfig
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import Shard, TokenStore
-from jaxformer.data.templates import Answers, Pairs
+from jaxformer.data.templates import PairTemplate, SFTTemplate
 from jaxformer.tokenizer import SENTINELS, Tokenizer
 
 
@@ -23,18 +23,18 @@ def test_pairs_are_what_transformers_trains_an_encoder_decoder_on(
     kind: str,
 ) -> None:
     """The source and the labels are texts in the template, and the decoder reads the labels after its start token."""
-    ours, theirs = Tokenizer.load(saved(kind)), transformers.AutoTokenizer.from_pretrained(saved(kind))
+    ours, hf = Tokenizer.load(saved(kind)), transformers.AutoTokenizer.from_pretrained(saved(kind))
     run = RunConfig(model=ModelConfig(family="encoder_decoder"), data=DataConfig(sequence_length=8, source_length=6))
-    template = template_of(Pairs, run, ours)
+    template = template_of(PairTemplate, run, ours)
     for source, target in [("the cat", "sat"), (TEXTS[0], TEXTS[3])]:
         (parts,) = template.encode([(source, target)], {})
         row = template.arrays(*(np.array(part) for part in parts))
-        read, labels = theirs(source).input_ids, theirs(target).input_ids
+        read, labels = hf(source).input_ids, hf(target).input_ids
         assert row["source"].tolist() == ([*read[:5], read[-1]] if len(read) > 6 else read)
         assert row["targets"].tolist() == (labels := [*labels[:7], labels[-1]] if len(labels) > 8 else labels)
         assert row["tokens"].tolist() == [ours.start_token, *labels[:-1]] and row["weights"].tolist() == [1] * len(labels)
         sizes = template.sizes(np.array([[len(part) for part in parts]]))
-        assert sizes.tolist() == [[len(read), len(theirs(target).input_ids)]]
+        assert sizes.tolist() == [[len(read), len(hf(target).input_ids)]]
 
 
 @pytest.mark.parametrize("rows", [PrefixRows, SpanRows])
@@ -79,7 +79,7 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
 
 def test_a_decoder_answers_to_the_prompt_that_it_is_given_later() -> None:
     tokenizer = Tokenizer.load(saved("llama2"))
-    template = template_of(Answers, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer)
+    template = template_of(SFTTemplate, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer)
     (parts,) = template.encode([("the cat", "sat")], {})
     row = template.arrays(*(np.array(part) for part in parts))
     prompt = tokenizer.as_prompt(tokenizer.encode("the cat"))

@@ -19,7 +19,7 @@ from jaxformer.evaluation import evaluate_run
 from jaxformer.interop import verify
 from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.positions import rotate
@@ -212,7 +212,7 @@ def test_a_norm_around_1_begins_as_the_plain_one():
 
 def test_a_bias_of_the_language_head_is_in_its_loss_as_in_its_logits():
     config = ModelConfig(**SMALL, head_bias=True)
-    params, places = jf.init(config, jax.random.key(0)), Places(np.arange(5)[None], None)
+    params, places = jf.init(config, jax.random.key(0)), TokenLayout(np.arange(5)[None], None)
     params["head"]["bias"] = jax.numpy.linspace(-1, 1, config.vocab_size)
     x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
     layer = output_layer(params, config, readout(params, config, x, places))
@@ -229,7 +229,7 @@ def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are
 def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_first_in_an_encoder(family, place):
     config = ModelConfig(**SMALL, family=family, head="classes", n_classes=2)
     x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
-    found = pooled({}, config, x, Places(np.arange(5)[None], np.array([[0, 1, 1, 1, 0]])))
+    found = pooled({}, config, x, TokenLayout(np.arange(5)[None], np.array([[0, 1, 1, 1, 0]])))
     np.testing.assert_allclose(found[:, 0], x[:, place], atol=1e-6)
 
 
@@ -253,7 +253,7 @@ def test_a_setting_that_would_do_nothing_is_refused(changes, reason):
 def test_only_weights_that_were_rounded_may_be_apart(dtype, inward, largest, status, monkeypatch, capsys):
     """What is read is as it lies there, whatever dtype was asked for."""
     monkeypatch.setattr(verify, "compare", lambda *_: verify.Comparison(largest, 1.0, np.zeros(3)))
-    asked = convert.Arguments(Path("source"), Path("target"), dtype=dtype)
+    asked = convert.ConvertArguments(Path("source"), Path("target"), dtype=dtype)
     model = jf.Loaded({}, ModelConfig(**SMALL), None)
     assert convert._verified(model, asked.source if inward else asked.target, asked) == status
     assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)
@@ -278,13 +278,13 @@ def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
 
 
 def test_both_sides_are_compared_by_the_kl_of_ours_from_theirs_where_no_padding_is():
-    ours, theirs = np.random.default_rng(0).normal(size=(2, 2, 3, 5)).astype(np.float32)
+    ours, hf = np.random.default_rng(0).normal(size=(2, 2, 3, 5)).astype(np.float32)
     real = np.array([[True, True, False], [True, False, False]])
-    p, q = (np.exp(side) / np.exp(side).sum(-1, keepdims=True) for side in (theirs, ours))
+    p, q = (np.exp(side) / np.exp(side).sum(-1, keepdims=True) for side in (hf, ours))
     kl = (p * np.log(p / q)).sum(-1)
-    found = verify._compared(ours, theirs, real)
+    found = verify._compared(ours, hf, real)
     np.testing.assert_allclose(found.kl, [kl[:, 0].max(), kl[0, 1], 0], atol=1e-6)
-    assert found.largest == np.abs(ours - theirs)[real].max() and found.deviation == theirs[real].std()
+    assert found.largest == np.abs(ours - hf)[real].max() and found.deviation == hf[real].std()
 
 
 def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):

@@ -19,28 +19,28 @@ from jaxformer.tokenizer import MARKS, Tokenizer, byte_tokenizer, character_toke
 @pytest.mark.parametrize("kind", MODELS)
 def test_ids_and_texts_are_those_of_transformers(kind: str, again: bool, tmp_path: Path) -> None:
     """With special tokens in the text and around it, and without; as transformers saved it, and as we did."""
-    folder, theirs = saved(kind), transformers.AutoTokenizer.from_pretrained(saved(kind))
+    folder, hf = saved(kind), transformers.AutoTokenizer.from_pretrained(saved(kind))
     if again:
         Tokenizer.load(folder).save(tmp_path)
         folder = tmp_path
         (tmp_path / "config.json").write_text((saved(kind) / "config.json").read_text())
         again = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        assert again.special_tokens_map == theirs.special_tokens_map and again.get_vocab() == theirs.get_vocab()
-        theirs = again
+        assert again.special_tokens_map == hf.special_tokens_map and again.get_vocab() == hf.get_vocab()
+        hf = again
     ours = Tokenizer.load(folder)
-    texts = with_names([str(name) for name in theirs.all_special_tokens])
+    texts = with_names([str(name) for name in hf.all_special_tokens])
     marked = ours.encode_batch(texts, special_tokens=True)
     plain = ours.encode_batch(texts)
     for text, ids, bare in zip(texts, marked, plain, strict=True):
-        assert ids == theirs(text).input_ids, repr(text)
-        assert bare == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids, repr(text)
+        assert ids == hf(text).input_ids, repr(text)
+        assert bare == hf(text, add_special_tokens=False, split_special_tokens=True).input_ids, repr(text)
         for row in (ids, bare):
-            assert ours.decode(row) == theirs.decode(row, skip_special_tokens=True), repr(text)
-            assert ours.decode(row, skip_special_tokens=False) == theirs.decode(row), repr(text)
+            assert ours.decode(row) == hf.decode(row, skip_special_tokens=True), repr(text)
+            assert ours.decode(row, skip_special_tokens=False) == hf.decode(row), repr(text)
     drawn = np.random.default_rng(0).integers(0, ours.vocab_size, (50, 12))
     for row in drawn:
-        assert ours.decode(row) == theirs.decode(row, skip_special_tokens=True)
-        assert ours.decode(row, skip_special_tokens=False) == theirs.decode(row)
+        assert ours.decode(row) == hf.decode(row, skip_special_tokens=True)
+        assert ours.decode(row, skip_special_tokens=False) == hf.decode(row)
 
 
 CLASSES = {"GPT2Tokenizer": ("gpt2", "gpt2"), "BertTokenizer": ("bert", "bert"), "RobertaTokenizer": ("bart", "roberta")}
@@ -51,11 +51,11 @@ def test_ids_are_those_of_the_class_that_transformers_has_for_the_family(name: s
     kind, family = CLASSES[name]
     folder = copied(saved(kind), tmp_path, tokenizer_class=name)
     change(folder / "config.json", {"model_type": family})
-    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert type(theirs).__name__ == name
-    for text in with_names([str(token) for token in theirs.all_special_tokens]):
-        assert (ids := ours.encode(text, special_tokens=True)) == theirs(text).input_ids, repr(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(hf).__name__ == name
+    for text in with_names([str(token) for token in hf.all_special_tokens]):
+        assert (ids := ours.encode(text, special_tokens=True)) == hf(text).input_ids, repr(text)
+        assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_ids_are_those_of_the_class_that_transformers_has_for_the_family(name: s
 )
 def test_transformers_loads_what_is_made_here(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tokenizer.json", max_length=128)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["clean_up_tokenization_spaces"] is False
     named = {"eos_token": "<|endoftext|>", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    assert theirs.special_tokens_map == named and theirs.model_max_length == 128
-    assert theirs.eos_token_id == tokenizer.end_token and theirs.mask_token_id == tokenizer.special("mask")
+    assert hf.special_tokens_map == named and hf.model_max_length == 128
+    assert hf.eos_token_id == tokenizer.end_token and hf.mask_token_id == tokenizer.special("mask")
     for text in [TEXTS[0], TEXTS[2], "the cat [MASK] on<|endoftext|> it"]:
-        ids = theirs(text).input_ids
-        assert tokenizer.encode(text, special_tokens=True) == ids and tokenizer.decode(ids, False) == theirs.decode(ids)
+        ids = hf(text).input_ids
+        assert tokenizer.encode(text, special_tokens=True) == ids and tokenizer.decode(ids, False) == hf.decode(ids)
     assert Tokenizer.load(tmp_path).fingerprint() == tokenizer.fingerprint()
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     assert tokenizer.prefix == tokenizer.suffix == [] and tokenizer.as_source([5]) == [5, tokenizer.end_token]
@@ -82,11 +82,11 @@ def test_transformers_loads_what_is_made_here(tokenizer: Tokenizer, tmp_path: Pa
 def test_settings_that_change_ids_and_text_are_kept_to(tmp_path: Path) -> None:
     bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     folder = copied(saved("llama3"), tmp_path, split_special_tokens=True, clean_up_tokenization_spaces=True, **{bpe: True})
-    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     text = "that 's all , isn't it ?<|eot_id|> yes !"
     ids = ours.encode(text, special_tokens=True)
-    assert ids == theirs(text).input_ids and ours.end_token not in ids
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "that's all, isn't it?<|eot_id|> yes!"
+    assert ids == hf(text).input_ids and ours.end_token not in ids
+    assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True) == "that's all, isn't it?<|eot_id|> yes!"
 
 
 # What the template puts around a text, what an encoder-decoder reads, and what its decoder begins with.
@@ -283,8 +283,8 @@ def test_roles_that_a_class_of_transformers_knows_are_written_where_the_file_nam
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, "model_max_length": 512}))
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     Tokenizer.load(folder).save(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (theirs.cls_token, theirs.sep_token, theirs.mask_token, theirs.pad_token) == ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (hf.cls_token, hf.sep_token, hf.mask_token, hf.pad_token) == ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 
 def test_a_model_with_gpt2s_own_files_is_read_with_its_tokenizer(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jaxformer.config import ConfigError
 from jaxformer.report import (
     MetricsLog,
-    Progress,
+    ProgressBar,
     banner,
     closing,
     human_bytes,
@@ -215,7 +215,7 @@ def test_a_spike_bends_neither_the_smoothed_curve_nor_the_scale():
 def test_lines_come_at_most_every_two_seconds_except_evaluations_and_the_last(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with Progress(100, mode="lines") as progress:
+    with ProgressBar(100, mode="lines") as progress:
         for step in range(1, 101):
             clock[0] += 0.125
             progress.update(step, train_line(step) if step % 5 == 0 else None)
@@ -228,7 +228,7 @@ def test_lines_come_at_most_every_two_seconds_except_evaluations_and_the_last(ca
 def test_a_line_tells_loss_pace_use_and_time_left(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with Progress(1000, start_step=10, mode="lines") as progress:
+    with ProgressBar(1000, start_step=10, mode="lines") as progress:
         clock[0] = 60.0  # compiling
         progress.update(11)
         clock[0] = 160.0
@@ -239,7 +239,7 @@ def test_a_line_tells_loss_pace_use_and_time_left(capsys, monkeypatch):
 
 def test_no_terminal_means_lines_and_none_means_silence(capsys):
     for mode in ("auto", "none"):
-        with Progress(1, mode=mode) as progress:
+        with ProgressBar(1, mode=mode) as progress:
             progress.update(1, {"loss": 1.0})
     assert capsys.readouterr().out == "step 1/1  loss 1.0000\n"
 
@@ -247,14 +247,14 @@ def test_no_terminal_means_lines_and_none_means_silence(capsys):
 def test_text_that_the_output_cannot_encode_is_still_said(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    Progress(1, mode="lines").say("na\u00efve")
+    ProgressBar(1, mode="lines").log("na\u00efve")
     assert raw.getvalue() == b"na?ve\n"
 
 
 @pytest.mark.parametrize("mode", ["bar", "lines", "none"])
 def test_an_update_costs_less_than_a_tenth_of_a_millisecond(capsys, mode):
     metrics = {name: float(value) for name, value in train_line(1).items()}
-    with Progress(10**9, mode=mode) as progress:
+    with ProgressBar(10**9, mode=mode) as progress:
         costs = []
         for step in range(5000):
             start = time.perf_counter()
@@ -277,15 +277,15 @@ with Progress(1000) as progress:
 
 def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
     """What a program shows on a terminal of its own, interrupted as by Ctrl-C after some seconds, and its exit status."""
-    ours, theirs = pty.openpty()
+    ours, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"}
 
     def heeds() -> None:  # also where these tests run in the background of a shell, which ignores Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command, ends = [sys.executable, "-c", code], dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    command, ends = [sys.executable, "-c", code], dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     program = subprocess.Popen(command, env=environment, preexec_fn=heeds, **ends)
-    os.close(theirs)
+    os.close(terminal)
     shown, end = b"", 0.0
     with contextlib.suppress(OSError):  # the read that finds the terminal closed
         while more := os.read(ours, 4096):

@@ -14,7 +14,7 @@ from tiny_run import reference
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.cli.sample import Arguments, _require_slide
+from jaxformer.cli.sample import SampleArguments, _require_slide
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.slide import slide_tokens
 
@@ -56,19 +56,19 @@ def test_a_window_goes_on_from_its_newest_three_quarters(name: str, beginning: i
 def test_up_to_the_end_of_the_context_the_tokens_are_those_of_a_stream() -> None:
     params, config, tokens = weights_and_tokens("llama")
     prompt = tokens[0, :9].tolist()
-    room = config.max_length - len(prompt)
-    plain = np.concatenate(list(stream_tokens(params, config, [prompt], room, key=KEY)), axis=1)[0]
-    found = slid(params, config, prompt, room + 21)
-    assert found[:room] == plain.tolist() and len(found) == room + 21
-    assert found == slid(params, config, prompt, room + 21)
+    space = config.max_length - len(prompt)
+    plain = np.concatenate(list(stream_tokens(params, config, [prompt], space, key=KEY)), axis=1)[0]
+    found = slid(params, config, prompt, space + 21)
+    assert found[:space] == plain.tolist() and len(found) == space + 21
+    assert found == slid(params, config, prompt, space + 21)
 
 
 def test_a_window_ends_at_an_end_token() -> None:
     params, config, tokens = weights_and_tokens("llama")
     prompt, count = tokens[0, :9].tolist(), 3 * config.max_length
     free = slid(params, config, prompt, count)
-    room = config.max_length - len(prompt)
-    end = next(token for token in free[room:] if token not in free[:room])
+    space = config.max_length - len(prompt)
+    end = next(token for token in free[space:] if token not in free[:space])
     found = slid(params, config, prompt, count, end_token=end)
     assert end in found and found[: found.index(end)] == free[: free.index(end)]
     assert len(found) - found.index(end) <= 8 and {*found[found.index(end) :]} == {end}
@@ -103,11 +103,11 @@ def endless(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> tupl
 def test_text_that_is_cut_at_the_context_is_said_to_be(endless: tuple[str, ...]) -> None:
     run = jf.load(endless[0])
     assert run.tokenizer is not None
-    room = run.config.max_length - len(run.tokenizer.encode("the cat"))
-    short, nothing = written(*endless, "--max_new_tokens", str(room))
+    space = run.config.max_length - len(run.tokenizer.encode("the cat"))
+    short, nothing = written(*endless, "--max_new_tokens", str(space))
     cut, said = written(*endless, "--max_new_tokens", "200")
     assert nothing == "" and cut == short
-    assert all(part in said for part in ("200", f"{room} fit", "context of 48", "--beyond slide"))
+    assert all(part in said for part in ("200", f"{space} fit", "context of 48", "--beyond slide"))
     assert said.count("\n") == 1
 
 
@@ -127,7 +127,7 @@ def test_sliding_goes_on_seamlessly_from_where_the_text_is_cut(endless: tuple[st
 )
 def test_what_cannot_slide_is_refused_with_the_reason(settings: dict[str, Any], beams: int, reason: str) -> None:
     model = SimpleNamespace(config=jf.ModelConfig(vocab_size=9, **settings))
-    asked = Arguments(Path("runs/a"), beams=beams, beyond="slide")
+    asked = SampleArguments(Path("runs/a"), beams=beams, beyond="slide")
     with pytest.raises(jf.ConfigError, match=rf"--beyond slide.*{reason}"):
         _require_slide(model, asked)
 

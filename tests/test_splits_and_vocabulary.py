@@ -1,4 +1,4 @@
-"""What a survey tells apart, how files are grouped, and what a tokenizer of the cache is found by."""
+"""What a scan tells apart, how files are grouped, and what a tokenizer of the cache is found by."""
 
 import json
 from dataclasses import replace
@@ -12,31 +12,31 @@ from test_prepare import ROOT, quiet, run_of, written
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data import splits
 from jaxformer.data.sources import TEXT, find_source
-from jaxformer.data.sources.lenience import Lenience
-from jaxformer.data.sources.records import Field
-from jaxformer.data.splits import Split, Survey, survey, units
+from jaxformer.data.sources.error_policy import ErrorPolicy
+from jaxformer.data.sources.records import RecordField
+from jaxformer.data.splits import Scan, Split, file_groups, scan
 from jaxformer.runs.config import load_config
 
 
-def surveyed(folder: Path, files: dict[str, list[str]]) -> Survey:
+def scanned(folder: Path, files: dict[str, list[str]]) -> Scan:
     folder.mkdir()
     for name, texts in files.items():
         (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return survey(find_source(str(folder), "data.train"), folder / ".surveys")
+    return scan(find_source(str(folder), "data.train"), folder / ".scans")
 
 
 def test_text_is_another_when_its_borders_or_names_are(tmp_path: Path) -> None:
     variants = [{"a.jsonl": ["ab", "c"]}, {"a.jsonl": ["a", "bc"]}, {"a.jsonl": ["abc"]}, {"b.jsonl": ["ab", "c"]}]
     variants.append({"a.jsonl": ["ab"], "b.jsonl": ["c"]})
-    found = [surveyed(tmp_path / str(number), files).content for number, files in enumerate(variants)]
-    assert len(set(found)) == 5 and surveyed(tmp_path / "again", variants[0]).content == found[0]
+    found = [scanned(tmp_path / str(number), files).content for number, files in enumerate(variants)]
+    assert len(set(found)) == 5 and scanned(tmp_path / "again", variants[0]).content == found[0]
 
 
 def test_what_was_left_out_is_told_again_of_a_survey_that_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\nno record\n{"text": " "}\n')
-    source = find_source(str(path), "data.train", TEXT, Lenience(malformed="skip"))
-    first, second = (survey(source, tmp_path / "surveys") for _ in range(2))
+    source = find_source(str(path), "data.train", TEXT, ErrorPolicy(malformed="skip"))
+    first, second = (scan(source, tmp_path / "scans") for _ in range(2))
     assert first == second and len(second.skipped.lines()) == 2 and second.skipped == second.parts[0].skipped
 
 
@@ -44,7 +44,7 @@ def test_units_are_as_many_neighbours_as_fit_or_one_file(tmp_path: Path, monkeyp
     monkeypatch.setattr(splits, "UNIT_BYTES", 100)
     for number, size in enumerate((60, 40, 1, 0, 99, 500, 0, 50, 51)):
         (tmp_path / f"{number}.txt").write_text("x" * size)
-    groups = units(find_source(str(tmp_path), "data.train"))
+    groups = file_groups(find_source(str(tmp_path), "data.train"))
     assert [[int(file.path.stem) for file in group.files] for group in groups] == [[0, 1], [2, 3, 4], [5], [6, 7], [8]]
 
 
@@ -52,7 +52,7 @@ def test_units_are_as_many_neighbours_as_fit_or_one_file(tmp_path: Path, monkeyp
 def test_documents_are_chosen_among_where_both_sides_have_enough(fraction: float, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     source = find_source(str(tmp_path / "a.txt"), "data.train")
-    assert Split(source, Survey("", 100, 100), "train", fraction).by_document is expected
+    assert Split(source, Scan("", 100, 100), "train", fraction).by_document is expected
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_a_text_of_several_units_is_another_when_any_of_them_is(tmp_path: Path, 
 
 def test_the_last_records_of_few_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"source": "{n}", "target": "t"}}\n' for n in range(10)))
-    fields = tuple(Field(f"data.{name}_field", name, "text") for name in ("source", "target"))
+    fields = tuple(RecordField(f"data.{name}_field", name, "text") for name in ("source", "target"))
     source = find_source(str(tmp_path / "a.jsonl"), "data.train", fields)
-    found = survey(source, tmp_path / "surveys")
+    found = scan(source, tmp_path / "scans")
     sides = [Split(source, found, side, 0.2).pieces() for side in ("train", "validation")]
     assert ["".join(str(piece.record[0]) for piece in side) for side in sides] == ["01234567", "89"]
 

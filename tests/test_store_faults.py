@@ -14,7 +14,7 @@ from test_prepare import contents, quiet, run_of, written
 from jaxformer.config import ConfigError
 from jaxformer.data import TokenStore, open_or_build, splits, store, texts, tokenizing
 from jaxformer.data.sources import Piece, Source
-from jaxformer.data.tokenizing import Progress, build_shards
+from jaxformer.data.tokenizing import ProgressNotes, build_shards
 from jaxformer.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -69,9 +69,11 @@ def test_the_task_that_ends_last_finds_what_others_made_while_it_worked(
 
     def with_another_task() -> Iterator[Piece]:
         yield from whole
-        build_shards(tmp_path, whole, TOKENIZER, Progress(), lambda name: 0.0, lambda index: index % 2 == 1)
+        build_shards(tmp_path, whole, TOKENIZER, ProgressNotes(), lambda name: 0.0, lambda index: index % 2 == 1)
 
-    made = build_shards(tmp_path, with_another_task(), TOKENIZER, Progress(), lambda name: 0.0, lambda index: index % 2 == 0)
+    made = build_shards(
+        tmp_path, with_another_task(), TOKENIZER, ProgressNotes(), lambda name: 0.0, lambda index: index % 2 == 0
+    )
     assert [shard.path.name for shard in made if shard] == [f"0000{index}" for index in range(6)]
     assert tokenizing.complete(tmp_path, [*made, None], TOKENIZER) is None and not (tmp_path / "manifest.json").exists()
 

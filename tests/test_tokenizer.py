@@ -60,10 +60,10 @@ def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(kind: s
     tokenizer.save(tmp_path / "alone" / "other.json")
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["other.json"]
     loaded = Tokenizer.load(tmp_path / "run")
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    hf = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
     assert loaded.fingerprint() == tokenizer.fingerprint()
-    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1]) == theirs.encode(TEXTS[1]).ids
-    assert loaded.end_token == tokenizer.end_token == theirs.token_to_id(END_OF_TEXT)
+    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1]) == hf.encode(TEXTS[1]).ids
+    assert loaded.end_token == tokenizer.end_token == hf.token_to_id(END_OF_TEXT)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])

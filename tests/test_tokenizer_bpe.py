@@ -87,10 +87,10 @@ def test_the_saved_file_gives_equal_ids_in_the_tokenizers_library_and_in_transfo
     tokenizer = Tokenizer.from_bpe(*tables, [END, "<|a b|>", "«é»"], pattern)
     tokenizer.save(tmp_path / "made")
     file = str(tmp_path / "made" / "tokenizer.json")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+    hf = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
     text = HARD[-30_000:] + " <|a b|>«é»".join(TEXT.split("cat"))
     ids = tokenizer.encode(text)
-    assert ids == tokenizers.Tokenizer.from_file(file).encode(text).ids == theirs(text).input_ids
+    assert ids == tokenizers.Tokenizer.from_file(file).encode(text).ids == hf(text).input_ids
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "made")(text).input_ids == ids
     loaded = Tokenizer.load(tmp_path / "made")
     assert loaded.encode(text, special_tokens=True) == ids and loaded.encode(text) != ids  # a file's names are text
@@ -140,16 +140,16 @@ def in_two_files(kind: str, folder: Path, **settings: object) -> Path:
 def test_gpt2s_files_give_the_ids_of_transformers(kind: str, family: str, space: bool, tmp_path: Path) -> None:
     folder = in_two_files(kind, tmp_path, tokenizer_class=f"{family}Tokenizer", add_prefix_space=space)
     (folder / "config.json").unlink()
-    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert type(theirs).__name__.startswith((family, "Roberta"))
-    for text in with_names([str(token) for token in theirs.all_special_tokens]):
-        assert (ids := ours.encode(text, special_tokens=True)) == theirs(text).input_ids, repr(text)
-        assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids, repr(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(hf).__name__.startswith((family, "Roberta"))
+    for text in with_names([str(token) for token in hf.all_special_tokens]):
+        assert (ids := ours.encode(text, special_tokens=True)) == hf(text).input_ids, repr(text)
+        assert ours.encode(text) == hf(text, add_special_tokens=False, split_special_tokens=True).input_ids, repr(text)
+        assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True)
     assert Tokenizer.load(folder / "vocab.json").fingerprint() == ours.fingerprint()
     ours.save(tmp_path / "saved")
     assert Tokenizer.load(tmp_path / "saved").encode(HARD, True) == ours.encode(HARD, True)
-    assert ours.end_token == theirs.eos_token_id and ours.special("mask") == theirs.mask_token_id
+    assert ours.end_token == hf.eos_token_id and ours.special("mask") == hf.mask_token_id
 
 
 @pytest.mark.parametrize(("kind", "around"), [("gpt2", (0, 0)), ("bart", (1, 1))])
@@ -168,9 +168,9 @@ def test_tokens_added_later_are_read_from_their_file(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     size = len(json.loads((folder / "vocab.json").read_text()))
     (folder / "added_tokens.json").write_text(json.dumps({"<b>": size + 1, "<pad>": size}))
-    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     text = "a <b> c<pad>d"
-    assert ours.encode(text, special_tokens=True) == theirs(text).input_ids and ours.special("pad") == size
+    assert ours.encode(text, special_tokens=True) == hf(text).input_ids and ours.special("pad") == size
     (folder / "added_tokens.json").write_text(json.dumps({"<pad>": 900}))
     with pytest.raises(ConfigError, match=r"added_tokens\.json: '<pad>' is 900, and vocab\.json leaves no such place"):
         Tokenizer.load(folder)

@@ -13,14 +13,14 @@ from pretrained_tokenizers import TEXTS, saved
 
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, fast, train_bpe_tokenizer
-from jaxformer.tokenizer.fast import LONGEST, Fast
-from jaxformer.tokenizer.words import PATTERNS
+from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
+from jaxformer.tokenizer.words import WORD_PATTERNS
 
 tiktoken = pytest.importorskip("tiktoken")
 
 HARD = hard_text(400_000)
 CORPUS = [*TEXTS, HARD[-60_000:], "the cat sat on the mat and the dog barked at the moon  \n\n" * 20]
-MADE = {pattern: train_bpe_tokenizer(CORPUS, 1500, (), pattern) for pattern in PATTERNS}
+MADE = {pattern: train_bpe_tokenizer(CORPUS, 1500, (), pattern) for pattern in WORD_PATTERNS}
 
 
 def library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -39,14 +39,14 @@ def plain(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
     return [found.ids for found in library(tokenizer).encode_batch_fast([*texts], add_special_tokens=False)]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", WORD_PATTERNS)
 def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern: str) -> None:
     made = MADE[pattern]
     assert fast_of(made)
     ids = made.encode(HARD)
     ranks = {made._spelling.raw(token): index for token, index in made._vocab.items() if index != made.end_token}
-    theirs = tiktoken.Encoding("own", pat_str=PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens={})
-    assert [ids] == plain(made, HARD) and ids == theirs.encode_ordinary(HARD)
+    baseline = tiktoken.Encoding("own", pat_str=WORD_PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens={})
+    assert [ids] == plain(made, HARD) and ids == baseline.encode_ordinary(HARD)
     assert made.decode(ids) == HARD
     pieces = [HARD[start : start + size] for size in (10, 999, 30_000) for start in range(0, 60_000, size)]
     assert made.encode_batch(pieces) == plain(made, *pieces)
@@ -54,7 +54,7 @@ def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern
     assert all(row.dtype == np.uint32 for row in arrays) and [row.tolist() for row in arrays] == made.encode_batch(pieces)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", WORD_PATTERNS)
 def test_every_character_is_split_alike(pattern: str) -> None:
     made, text = MADE[pattern], " ".join(f"a{one}1{one} {one}'{one}" for one in characters())
     parts, start = [], 0
@@ -155,8 +155,8 @@ def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:
 
 
 def test_a_core_of_another_version_of_unicode_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = PATTERNS["gpt2"].words.replace(r" ?\p{L}+", rf" ?(?:(?!{fast.NEWEST[0]})\p{{L}})+")
-    monkeypatch.setitem(fast.PATTERNS, "gpt2", PATTERNS["gpt2"]._replace(words=older))
+    older = WORD_PATTERNS["gpt2"].words.replace(r" ?\p{L}+", rf" ?(?:(?!{fast.NEWEST[0]})\p{{L}})+")
+    monkeypatch.setitem(fast.WORD_PATTERNS, "gpt2", WORD_PATTERNS["gpt2"]._replace(words=older))
     assert fast_of(MADE["gpt2"]) is None and fast_of(MADE["llama3"])
 
 
@@ -172,8 +172,10 @@ def test_published_layouts_are_taken_with_and_without_their_templates(kind: str)
     assert tokenizer.encode(text, special_tokens=True) == marking.encode(text).ids
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("size", "runs"), [(LONGEST, " \n\u3000a!1"), (LONGEST + 1, " \n"), (1_100_000, " ")])
+@pytest.mark.parametrize("pattern", WORD_PATTERNS)
+@pytest.mark.parametrize(
+    ("size", "runs"), [(MOST_CHARACTERS, " \n\u3000a!1"), (MOST_CHARACTERS + 1, " \n"), (1_100_000, " ")]
+)
 def test_long_runs_neither_fail_nor_differ(size: int, runs: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
     """tiktoken's regular expressions give up at a million white spaces in a row."""
     made = MADE[pattern]

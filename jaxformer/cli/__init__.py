@@ -58,7 +58,7 @@ def _note(message: Warning | str, *where: object, **more: object) -> None:
 def keep_memory() -> None:
     """Lets glibc's malloc keep what a step frees, for the next step: without it a CPU spends its time on page faults.
 
-    Process-wide, hence only here at the door, before JAX is imported. JAXFORMER_MALLOC=system turns it off.
+    Process-wide, hence only in the entry point, before JAX is imported. JAXFORMER_MALLOC=system turns it off.
     """
     if sys.platform != "linux" or os.environ.get("JAXFORMER_MALLOC") == "system" or "jax" in sys.modules:
         return

@@ -11,12 +11,12 @@ import tyro
 from jaxformer.cli.prompts import Model, open_run, prompt_of, row_of, source_of, tokens_of
 from jaxformer.config import ConfigError
 
-LEADING = 5  # candidates shown of each step
+SHOWN_PER_STEP = 5  # candidates shown of each step
 MOST_TOKENS = 256  # a page of more could not be read, nor opened quickly
 
 
 @dataclass(frozen=True)
-class Arguments:
+class AttentionArguments:
     """Writes a page of the attention of every layer and head to one text, and of what the model expected at each step."""
 
     path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
@@ -31,7 +31,7 @@ class Arguments:
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(Arguments, prog="jaxformer attention", args=arguments, use_underscores=True)
+    asked = tyro.cli(AttentionArguments, prog="jaxformer attention", args=arguments, use_underscores=True)
     for path in (asked.output, asked.figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}.")
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _inputs(model: Model, asked: Arguments) -> dict[str, np.ndarray]:
+def _inputs(model: Model, asked: AttentionArguments) -> dict[str, np.ndarray]:
     """What the model reads, by the names of `jf.forward`. Raises ConfigError for more than a page shows."""
     family, rows = model.config.family, {"tokens": np.zeros(0, np.int32)}
     if asked.pair and family != "encoder":
@@ -122,5 +122,5 @@ def _candidates(model: Model, logits: np.ndarray) -> list[list[tuple[str, float]
     shares = np.exp(logits - logits.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
     name = model.tokenizer.shown if over_tokens else model.labels.__getitem__
-    leading = np.argsort(-shares, axis=-1, kind="stable")[:, :LEADING]
+    leading = np.argsort(-shares, axis=-1, kind="stable")[:, :SHOWN_PER_STEP]
     return [[(name(int(token)), float(row[token])) for token in best] for row, best in zip(shares, leading, strict=True)]

@@ -10,18 +10,18 @@ import numpy as np
 import tyro
 
 from jaxformer.config import ConfigError
-from jaxformer.interop.theirs import Dtype
+from jaxformer.interop.hf_config import Dtype
 from jaxformer.report import human_count
 
 if TYPE_CHECKING:
     from jaxformer.loading import Loaded
 
 CLOSE = 2e-4  # of the logits' standard deviation: what float32 on both sides comes to
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ConvertArguments:
     """Writes a run as a model directory that transformers, vLLM and llama.cpp's converter read, or the other way round."""
 
     source: Annotated[Path, tyro.conf.Positional]  # A run directory, or a Hugging Face model directory.
@@ -34,9 +34,9 @@ class Arguments:
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(Arguments, prog="jaxformer convert", args=arguments, use_underscores=True)
+    asked = tyro.cli(ConvertArguments, prog="jaxformer convert", args=arguments, use_underscores=True)
     limit = _bytes(asked.shard_size)
-    from jaxformer.interop.theirs import is_pretrained
+    from jaxformer.interop.hf_config import is_pretrained
     from jaxformer.interop.verify import require_transformers
     from jaxformer.loading import load
 
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     return _verified(model, asked.source if inward else asked.target, asked) if asked.verify else 0
 
 
-def _write_run(model: "Loaded", asked: Arguments) -> None:
+def _write_run(model: "Loaded", asked: ConvertArguments) -> None:
     from jaxformer.loading import save_run
 
     save_run(asked.target, model, asked.source)
@@ -61,9 +61,9 @@ def _write_run(model: "Loaded", asked: Arguments) -> None:
     print(f"{asked.target}: a run of {model.config.family} {_size(model)}{use}")
 
 
-def _write_pretrained(model: "Loaded", asked: Arguments, limit: int) -> None:
+def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> None:
+    from jaxformer.interop.hf_config import read_json
     from jaxformer.interop.pretrained import save_pretrained
-    from jaxformer.interop.theirs import read_json
 
     names = {"architecture": asked.architecture, "dtype": asked.dtype, "labels": model.labels}
     files = save_pretrained(asked.target, model.params, model.config, model.tokenizer, shard_bytes=limit, **names)  # type: ignore[arg-type]
@@ -82,10 +82,10 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
     if not found or not float(found[1]):
         raise ConfigError(f"--shard_size {text!r} is no number of bytes: write it as 500M or 5G.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(found[1]) * SIZE_SUFFIXES[found[2].upper()])
 
 
-def _verified(model: "Loaded", directory: Path, asked: Arguments) -> int:
+def _verified(model: "Loaded", directory: Path, asked: ConvertArguments) -> int:
     """Prints how far both sides are apart; 1 where float32 does not come out equal."""
     from jaxformer.interop.verify import compare
 

@@ -8,19 +8,19 @@ from typing import Annotated
 
 import tyro
 
-from jaxformer.config import ConfigError, Objective
+from jaxformer.config import ConfigError, ObjectiveName
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     validation: str = ""  # Text to evaluate on; empty takes what the run held out.
-    objective: Objective = (
+    objective: ObjectiveName = (
         "auto"  # What a model directory is asked; auto: pairs of an encoder-decoder, else as its head has it.
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class EvaluateArguments:
     """The loss of a trained run, perplexity and bits per byte or accuracy; with --beams the BLEU of its translations."""
 
     path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
@@ -32,7 +32,7 @@ class Arguments:
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(Arguments, prog="jaxformer evaluate", args=arguments, use_underscores=True)
+    asked = tyro.cli(EvaluateArguments, prog="jaxformer evaluate", args=arguments, use_underscores=True)
     if asked.output is not None and not asked.beams:
         raise ConfigError("--output takes translations, which are made with --beams 5, for example.")
     if asked.output is not None and not asked.output.absolute().parent.is_dir():
@@ -52,10 +52,10 @@ def told(found: dict[str, float]) -> str:
         parts = [f"loss {loss:.4f} nats per target"]
     else:
         parts = [f"loss {loss:.4f} nats per token", f"perplexity {math.exp(min(loss, 700)):,.2f}"]
-    return ", ".join(parts + [text.format(found[name]) for name, text in FURTHER.items() if name in found])
+    return ", ".join(parts + [text.format(found[name]) for name, text in METRIC_FORMATS.items() if name in found])
 
 
-def _translate(asked: Arguments) -> None:
+def _translate(asked: EvaluateArguments) -> None:
     """Prints the BLEU of the translations, and writes them where they are asked for."""
     from jaxformer.evaluation import translate_run
     from jaxformer.generation.translate import bleu_metric
@@ -71,7 +71,7 @@ def _translate(asked: Arguments) -> None:
         print(f"{asked.output}: the translations, one on each line")
 
 
-FURTHER = {
+METRIC_FORMATS = {
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_accuracy": "accuracy {:.2%}",
     "val_next_sentence_accuracy": "next-sentence accuracy {:.2%}",

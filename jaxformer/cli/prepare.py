@@ -37,21 +37,21 @@ def run(arguments: Sequence[str]) -> int:
     share = _share(asked.shard) if asked.shard else None
     if share and asked.verify:
         raise ConfigError("--verify reads what all tasks have made: leave --shard out.")
-    from jaxformer.data.preparing import TextFacts, prepare_share, prepare_text
+    from jaxformer.data.preparing import TextSummary, prepare_share, prepare_text
     from jaxformer.objectives import task_of
 
     task, size = task_of(config.model, config.data), config.model.vocab_size
     what = (config.data, config.tokenizer, task)
     if share:
-        prepare_share(*what, share, output=asked.output, vocab_size=size, say=_say)
-        _say(f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard joins them")
+        prepare_share(*what, share, output=asked.output, vocab_size=size, log=_log)
+        _log(f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard joins them")
         return 0
-    found: list[TextFacts] = prepare_text(
+    found: list[TextSummary] = prepare_text(
         *what,
         output=asked.output,
         thorough=asked.verify,
         vocab_size=size,
-        say=_say,
+        log=_log,
     )
     for text in found:
         rate = text.bytes / max(1, text.tokens - text.documents)
@@ -81,5 +81,5 @@ def _share(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -73,21 +73,21 @@ def prompt_of(model: Model, text: str) -> list[int]:
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     """The row of one text or two as it was in training: tokens [T] between [CLS] and [SEP], token_types where it has any."""
-    from jaxformer.data.templates import Classes
+    from jaxformer.data.templates import ClassTemplate
     from jaxformer.objectives import row_format
 
     ids = [tokens_of(model.tokenizer, part) for part in (text, *([pair] if pair else []))]
-    template = Classes(row_format(model.run.model, model.run.data), model.tokenizer)
+    template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     return _fitted(template, [*ids, [0]])
 
 
 def words_of(model: Model, text: str) -> tuple[list[str], dict[str, np.ndarray]]:
     """The words of a text, and their row, in which weights [T] are 1 on the first piece of each."""
-    from jaxformer.data.templates import Tags
+    from jaxformer.data.templates import TagTemplate
     from jaxformer.objectives import row_format
 
     words = text.split()
-    template = Tags(row_format(model.run.model, model.run.data), model.tokenizer)
+    template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     (parts,) = template.encode([(tuple(words), ("",) * len(words))], {})
     return words, _fitted(template, list(parts))
 

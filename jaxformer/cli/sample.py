@@ -14,11 +14,11 @@ import tyro
 from jaxformer.cli.prompts import Model, open_run, prompt_of, row_of, source_of, text_of, words_of
 from jaxformer.config import ConfigError
 
-LEADING = 5  # fillings and classes shown
+SHOWN_CANDIDATES = 5  # fillings and classes shown
 
 
 @dataclass(frozen=True)
-class Arguments:
+class SampleArguments:
     """Writes on from a prompt, or to it as the source; fills its [MASK]s; or tells its class or the tags of its words."""
 
     path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
@@ -38,7 +38,7 @@ class Arguments:
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(Arguments, prog="jaxformer sample", args=arguments, use_underscores=True)
+    asked = tyro.cli(SampleArguments, prog="jaxformer sample", args=arguments, use_underscores=True)
     model = open_run(asked.path, asked.step)
     writes = model.config.output == "language"
     if model.config.output not in ANSWERS:
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _require_slide(model: Model, asked: Arguments) -> None:
+def _require_slide(model: Model, asked: SampleArguments) -> None:
     """ConfigError where a text cannot go on past the context."""
     if model.config.output != "language":
         reason = f"{asked.path} has the head {model.config.output!r}, which writes no text"
@@ -72,7 +72,7 @@ def _require_slide(model: Model, asked: Arguments) -> None:
     raise ConfigError(f"--beyond slide is for text drawn from a decoder; {reason}: leave it out.")
 
 
-def _write(model: Model, asked: Arguments) -> None:
+def _write(model: Model, asked: SampleArguments) -> None:
     """Prints the text that follows the prompt, or that answers it as the source."""
     given: dict[str, Any] = {}
     if asks := model.config.family == "encoder_decoder":
@@ -80,32 +80,34 @@ def _write(model: Model, asked: Arguments) -> None:
     start = model.tokenizer.as_target([]) if asks else prompt_of(model, asked.prompt or "")
     if asked.prompt is None:
         start = start or [model.tokenizer.end_token]
-    room = _room(model, start, given.get("source", [[]])[0])
+    space = _space(model, start, given.get("source", [[]])[0])
     sys.stdout.write("" if asks else asked.prompt or "")
     made: list[int] = []
-    pieces = _noted(_pieces(model, asked, start, room, given), made)
+    pieces = _noted(_pieces(model, asked, start, space, given), made)
     for text in _growing(functools.partial(text_of, model.tokenizer), start, pieces):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
     ended = not {*made}.isdisjoint(model.tokenizer.end_tokens)
-    if asked.beyond == "stop" and room < asked.max_new_tokens and not ended:
+    if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
         slide = "; --beyond slide goes on" if model.config.family == "decoder" else ""
         print(
-            f"note: the text was cut: {asked.max_new_tokens} tokens were asked for, and {room} fit "
+            f"note: the text was cut: {asked.max_new_tokens} tokens were asked for, and {space} fit "
             f"behind the prompt in the context of {model.config.max_length}{slide}.",
             file=sys.stderr,
         )
 
 
-def _pieces(model: Model, asked: Arguments, start: list[int], room: int, given: dict[str, Any]) -> Iterator[list[int]]:
+def _pieces(
+    model: Model, asked: SampleArguments, start: list[int], space: int, given: dict[str, Any]
+) -> Iterator[list[int]]:
     """New tokens as they are made: no more than fit, or as many as asked for where they slide."""
     from jaxformer.generation.beam import beam_search
     from jaxformer.generation.decode import stream_tokens
     from jaxformer.generation.slide import slide_tokens
 
-    params, config, count = model.params, model.config, min(asked.max_new_tokens, room)
+    params, config, count = model.params, model.config, min(asked.max_new_tokens, space)
     given = given | {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
     if asked.beams:
         rules = {"beams": asked.beams, "keep": 1, "length_penalty": asked.length_penalty}
@@ -130,7 +132,7 @@ def _noted(pieces: Iterator[list[int]], made: list[int]) -> Iterator[list[int]]:
         yield piece
 
 
-def _room(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
+def _space(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
     """How many tokens can follow; ConfigError where none can."""
     most = model.config.max_length
     if not start:
@@ -159,7 +161,7 @@ def _growing(decode: Callable[[list[int]], str], start: list[int], pieces: Itera
     yield decode(tokens)[len(shown) :]
 
 
-def _fill(model: Model, asked: Arguments) -> None:
+def _fill(model: Model, asked: SampleArguments) -> None:
     """Prints the likeliest tokens for each [MASK] of the prompt."""
     row = row_of(model, asked.prompt or "", asked.pair)
     hidden = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
@@ -170,12 +172,12 @@ def _fill(model: Model, asked: Arguments) -> None:
         _print_leading(f"[MASK] {number}", [repr(text) for text in texts], shares[: len(texts)])
 
 
-def _classify(model: Model, asked: Arguments) -> None:
+def _classify(model: Model, asked: SampleArguments) -> None:
     """Prints the likeliest classes of the prompt."""
     _print_leading("class", model.labels, _shares(model, row_of(model, asked.prompt or "", asked.pair)))
 
 
-def _tag(model: Model, asked: Arguments) -> None:
+def _tag(model: Model, asked: SampleArguments) -> None:
     """Prints each word of the prompt with its likeliest tag."""
     words, row = words_of(model, asked.prompt or "")
     tags = _shares(model, row)[row["weights"] > 0].argmax(-1)
@@ -197,11 +199,11 @@ def _shares(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
 
 def _print_leading(title: str, names: Sequence[str], shares: np.ndarray) -> None:
     print(title)
-    for index in np.argsort(-shares, kind="stable")[:LEADING]:
+    for index in np.argsort(-shares, kind="stable")[:SHOWN_CANDIDATES]:
         print(f"{shares[index]:8.1%}  {names[index]}")
 
 
-ANSWERS: dict[str, Callable[[Model, Arguments], None]] = {
+ANSWERS: dict[str, Callable[[Model, SampleArguments], None]] = {
     "language": _write,
     "masked": _fill,
     "classes": _classify,

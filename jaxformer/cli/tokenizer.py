@@ -23,8 +23,8 @@ USAGE = """usage:
   jaxformer tokenizer encode TOKENIZER [FILE]                    the ids of a text
   jaxformer tokenizer inspect TOKENIZER [--text "..."]           its entries, and how a text is split"""
 
-AT_ONCE = 1 << 14  # ids of a line
-LONGEST = 10  # entries that are shown
+IDS_PER_LINE = 1 << 14  # ids of a line
+SHOWN_ENTRIES = 10  # entries that are shown
 Ids = Iterator[int]
 
 
@@ -61,11 +61,11 @@ class Inspect:
 
 def run(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else ""
-    if name not in COMMANDS:
+    if name not in TOKENIZER_COMMANDS:
         asked_for_help = name in ("-h", "--help")
         print(USAGE, file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 2
-    kind, command = COMMANDS[name]
+    kind, command = TOKENIZER_COMMANDS[name]
     command(tyro.cli(kind, prog=f"jaxformer tokenizer {name}", args=arguments[1:], use_underscores=True))
     return 0
 
@@ -90,10 +90,10 @@ def _train(asked: Train) -> None:
 
 def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     from jaxformer.data.sources import find_source
-    from jaxformer.data.sources.records import Field
+    from jaxformer.data.sources.records import RecordField
     from jaxformer.tokenizer.bpe import train_bpe, train_on
 
-    source = find_source(asked.source, "SOURCE", (Field("--text_field", asked.text_field, "text"),))
+    source = find_source(asked.source, "SOURCE", (RecordField("--text_field", asked.text_field, "text"),))
     files = source.files
     rules: dict[str, Any] = {"special_tokens": asked.special_tokens, "pattern": asked.pattern}
     if len(files) == 1 and files[0].format == "text" and files[0].path.suffix.lower() not in (".gz", ".zst"):
@@ -120,9 +120,9 @@ class Read:
         self._name, self.bytes = name, 0
 
     def __iter__(self) -> Iterator[str]:
-        from jaxformer.data.sources.reading import BLOCK_BYTES, read_blocks
+        from jaxformer.data.sources.reading import READ_BYTES, read_blocks
 
-        piped = iter(lambda: os.read(sys.stdin.fileno(), BLOCK_BYTES), b"")  # as soon as there is any
+        piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")  # as soon as there is any
         blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):
@@ -137,7 +137,7 @@ class Read:
 
 def _print_ids(ids: Ids) -> int:
     count = 0
-    while some := [*itertools.islice(ids, AT_ONCE)]:
+    while some := [*itertools.islice(ids, IDS_PER_LINE)]:
         print(" " * bool(count) + " ".join(map(str, some)), end="", flush=True)
         count += len(some)
     print()
@@ -153,7 +153,7 @@ def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
     try:
         with replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
-            while some := [*itertools.islice(ids, AT_ONCE)]:
+            while some := [*itertools.islice(ids, IDS_PER_LINE)]:
                 file.write(np.array(some, dtype).tobytes())
                 count += len(some)
             file.seek(0)
@@ -176,7 +176,7 @@ def _inspect(asked: Inspect) -> None:
         roles = ", ".join(role for role, index in known if index == token)
         print(f"{token:8d}  {tokenizer.shown(token)}  {roles}".rstrip())
     print("longest entries")
-    longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:LONGEST]
+    longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:SHOWN_ENTRIES]
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
     if asked.text:
         ids, size = tokenizer.encode(asked.text, asked.special_tokens), len(asked.text.encode())
@@ -184,7 +184,7 @@ def _inspect(asked: Inspect) -> None:
         print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))
 
 
-COMMANDS: dict[str, tuple[Any, Callable[[Any], None]]] = {
+TOKENIZER_COMMANDS: dict[str, tuple[Any, Callable[[Any], None]]] = {
     "train": (Train, _train),
     "encode": (Encode, _encode),
     "inspect": (Inspect, _inspect),

@@ -1,10 +1,10 @@
 """Files to batches: find and read the sources, split them, tokenize once into a store, compute any batch from its step."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, evaluation_batches
-from jaxformer.data.corpus import Corpus, Say, gzip_bits_per_byte, prepare
+from jaxformer.data.corpus import Corpus, Log, gzip_bits_per_byte, prepare
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.phases import length_at
-from jaxformer.data.rows import Batch, RowFormat, Rows
+from jaxformer.data.rows import NumpyBatch, RowFormat, Rows
 from jaxformer.data.sources import Source, find_source
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
@@ -13,14 +13,14 @@ from jaxformer.data.texts import find_texts
 from jaxformer.data.tokenizing import open_or_build
 
 __all__ = [
-    "Batch",
     "Batches",
     "Corpus",
     "EvaluationBatches",
+    "Log",
     "Mixture",
+    "NumpyBatch",
     "RowFormat",
     "Rows",
-    "Say",
     "Source",
     "Task",
     "Template",

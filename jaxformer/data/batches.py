@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.phases import length_at, row_lengths
-from jaxformer.data.rows import Batch, Rows
+from jaxformer.data.rows import NumpyBatch, Rows
 
 
 class Batches:
@@ -49,21 +49,21 @@ class Batches:
         self.lengths = row_lengths(data)
         self._dataset: Any = made.map_with_index(self._cut) if len(self.lengths) > 1 else made
 
-    def __getitem__(self, step: int) -> Batch:
-        batch: Batch = self._dataset[step]
+    def __getitem__(self, step: int) -> NumpyBatch:
+        batch: NumpyBatch = self._dataset[step]
         return batch
 
-    def iterate(self, start: int = 0) -> Iterator[Batch]:
+    def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
         """The batches from step `start` on, `data.prefetch` of them made ahead on a thread."""
         import grain
 
         if not self._prefetch:
             return map(self.__getitem__, itertools.count(start))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
-        iterator: Iterator[Batch] = iter(self._dataset[start:].to_iter_dataset(options))
+        iterator: Iterator[NumpyBatch] = iter(self._dataset[start:].to_iter_dataset(options))
         return iterator
 
-    def _cut(self, step: int, batch: Batch) -> Batch:
+    def _cut(self, step: int, batch: NumpyBatch) -> NumpyBatch:
         """The arrays [B, T] as [B T / t, t] for the t of a step. Part c of row b becomes row c B + b, so that the rows of a
         process, and of a microbatch, are parts of the rows that would be theirs.
         """
@@ -85,7 +85,7 @@ class EvaluationBatches:
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> NumpyBatch:
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = index * self._batch_size
@@ -94,7 +94,7 @@ class EvaluationBatches:
         padding = {name: np.zeros_like(array) for name, array in self._rows[first].items()}
         return _stacked(rows + [padding] * (self._share - len(rows)))
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         return (self[index] for index in range(len(self)))
 
 
@@ -108,7 +108,7 @@ def evaluation_batches(
     return EvaluationBatches(rows, batch_size, process_index, process_count)
 
 
-def _stacked(rows: list[Batch]) -> Batch:
+def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 

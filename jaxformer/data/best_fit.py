@@ -5,30 +5,30 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxformer.config import DataConfig
-from jaxformer.data.rows import Batch, Rows, padded
+from jaxformer.data.rows import NumpyBatch, Rows, padded
 from jaxformer.data.store import TokenStore
 
 
 class BestFit:
-    """Which stretches of a store each row holds: whole documents, or parts of one that is longer than `room`.
+    """Which stretches of a store each row holds: whole documents, or parts of one that is longer than `capacity`.
 
     A longer document fills rows of its own, and what is left of it is packed as the others are. `ends` [documents] are the
     places after each document, ascending from 1; `filled` is the part of the rows that holds tokens.
     """
 
-    def __init__(self, ends: np.ndarray, room: int) -> None:
+    def __init__(self, ends: np.ndarray, capacity: int) -> None:
         sizes = np.diff(ends, prepend=0)
-        begins, (whole, rest) = ends - sizes, np.divmod(sizes, room)
+        begins, (whole, rest) = ends - sizes, np.divmod(sizes, capacity)
         firsts = np.cumsum(whole) - whole
-        self._room = room
-        self._full = np.repeat(begins - firsts * room, whole) + np.arange(whole.sum()) * room
+        self._capacity = capacity
+        self._full = np.repeat(begins - firsts * capacity, whole) + np.arange(whole.sum()) * capacity
         kept = rest > 0
-        sizes = rest[kept].astype(np.min_scalar_type(room))
-        rows = best_fit(sizes, room)
+        sizes = rest[kept].astype(np.min_scalar_type(capacity))
+        rows = best_fit(sizes, capacity)
         order = np.argsort(rows, kind="stable")
         self._begins, self._sizes = (ends - rest)[kept][order], sizes[order]
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-        self.filled = float(ends[-1] / (len(self) * room))
+        self.filled = float(ends[-1] / (len(self) * capacity))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1 + len(self._full)
@@ -38,7 +38,7 @@ class BestFit:
         packed = len(self._bounds) - 1
         if row >= packed:
             begin = int(self._full[row - packed])
-            return iter([(begin, begin + self._room)])
+            return iter([(begin, begin + self._capacity)])
         held = slice(self._bounds[row], self._bounds[row + 1])
         begins = self._begins[held]
         return zip(begins.tolist(), (begins + self._sizes[held]).tolist(), strict=True)
@@ -60,7 +60,7 @@ class BestFitRows(Rows):
     def __len__(self) -> int:
         return len(self._fit)
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         parts = [self._with_one_before(begin, end) for begin, end in self._fit.stretches(int(index))]
         targets = np.concatenate([part[1:] for part in parts])
         row = {
@@ -80,41 +80,41 @@ def numbered(sizes: list[int]) -> np.ndarray:
     return np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
 
 
-def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
+def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each piece, from 0: the largest pieces go first, each to the fullest row that has room for it.
 
-    `sizes` [N] are from 1 to `room`. Pieces of a size, and rows with as much room, are dealt with together, so that the
+    `sizes` [N] are from 1 to `capacity`. Pieces of a size, and rows with as much room, are dealt with together, so that the
     time follows how many sizes there are.
     """
-    order = np.argsort((room - sizes).astype(np.min_scalar_type(room)), kind="stable")
-    counts = np.bincount(sizes, minlength=room + 1)
+    order = np.argsort((capacity - sizes).astype(np.min_scalar_type(capacity)), kind="stable")
+    counts = np.bincount(sizes, minlength=capacity + 1)
     placed = np.empty(len(sizes), np.int64)
-    rooms = _Rooms(room)
+    open_rows = _OpenRows(capacity)
     done = 0
     for size in np.flatnonzero(counts)[::-1].tolist():
         stop = done + int(counts[size])
         while done < stop:
-            space = rooms.least(size)
+            space = open_rows.least(size)
             each = space // size  # a row that takes one is the fullest that has room for the next, while it has
-            rows = rooms.take(space, -(-(stop - done) // each))
+            rows = open_rows.take(space, -(-(stop - done) // each))
             number = min(stop - done, each * len(rows))
             placed[done : done + number] = np.repeat(rows, each)[:number]
             full, odd = divmod(number, each)
-            rooms.put(space - each * size, rows[:full])
-            rooms.put(space - odd * size, rows[full:])
+            open_rows.put(space - each * size, rows[:full])
+            open_rows.put(space - odd * size, rows[full:])
             done += number
     found = np.empty_like(placed)
     found[order] = placed
     return found
 
 
-class _Rooms:
+class _OpenRows:
     """Rows by the room that they have left; new ones are always to be had."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self._rows: dict[int, list[np.ndarray]] = {}
-        self._some = 1 << room  # bit r is set where rows have room for r; new rows have `room`
-        self._room, self._made = room, 0
+        self._some = 1 << capacity  # bit r is set where rows have room for r; new rows have `room`
+        self._capacity, self._made = capacity, 0
 
     def least(self, size: int) -> int:
         """The least room that some row has and that is enough for `size`."""
@@ -123,7 +123,7 @@ class _Rooms:
 
     def take(self, space: int, number: int) -> np.ndarray:
         """Rows with that much room, `number` or as many as there are."""
-        if space == self._room:
+        if space == self._capacity:
             self._made += number
             return np.arange(self._made - number, self._made)
         held, taken = self._rows[space], []

@@ -1,4 +1,4 @@
-"""From settings to rows ready for training, by one door: the tokenizer and the stores, made or found."""
+"""From settings to rows ready for training: finds or builds the tokenizer and the stores."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from jaxformer.data.splits import Sides, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.templates import Template
-from jaxformer.data.texts import FORMAT, SURVEYS, TOKENIZERS, find_held, find_texts, megabytes, store_of, survey_of
+from jaxformer.data.texts import FORMAT, SCANS, TOKENIZERS, find_held, find_texts, megabytes, scan_of, store_of
 from jaxformer.data.vocabulary import given_tokenizer, make_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 1 << 20
 
 SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def prepare(
     seed: int,
     vocab_size: int = 0,
     labels: tuple[str, ...] = (),
-    say: Say = lambda line: None,
+    log: Log = lambda line: None,
 ) -> Corpus:
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
@@ -76,18 +76,18 @@ def prepare(
     in place of the training data's. Raises ConfigError for data that cannot be used.
     """
     cache = Path(os.path.expanduser(data.cache_dir))
-    sides = find_sides(data, settings, task, cache / SURVEYS, say)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, say)
+    sides = find_sides(data, settings, task, cache / SCANS, log)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[str, list[TokenStore]] = {side: [] for side in sides}
     rows: dict[str, list[Rows]] = {}
     if task.template:
         template = task.template(task.format, tokenizer)
-        examples = _example_stores(sides, task.name, template, cache / "stores", say)
+        examples = _example_stores(sides, task.name, template, cache / "stores", log)
         met = {label for store in examples["train"] for label in store.labels}
         labels = labels or in_order(met)
-        rows = _example_rows(sides, examples, template, labels, seed, say)
+        rows = _example_rows(sides, examples, template, labels, seed, log)
     else:
-        stores = text_stores(sides, tokenizer, cache / "stores", say)
+        stores = text_stores(sides, tokenizer, cache / "stores", log)
         for side, several in stores.items():
             rows[side] = [task.rows(store, data, task.format, tokenizer) for store in several]
     train, validation = (_mixed(sides[side], rows[side], data) for side in SIDES)
@@ -100,17 +100,17 @@ def find_sides(
     data: DataConfig,
     settings: TokenizerConfig,
     task: Task,
-    surveyed: Path,
-    say: Say = lambda line: None,
+    scanned: Path,
+    log: Log = lambda line: None,
 ) -> Sides:
     """What is for training, and what is held out; every text is read once, so that a fault shows before any work.
 
-    What was read before is found again in the folder `surveyed`.
+    What was read before is found again in the folder `scanned`.
     """
     fraction = data.validation_fraction
     train, held_out = find_named(data, settings, task)
-    texts = [(source, survey_of(source, surveyed, say)) for source in train]
-    held = [(source, survey_of(source, surveyed, say)) for source in held_out]
+    texts = [(source, scan_of(source, scanned, log)) for source in train]
+    held = [(source, scan_of(source, scanned, log)) for source in held_out]
     if held or not fraction:
         return {"train": [Split(*text) for text in texts], "validation": [Split(*text) for text in held]}
     return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}
@@ -145,10 +145,10 @@ def tokenizer_of(
     vocab_size: int,
     sides: Sides,
     cache: Path,
-    say: Say,
+    log: Log,
 ) -> Tokenizer:
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
-    tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, say)
+    tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
     return tokenizer
 
@@ -165,7 +165,7 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
         )
 
 
-def text_stores(sides: Sides, tokenizer: Tokenizer, folder: Path, say: Say) -> dict[str, list[TokenStore]]:
+def text_stores(sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log) -> dict[str, list[TokenStore]]:
     """The tokens of each side's texts. A text that is on both sides is tokenized once."""
     whole: dict[int, TokenStore] = {}
     found: dict[str, list[TokenStore]] = {}
@@ -173,11 +173,11 @@ def text_stores(sides: Sides, tokenizer: Tokenizer, folder: Path, say: Say) -> d
         found[side] = []
         for split in splits:
             key = id(split.source)
-            whole[key] = whole.get(key) or store_of(split.source, split.survey, tokenizer, folder, say)
+            whole[key] = whole.get(key) or store_of(split.source, split.scan, tokenizer, folder, log)
             store = split.of(whole[key])
             found[side].append(store)
-            facts = f"{store.tokens:,} tokens, {store.documents:,} documents, {megabytes(store.bytes)} of text"
-            say(f"{split.name}: {facts} of {split.source.spec} ({split.rule()})")
+            summary = f"{store.tokens:,} tokens, {store.documents:,} documents, {megabytes(store.bytes)} of text"
+            log(f"{split.name}: {summary} of {split.source.spec} ({split.rule()})")
     return found
 
 
@@ -203,7 +203,7 @@ def _example_rows(
     template: Template,
     labels: tuple[str, ...],
     seed: int,
-    say: Say,
+    log: Log,
 ) -> dict[str, list[Rows]]:
     """The rows of each side's records, their labels numbered in the order of `labels`."""
     rows: dict[str, list[Rows]] = {side: [] for side in SIDES}
@@ -213,9 +213,9 @@ def _example_rows(
                 store.number_as(labels, str(split.source))
             made = ExampleRows(store, template, seed)
             if template.packs:
-                say(f"{split.name}: packed in {len(made):,} rows, {made.filled:.0%} of them filled")
+                log(f"{split.name}: packed in {len(made):,} rows, {made.filled:.0%} of them filled")
             if made.cut:
-                say(f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
+                log(f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
             rows[side].append(made)
     return rows
 
@@ -225,13 +225,13 @@ def _example_stores(
     name: str,
     template: Template,
     folder: Path,
-    say: Say,
+    log: Log,
 ) -> dict[str, list[ExampleStore]]:
     """The examples of each side's records, made or found; `name` is the objective's."""
     found: dict[str, list[ExampleStore]] = {side: [] for side in SIDES}
     for side in SIDES:
         for split in sides[side]:
-            found[side].append(_example_store(split, name, template, folder, say))
+            found[side].append(_example_store(split, name, template, folder, log))
     return found
 
 
@@ -240,18 +240,18 @@ def _example_store(
     objective: str,
     template: Template,
     folder: Path,
-    say: Say,
+    log: Log,
 ) -> ExampleStore:
     made_by = template.tokenizer.fingerprint()
     directory = folder / fingerprint(FORMAT, split.identity(), made_by, objective)
     began = time.perf_counter()
     found = ExampleStore.open(directory)
     if not found:
-        say(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
-    store = found or open_or_encode(directory, split.pieces, template.encode, say)
+        log(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
+    store = found or open_or_encode(directory, split.pieces, template.encode, log)
     how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
-    facts = f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
-    say(f"{split.name}: {facts}, {how}")
+    summary = f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
+    log(f"{split.name}: {summary}, {how}")
     return store
 
 

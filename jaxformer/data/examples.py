@@ -24,7 +24,7 @@ Parts = tuple[Sequence[int], ...]
 
 # Names of labels and their numbers, in the order in which they are met.
 Labels = dict[str, int]
-Encode = Callable[[list[Record], Labels], Iterable[Parts]]
+EncodeRecords = Callable[[list[Record], Labels], Iterable[Parts]]
 
 
 class ExampleStore:
@@ -77,12 +77,15 @@ class ExampleStore:
 
 
 def open_or_encode(
-    directory: Path, records: Callable[[], Iterable[Piece]], encode: Encode, say: Callable[[str], None] = lambda line: None
+    directory: Path,
+    records: Callable[[], Iterable[Piece]],
+    encode: EncodeRecords,
+    log: Callable[[str], None] = lambda line: None,
 ) -> ExampleStore:
     """The finished store in a directory, or a new one. A second process on this machine waits and then reuses it."""
     if store := ExampleStore.open(directory):
         return store
-    with claimed(directory, say):
+    with claimed(directory, log):
         if store := ExampleStore.open(directory):
             return store
         labels: Labels = {}

@@ -20,9 +20,9 @@ from jaxformer.data.sources import Source, fingerprint
 from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
 from jaxformer.data.sources.reading import SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
-from jaxformer.data.splits import Survey, kept_survey
+from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import IdArray, Shard, TokenStore
-from jaxformer.data.tokenizing import Progress, Say, write_ids, write_index
+from jaxformer.data.tokenizing import Log, ProgressNotes, write_ids, write_index
 from jaxformer.data.writing import claimed
 from jaxformer.tokenizer import Tokenizer
 
@@ -71,48 +71,48 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
     return IdFiles(setting, spec, files, fields)
 
 
-def survey_ids(source: IdFiles, folder: Path, say: Say) -> Survey:
+def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
     """Reads and checks every id once; recorded in `folder` until a file or the tokenizer changes.
 
     Raises ConfigError for a file that holds no ids of the tokenizer's vocabulary.
     """
     parts = []
     for file in source.files:
-        unit = source.part([file])
-        name = fingerprint(unit.signature(), source.made_by().fingerprint())
-        read = functools.partial(_read, source, file, say)
-        parts.append(kept_survey(folder / f"{name}.json", read))
-    return Survey.joined(parts)
+        group = source.part([file])
+        name = fingerprint(group.signature(), source.made_by().fingerprint())
+        read = functools.partial(_read, source, file, log)
+        parts.append(cached_scan(folder / f"{name}.json", read))
+    return Scan.joined(parts)
 
 
 def id_store(
     source: IdFiles,
-    found: Survey,
+    found: Scan,
     folders: list[Path],
     thorough: bool,
-    say: Say,
+    log: Log,
 ) -> TokenStore:
     """The ids of a source, each file's index of documents in its folder.
 
     `thorough` reads all ids and indices once more, and makes nothing. Raises ConfigError for a file
-    that changed since its survey, or an index that cannot be used.
+    that changed since its scan, or an index that cannot be used.
     """
     shards: list[Shard] = []
     for file, part, folder in zip(source.files, found.parts, folders, strict=True):
         array = _open(source, file)
         closed = int(array.mapped()[-1]) == source.made_by().end_token
-        if thorough and _read(source, file, say).content != part.content:
+        if thorough and _read(source, file, log).content != part.content:
             raise _changed(file)
         made = _finished(folder, closed, thorough)
         if not made and thorough:
             told = "has no index of documents: leave out --verify to make it"
             raise ConfigError(f"{source}: {file.path} {told}.")
         if not made:
-            with claimed(folder, say):
+            with claimed(folder, log):
                 made = _finished(folder, closed) or _index(source, file, folder)
         documents, size = sum(shard.documents for shard in made), sum(shard.bytes for shard in made)
         if (documents, size) != (part.documents, part.bytes):
-            shutil.rmtree(folder, ignore_errors=True)  # an index of other ids than the survey's
+            shutil.rmtree(folder, ignore_errors=True)  # an index of other ids than the scan's
             raise _changed(file)
         shards += [replace(made[0], ids=array), *made[1:]]
     names = [folder.name for folder in folders]  # digests of the ids and their tokenizer
@@ -127,12 +127,12 @@ def _finished(folder: Path, closed: bool, thorough: bool = False) -> list[Shard]
     return made if len(made) == len(found) else []
 
 
-def _read(source: IdFiles, file: SourceFile, say: Say) -> Survey:
+def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
     """Reads all ids of a file, which are checked on the way."""
     tokenizer, array = source.made_by(), _open(source, file)
-    say(f"{source}: reading {file.path}, {array.dtype.name}")
+    log(f"{source}: reading {file.path}, {array.dtype.name}")
     digest = hashlib.blake2b(file.name.encode() + b"\xff", digest_size=16)
-    sizes, progress = tokenizer.token_bytes(), Progress(say, work=f"{file.path}: read")
+    sizes, progress = tokenizer.token_bytes(), ProgressNotes(log, work=f"{file.path}: read")
     documents = size = last = 0
     doubtful = array.path.suffix.lower() != ".npy" and array.dtype.itemsize == 2
     for start, ids in _blocks(array.mapped()):
@@ -151,7 +151,7 @@ def _read(source: IdFiles, file: SourceFile, say: Say) -> Survey:
             "or as .npy."
         )
     documents += last != tokenizer.end_token
-    return Survey(digest.hexdigest(), documents, size)
+    return Scan(digest.hexdigest(), documents, size)
 
 
 def _index(source: IdFiles, file: SourceFile, folder: Path) -> list[Shard]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig
 from jaxformer.data.best_fit import BestFit, numbered
-from jaxformer.data.rows import Batch, RowFormat, TextRows, padded
+from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
 
@@ -50,7 +50,7 @@ class MaskedRows(TextRows):
     def __len__(self) -> int:
         return len(self._fit) if self._fit else super().__len__()
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         row = self._sentences(int(index), rng) if self.sentences else self._text(int(index))
         ids = row["tokens"]
         chosen = self._chosen(ids, rng)
@@ -65,7 +65,7 @@ class MaskedRows(TextRows):
         once = dict.fromkeys(("next_sentence", "next_sentence_weights"), 1)
         return padded(row, dict.fromkeys(row, self.length) | once)
 
-    def _text(self, index: int) -> Batch:
+    def _text(self, index: int) -> NumpyBatch:
         if self._fit:
             parts = [self.store.read(begin, end) for begin, end in self._fit.stretches(index)]
             text, segments = np.concatenate(parts), numbered([len(part) for part in parts])
@@ -77,7 +77,7 @@ class MaskedRows(TextRows):
         row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": around}
         return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
 
-    def _sentences(self, index: int, rng: np.random.Generator) -> Batch:
+    def _sentences(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = index * self.stride
         text = self.store.read(start, start + self.stride)
         cut = int(rng.integers(1, len(text)))

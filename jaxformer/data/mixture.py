@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.phases import phases
-from jaxformer.data.rows import Batch, Rows
+from jaxformer.data.rows import NumpyBatch, Rows
 
 
 class Drawn(NamedTuple):
@@ -54,7 +54,7 @@ class Mixture(Rows):
     def sources(self, name: str) -> list[tuple[str, Rows]]:
         return list(zip(self.names, self.parts, strict=True))
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         part = bisect.bisect_right(self._firsts, index) - 1
         return self.parts[part].row(index - self._firsts[part], rng)
 

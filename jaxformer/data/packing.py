@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxformer.data.examples import ExampleStore
-from jaxformer.data.rows import Batch, Rows, padded
+from jaxformer.data.rows import NumpyBatch, Rows, padded
 from jaxformer.data.templates import Template
 
 # Rows that are looked at for room; when none has it, the fullest is closed for a new one.
@@ -25,16 +25,16 @@ class ExampleRows(Rows):
         self.store, self.template = store, template
         self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
         self.fingerprint = store.directory.name
-        sizes, room = template.sizes(store.lengths()), np.array(template.room)
-        self.cut = int((sizes > room).any(1).sum())
+        sizes, capacity = template.sizes(store.lengths()), np.array(template.capacity)
+        self.cut = int((sizes > capacity).any(1).sum())
         if template.packs:
             order = np.random.default_rng(seed).permutation(len(store))
-            rows = first_fit(np.minimum(sizes, room), room, order)
+            rows = first_fit(np.minimum(sizes, capacity), capacity, order)
         else:
             rows = [[index] for index in range(len(store))]
         self._members = np.fromiter((index for row in rows for index in row), np.int64)
         self._bounds = np.cumsum([0, *map(len, rows)])
-        self.filled = float(np.minimum(sizes, room).sum() / max(1, len(rows) * room.sum()))
+        self.filled = float(np.minimum(sizes, capacity).sum() / max(1, len(rows) * capacity.sum()))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -43,7 +43,7 @@ class ExampleRows(Rows):
         """The numbers of the examples in a row, in order."""
         return self._members[self._bounds[index] : self._bounds[index + 1]]
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         examples = [self.template.arrays(*self.store[member]) for member in self.members(index)]
         row = {name: np.concatenate([example[name] for example in examples]) for name in examples[0]}
         numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
@@ -53,12 +53,12 @@ class ExampleRows(Rows):
         return padded(row, self.template.lengths)
 
 
-def first_fit(sizes: np.ndarray, room: np.ndarray, order: np.ndarray) -> list[list[int]]:
+def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> list[list[int]]:
     """The numbers of the examples in each row: each goes to the first open row that has room for all its streams.
 
-    `sizes` [N, streams] are at most `room` [streams].
+    `sizes` [N, streams] are at most `capacity` [streams].
     """
-    left = np.full((len(room), OPEN_ROWS), -1, np.int64)
+    left = np.full((len(capacity), OPEN_ROWS), -1, np.int64)
     place = np.zeros(OPEN_ROWS, np.int64)
     rows: list[list[int]] = []
     for index in order.tolist():
@@ -67,7 +67,7 @@ def first_fit(sizes: np.ndarray, room: np.ndarray, order: np.ndarray) -> list[li
         slot = int(fits.argmax())
         if not fits[slot]:
             slot = int(left.min(0).argmin())
-            left[:, slot], place[slot] = room, len(rows)
+            left[:, slot], place[slot] = capacity, len(rows)
             rows.append([])
         left[:, slot] -= size[:, 0]
         rows[place[slot]].append(index)

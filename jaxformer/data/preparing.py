@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
-from jaxformer.data.corpus import Say, check_fit, find_named, find_sides, tokenizer_of
+from jaxformer.data.corpus import Log, check_fit, find_named, find_sides, tokenizer_of
 from jaxformer.data.ids import IdFiles
 from jaxformer.data.sources import Source
-from jaxformer.data.splits import Split, Survey
+from jaxformer.data.splits import Scan, Split
 from jaxformer.data.store import MANIFEST, TokenStore
 from jaxformer.data.task import Task
-from jaxformer.data.texts import SURVEYS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
+from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class TextFacts:
+class TextSummary:
     """What a tokenized text holds: tokens with the end of each document, bytes of text, the longest document in tokens."""
 
     name: str
@@ -41,8 +41,8 @@ def prepare_text(
     output: Path | None = None,
     thorough: bool = False,
     vocab_size: int = 0,
-    say: Say = lambda line: None,
-) -> list[TextFacts]:
+    log: Log = lambda line: None,
+) -> list[TextSummary]:
     """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a source of its own.
 
     `thorough` reads all that is there, holds it against its checksums, and makes nothing.
@@ -55,23 +55,23 @@ def prepare_text(
         data = replace(data, train=str(output), validation="", weights="", epochs="")
         output = None
     folder = _ready(output) if output else cache / "stores"
-    sides = find_sides(data, settings, task, (output or cache) / SURVEYS, say)
+    sides = find_sides(data, settings, task, (output or cache) / SCANS, log)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, output or cache, say)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, output or cache, log)
     if output:
         _require_own(output, tokenizer, [split.source.spec for split in sides["train"]])
-    facts: list[TextFacts] = []
-    texts: dict[str, list[tuple[Source, Survey]]] = {side: [] for side in sides}
+    summary: list[TextSummary] = []
+    texts: dict[str, list[tuple[Source, Scan]]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             if side == "train" or split.side == "all":  # else the text is on both sides
-                store = store_of(split.source, split.survey, tokenizer, folder, say, thorough)
-                facts.append(_facts(split, store))
-                texts[side].append((split.source, split.survey))
+                store = store_of(split.source, split.scan, tokenizer, folder, log, thorough)
+                summary.append(_summary(split, store))
+                texts[side].append((split.source, split.scan))
     if output:
         write_prepared(output, tokenizer, texts)
-    return facts
+    return summary
 
 
 def prepare_share(
@@ -82,7 +82,7 @@ def prepare_share(
     *,
     output: Path | None = None,
     vocab_size: int = 0,
-    say: Say = lambda line: None,
+    log: Log = lambda line: None,
 ) -> None:
     """Makes the shards of task `share[0]` of `share[1]`.
 
@@ -98,15 +98,15 @@ def prepare_share(
     kept = output or cache
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
-        say("each task reads all text for the tokenizer: with --tokenizer.path, of one made before, it reads its own part")
-        sides = find_sides(data, settings, task, kept / SURVEYS, say)
-        tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, say)
+        log("each task reads all text for the tokenizer: with --tokenizer.path, of one made before, it reads its own part")
+        sides = find_sides(data, settings, task, kept / SCANS, log)
+        tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
     if output:
         _require_own(output, tokenizer, [source.spec for source in train])
     for source in [*train, *held]:
         if not isinstance(source, (Prepared, IdFiles)):
-            build_part(source, tokenizer, kept / SURVEYS, folder, share, say)
+            build_part(source, tokenizer, kept / SCANS, folder, share, log)
 
 
 def _ready(output: Path) -> Path:
@@ -121,7 +121,7 @@ def _ready(output: Path) -> Path:
         ) from None
     if not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {new}.")
-    if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SURVEYS}|{TOKENIZERS}", name) for name in names):
+    if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}", name) for name in names):
         raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
     return output
 
@@ -159,7 +159,7 @@ def _require_text(task: Task) -> None:
         )
 
 
-def _facts(split: Split, store: TokenStore) -> TextFacts:
+def _summary(split: Split, store: TokenStore) -> TextSummary:
     longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
-    skipped = tuple(split.survey.skipped.lines())
-    return TextFacts(str(split.source), store.documents, store.tokens, store.bytes, longest, skipped)
+    skipped = tuple(split.scan.skipped.lines())
+    return TextSummary(str(split.source), store.documents, store.tokens, store.bytes, longest, skipped)

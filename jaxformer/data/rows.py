@@ -9,7 +9,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data.store import TokenStore
 
 # One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
-Batch = dict[str, np.ndarray]
+NumpyBatch = dict[str, np.ndarray]
 
 
 class RowFormat(NamedTuple):
@@ -47,10 +47,10 @@ class Rows(abc.ABC):
         """How many rows there are in an epoch."""
 
     @abc.abstractmethod
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         """Row `index`, with what is random in it drawn from `rng`."""
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> NumpyBatch:
         """Row `index` with randomness that is its own, for evaluation."""
         return self.row(index, np.random.default_rng(index))
 
@@ -98,7 +98,7 @@ class CausalRows(TextRows):
         super().__init__(store, data.sequence_length + 1, data.sequence_length)
         self.packed = data.packing == "documents"
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = int(index) * self.stride
         window = self.store.read(start, start + self.window)
         used = len(window) - 1
@@ -107,7 +107,7 @@ class CausalRows(TextRows):
         return padded(row, dict.fromkeys(row, self.stride))
 
 
-def padded(row: Batch, lengths: dict[str, int]) -> Batch:
+def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:
     """Each array filled up with zeros to its length: no token's weight, and segment 0."""
     return {name: _filled_up(array, lengths[name]) for name, array in row.items()}
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.rows import Batch, RowFormat, TextRows, padded
+from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ class SourceRows(TextRows):
         self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
         self.length, self.source_length = row_format.length, row_format.source_length
 
-    def arrays(self, text: np.ndarray, targets: np.ndarray) -> Batch:
+    def arrays(self, text: np.ndarray, targets: np.ndarray) -> NumpyBatch:
         """One row, padded."""
         source = np.array(self.tokenizer.as_source(text), np.int32)
         targets = np.concatenate([self.start[1:], targets]).astype(np.int32)
@@ -79,7 +79,7 @@ class SpanRows(SourceRows):
                 f"{len(self.sentinels)} sentinels (<extra_id_0>, ...): raise data.span_length, or lower data.source_length."
             )
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = int(index) * self.stride
         text = self.store.read(start, start + self.window)
         hidden, spans = hidden_counts(len(text), self.density, self.mean)
@@ -103,11 +103,11 @@ class PrefixRows(SourceRows):
     ) -> None:
         source_room = row_format.source_length - len(tokenizer.as_source([]))
         target_room = row_format.length + 1 - len(tokenizer.as_target([]))
-        room = min(source_room, target_room)
+        capacity = min(source_room, target_room)
         # One token more than the smaller side has room for, so that each fits, wherever it is cut.
-        super().__init__(store, row_format, tokenizer, room + 1)
+        super().__init__(store, row_format, tokenizer, capacity + 1)
 
-    def row(self, index: int, rng: np.random.Generator) -> Batch:
+    def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = int(index) * self.stride
         text = self.store.read(start, start + self.window)
         cut = int(rng.integers(1, len(text)))

@@ -10,41 +10,41 @@ from typing import Any, Literal
 
 from jaxformer.config import ConfigError
 from jaxformer.data.sources import Piece, Source, fingerprint
-from jaxformer.data.sources.lenience import Skipped
+from jaxformer.data.sources.error_policy import Skipped
 from jaxformer.data.store import TokenStore
-from jaxformer.data.tokenizing import Progress
+from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.data.writing import make_folder, replacing
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text is held out.
 FEWEST_HELD_OUT = 10
 
-# Files are surveyed and tokenized by units: as many neighbours as have this many bytes together, at least one.
-UNIT_BYTES = 64 << 20
+# Files are scanned and tokenized by units: as many neighbours as have this many bytes together, at least one.
+GROUP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Survey:
+class Scan:
     """A digest of all text of a source, wherever it lies and however it is compressed, and its size.
 
-    `skipped` is what was left out: how often for each reason, and where first. `parts` are the surveys of its units.
+    `skipped` is what was left out: how often for each reason, and where first. `parts` are the scans of its units.
     """
 
     content: str
     documents: int
     bytes: int
     skipped: Skipped = field(default_factory=Skipped)
-    parts: tuple["Survey", ...] = ()
+    parts: tuple["Scan", ...] = ()
 
     @classmethod
-    def read(cls, record: dict[str, Any]) -> "Survey":
-        """A survey as JSON holds it."""
+    def read(cls, record: dict[str, Any]) -> "Scan":
+        """A scan as JSON holds it."""
         skipped = Skipped()
         skipped.merge(record["skipped"])
         return cls(record["content"], record["documents"], record["bytes"], skipped, tuple(map(cls.read, record["parts"])))
 
     @classmethod
-    def joined(cls, parts: "list[Survey]") -> "Survey":
-        """The survey of units, one after the other."""
+    def joined(cls, parts: "list[Scan]") -> "Scan":
+        """The scan of units, one after the other."""
         skipped = Skipped()
         for part in parts:
             skipped.merge(part.skipped)
@@ -52,12 +52,12 @@ class Survey:
         return cls(content, sum(part.documents for part in parts), sum(part.bytes for part in parts), skipped, tuple(parts))
 
 
-def units(source: Source) -> list[Source]:
-    """The files of a source in groups, which are surveyed and tokenized apart from one another."""
+def file_groups(source: Source) -> list[Source]:
+    """The files of a source in groups, which are scanned and tokenized apart from one another."""
     groups: list[list[Any]] = []
     size = 0
     for file in source.files:
-        if not groups or size + file.size > UNIT_BYTES:
+        if not groups or size + file.size > GROUP_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(file)
@@ -65,12 +65,12 @@ def units(source: Source) -> list[Source]:
     return [source.part(tuple(group)) for group in groups]
 
 
-def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line: None) -> Survey:
+def scan(source: Source, cache: Path, log: Callable[[str], None] = lambda line: None) -> Scan:
     """Reads all of a source once, so that a fault shows before any work; recorded in `cache` until a file changes.
 
     Raises ConfigError for what cannot be read, and where there is no text at all.
     """
-    found = Survey.joined([survey_unit(unit, cache, say) for unit in units(source)])
+    found = Scan.joined([scan_group(group, cache, log) for group in file_groups(source)])
     if not found.documents:
         files = source.files[0].path if len(source.files) == 1 else f"each of {len(source.files)} files"
         passed = "".join(f" ({line})" for line in found.skipped.lines())
@@ -78,19 +78,19 @@ def survey(source: Source, cache: Path, say: Callable[[str], None] = lambda line
             f"{source.setting}: {files} is empty{passed}: there is no text to train on or to evaluate. Give one that has."
         )
     for line in (*([f"not read: {source.left_out}"] if source.left_out else []), *found.skipped.lines()):
-        say(f"{source}: {line}")
+        log(f"{source}: {line}")
     return found
 
 
-def survey_unit(unit: Source, cache: Path, say: Callable[[str], None] = lambda line: None) -> Survey:
-    """The survey of some files of a source, made or found."""
-    return kept_survey(cache / f"{unit.signature()}.json", lambda: _read(unit, say))
+def scan_group(group: Source, cache: Path, log: Callable[[str], None] = lambda line: None) -> Scan:
+    """The scan of some files of a source, made or found."""
+    return cached_scan(cache / f"{group.signature()}.json", lambda: _read(group, log))
 
 
-def kept_survey(record: Path, make: Callable[[], Survey]) -> Survey:
-    """The survey that a file holds, or a new one, which is written there."""
+def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
+    """The scan that a file holds, or a new one, which is written there."""
     try:
-        return Survey.read(json.loads(record.read_text()))
+        return Scan.read(json.loads(record.read_text()))
     except (OSError, ValueError, TypeError, KeyError):
         pass
     found = make()
@@ -100,12 +100,12 @@ def kept_survey(record: Path, make: Callable[[], Survey]) -> Survey:
     return found
 
 
-def _read(unit: Source, say: Callable[[str], None]) -> Survey:
+def _read(group: Source, log: Callable[[str], None]) -> Scan:
     """Reads some files of a source."""
-    say(f"{unit}: reading {len(unit.files):,} new or changed file{'s' * (len(unit.files) > 1)}")
-    digest, documents, progress = hashlib.blake2b(digest_size=16), 0, Progress(say, work=f"{unit}: read")
+    log(f"{group}: reading {len(group.files):,} new or changed file{'s' * (len(group.files) > 1)}")
+    digest, documents, progress = hashlib.blake2b(digest_size=16), 0, ProgressNotes(log, work=f"{group}: read")
     skipped = Skipped()
-    for text, name, ends, fields in unit.pieces(skipped):
+    for text, name, ends, fields in group.pieces(skipped):
         raw = text.encode()
         digest.update(json.dumps(fields).encode() if fields else raw)
         progress.done += len(raw)
@@ -113,7 +113,7 @@ def _read(unit: Source, say: Callable[[str], None]) -> Survey:
             progress.tell()
             digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
             documents += 1
-    return Survey(digest.hexdigest(), documents, progress.done, skipped)
+    return Scan(digest.hexdigest(), documents, progress.done, skipped)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Split:
     """
 
     source: Source
-    survey: Survey
+    scan: Scan
     side: Literal["all", "train", "validation"] = "all"
     fraction: float = 0.0
 
@@ -135,13 +135,13 @@ class Split:
 
     @property
     def by_document(self) -> bool:
-        return self.survey.documents * min(self.fraction, 1 - self.fraction) >= FEWEST_HELD_OUT
+        return self.scan.documents * min(self.fraction, 1 - self.fraction) >= FEWEST_HELD_OUT
 
     @property
     def bytes(self) -> int:
         """Bytes of text on this side; an expectation where documents are chosen by hash."""
         share = {"all": 1.0, "train": 1 - self.fraction, "validation": self.fraction}
-        return int(self.survey.bytes * share[self.side])
+        return int(self.scan.bytes * share[self.side])
 
     def rule(self) -> str:
         """In words, what this side is."""
@@ -152,7 +152,7 @@ class Split:
 
     def identity(self) -> str:
         """A digest of the text on this side, known without reading it."""
-        return fingerprint(self.survey.content, self.rule())
+        return fingerprint(self.scan.content, self.rule())
 
     def of(self, store: TokenStore) -> TokenStore:
         """This side of the text's tokens."""
@@ -173,9 +173,9 @@ class Split:
                 piece for piece in self.source.pieces() if (self.source.place(piece.document) < self.fraction) is held_out
             )
         if self.source.of_records:
-            kept = round(self.survey.documents * (1 - self.fraction))
+            kept = round(self.scan.documents * (1 - self.fraction))
             return itertools.islice(self.source.pieces(), *((kept, None) if held_out else (kept,)))
-        return _cut(self.source.pieces(), int(self.survey.bytes * (1 - self.fraction)), held_out)
+        return _cut(self.source.pieces(), int(self.scan.bytes * (1 - self.fraction)), held_out)
 
 
 # The texts of a run by what they are for: "train" and "validation", none of the latter where nothing is held out.

@@ -22,8 +22,8 @@ from jaxformer.config import ConfigError
 from jaxformer.data.writing import replacing
 
 MANIFEST = "manifest.json"
-BLOCK_BYTES = 1 << 22
-KINDS = ("tokens", "documents")
+HASH_BYTES = 1 << 22
+FILE_KINDS = ("tokens", "documents")
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Shard:
 
     def entry(self) -> dict[str, Any]:
         """What a manifest says of it."""
-        facts = asdict(self)
-        del facts["path"], facts["ids"]
-        return {"name": self.path.name} | facts
+        summary = asdict(self)
+        del summary["path"], summary["ids"]
+        return {"name": self.path.name} | summary
 
     def checked(self, thorough: bool = False) -> "Shard | None":
         """The shard with its files as they are now, None where one is gone. Raises ConfigError for one that was altered."""
@@ -270,7 +270,7 @@ def missing_of(directory: Path) -> str:
         entries = json.loads((directory / MANIFEST).read_text())["shards"]
     except (OSError, ValueError, KeyError, TypeError):
         return MANIFEST
-    paths = (directory / f"{entry['name']}.{kind}" for entry in entries for kind in KINDS)
+    paths = (directory / f"{entry['name']}.{kind}" for entry in entries for kind in FILE_KINDS)
     return next((path.name for path in paths if not path.exists()), MANIFEST)
 
 
@@ -288,6 +288,6 @@ def digest(path: Path) -> str:
     """A digest of a file's bytes."""
     found = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(HASH_BYTES):
             found.update(block)
     return found.hexdigest()

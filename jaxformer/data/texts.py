@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxformer.config import ConfigError, DataConfig, named_sources
-from jaxformer.data.ids import IdFiles, find_ids, id_store, survey_ids
+from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
 from jaxformer.data.sources import Source, find_source, fingerprint
-from jaxformer.data.sources.lenience import Lenience
+from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import Fields
-from jaxformer.data.splits import Survey, survey, survey_unit, units
+from jaxformer.data.splits import Scan, file_groups, scan, scan_group
 from jaxformer.data.store import MANIFEST, TokenStore, missing_of
-from jaxformer.data.tokenizing import Progress, build_shards, complete, open_or_build
+from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
 from jaxformer.data.writing import claimed, replacing
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
@@ -26,9 +26,9 @@ FORMAT = 2
 KIND = "jaxformer tokens"
 
 # Folders of the cache, or of a prepared directory, so that what one machine has read and made another finds.
-SURVEYS, TOKENIZERS = "surveys", "tokenizers"
+SCANS, TOKENIZERS = "scans", "tokenizers"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prepared(Source):
     """A text of a directory that `jaxformer prepare --output` wrote."""
 
     folder: Path = Path()
-    surveyed: Survey | None = None
+    scanned: Scan | None = None
     tokenizer: str = ""
 
 
@@ -45,7 +45,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
         raise ConfigError(f"{setting} names no source: give a file, a directory, a glob, or a named source such as stdlib.")
-    lenience = Lenience(data.undecodable, data.malformed)
+    policy = ErrorPolicy(data.undecodable, data.malformed)
     found: list[Source] = []
     for spec in specs:
         folder = Path(os.path.expanduser(spec))
@@ -53,7 +53,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
             found.append(ids)
         elif not _is_prepared(folder):
             _require_joined(folder, setting)
-            found.append(find_source(spec, setting, fields, lenience, data.cache_dir))
+            found.append(find_source(spec, setting, fields, policy, data.cache_dir))
         elif texts := prepared_texts(folder, setting, fields):
             found += texts
         else:
@@ -73,7 +73,7 @@ def _is_prepared(folder: Path) -> bool:
 
 
 def _require_joined(folder: Path, setting: str) -> None:
-    if (folder / SURVEYS).is_dir() and not (folder / MANIFEST).exists():
+    if (folder / SCANS).is_dir() and not (folder / MANIFEST).exists():
         raise ConfigError(
             f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare --output` once more without "
             "--shard, which joins what the tasks have made."
@@ -95,7 +95,7 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
         texts = manifest[setting.removeprefix("data.")]
-        surveys = [(entry["spec"], Survey.read(entry["survey"])) for entry in texts]
+        scans = [(entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{setting}: {folder / MANIFEST} is not what `jaxformer prepare --output` of this version writes ({error}): "
@@ -104,18 +104,18 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
     if len(fields) > 1:
         raise ConfigError(f"{setting}: {folder} holds tokens of text, and data.objective reads records: name their source.")
     made_by = manifest["tokenizer"]
-    return [Prepared(setting, spec, (), folder=folder, surveyed=found, tokenizer=made_by) for spec, found in surveys]
+    return [Prepared(setting, spec, (), folder=folder, scanned=found, tokenizer=made_by) for spec, found in scans]
 
 
-def survey_of(source: Source, folder: Path, say: Say) -> Survey:
+def scan_of(source: Source, folder: Path, log: Log) -> Scan:
     """What a text holds: as it is written where the text is prepared, else read, and kept in `folder`."""
     if isinstance(source, IdFiles):
-        return survey_ids(source, folder, say)
-    return source.surveyed if isinstance(source, Prepared) and source.surveyed else survey(source, folder, say)
+        return scan_ids(source, folder, log)
+    return source.scanned if isinstance(source, Prepared) and source.scanned else scan(source, folder, log)
 
 
 def store_of(
-    source: Source, found: Survey, tokenizer: Tokenizer, folder: Path, say: Say, thorough: bool = False
+    source: Source, found: Scan, tokenizer: Tokenizer, folder: Path, log: Log, thorough: bool = False
 ) -> TokenStore:
     """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is there, and makes nothing.
 
@@ -123,83 +123,82 @@ def store_of(
     """
     names = [directory_of(part, tokenizer) for part in found.parts]
     if isinstance(source, IdFiles):
-        return id_store(source, found, [folder / name for name in names], thorough, say)
+        return id_store(source, found, [folder / name for name in names], thorough, log)
     if isinstance(source, Prepared):
         stores = [_prepared(source, name, tokenizer, thorough) for name in names]
     else:
         opened = [TokenStore.open(folder / name, thorough) for name in names]
         made = [part for part, store in zip(found.parts, opened, strict=True) if store is None]
-        progress = Progress(say, sum(part.bytes for part in made))
+        progress = ProgressNotes(log, sum(part.bytes for part in made))
         if made and thorough:
             raise ConfigError(
                 f"{source}: {len(made)} of {len(names)} parts are not prepared: leave out --verify to make them."
             )
         if made:
             parts = f", {len(made)} of {len(names)} parts" * (len(names) > 1)
-            say(f"{source}: tokenizing {megabytes(sum(part.bytes for part in made))}{parts}")
+            log(f"{source}: tokenizing {megabytes(sum(part.bytes for part in made))}{parts}")
         began = time.perf_counter()
         stores = [
-            open_or_build(folder / name, unit.pieces, tokenizer, progress, source.place) if store is None else store
-            for store, name, unit in zip(opened, names, units(source), strict=True)
+            open_or_build(folder / name, group.pieces, tokenizer, progress, source.place) if store is None else store
+            for store, name, group in zip(opened, names, file_groups(source), strict=True)
         ]
         for store, part, name in zip(stores, found.parts, names, strict=True):
             _require_text_of(part, store, folder / name, source)
         if made:
-            say(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+            log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
         else:
-            say(f"{source}: reusing {folder / names[0]}" + f" and {len(names) - 1:,} more" * (len(names) > 1))
+            log(f"{source}: reusing {folder / names[0]}" + f" and {len(names) - 1:,} more" * (len(names) > 1))
     return TokenStore.joined(stores, fingerprint(names))
 
 
-def build_part(source: Source, tokenizer: Tokenizer, surveyed: Path, folder: Path, part: tuple[int, int], say: Say) -> None:
+def build_part(source: Source, tokenizer: Tokenizer, scanned: Path, folder: Path, part: tuple[int, int], log: Log) -> None:
     """Makes the share `part` (its number from 0, and of how many) of a text's shards, whatever the other shares are doing.
 
     Shares are of units where there are enough of them, and each then reads nothing else; otherwise of the shards in each.
     """
     index, count = part
-    groups = units(source)
+    groups = file_groups(source)
     apart = len(groups) >= count
-    mine = [(number, unit) for number, unit in enumerate(groups) if not apart or number % count == index]
+    mine = [(number, group) for number, group in enumerate(groups) if not apart or number % count == index]
     part_of = f"{len(mine):,} of {len(groups):,} groups of files are" if apart else f"one of every {count} shards is"
-    say(f"{source}: {part_of} this task's")
-    surveys = [survey_unit(unit, surveyed, say) for _, unit in mine]
-    progress = Progress(say, sum(found.bytes for found in surveys))
-    for (number, unit), found in zip(mine, surveys, strict=True):
+    log(f"{source}: {part_of} this task's")
+    scans = [scan_group(group, scanned, log) for _, group in mine]
+    progress = ProgressNotes(log, sum(found.bytes for found in scans))
+    for (number, group), found in zip(mine, scans, strict=True):
         directory = folder / directory_of(found, tokenizer)
         if apart:
-            store = open_or_build(directory, unit.pieces, tokenizer, progress, source.place)
+            store = open_or_build(directory, group.pieces, tokenizer, progress, source.place)
             _require_text_of(found, store, directory, source)
         elif TokenStore.open(directory) is None:
             shares = functools.partial(_is_mine, number, index, count)
-            with claimed(directory, say, shared=True):
-                shards = build_shards(directory, unit.pieces(), tokenizer, progress, source.place, shares)
+            with claimed(directory, log, shared=True):
+                shards = build_shards(directory, group.pieces(), tokenizer, progress, source.place, shares)
                 complete(directory, shards, tokenizer)
 
 
-def _is_mine(unit: int, index: int, count: int, shard: int) -> bool:
-    return (unit + shard) % count == index
+def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
+    return (group + shard) % count == index
 
 
-def _require_text_of(part: Survey, store: TokenStore, directory: Path, source: Source) -> None:
-    """Raises ConfigError, and leaves nothing of the store, where files changed between their survey and their tokens."""
+def _require_text_of(part: Scan, store: TokenStore, directory: Path, source: Source) -> None:
+    """Raises ConfigError, and leaves nothing of the store, where files changed between their scan and their tokens."""
     if (part.documents, part.bytes) != (store.documents, store.bytes):
         shutil.rmtree(directory, ignore_errors=True)
         raise ConfigError(f"{source}: its files changed while they were tokenized: wait until they do not, and begin again.")
 
 
-def write_prepared(folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tuple[Source, Survey]]]) -> None:
+def write_prepared(folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tuple[Source, Scan]]]) -> None:
     """Writes what makes a folder of stores a source of its own: its tokenizer and its manifest."""
     tokenizer.save(folder / TOKENIZER_FILE)
     listed = {
-        side: [{"spec": source.spec, "survey": asdict(found)} for source, found in several]
-        for side, several in texts.items()
+        side: [{"spec": source.spec, "scan": asdict(found)} for source, found in several] for side, several in texts.items()
     }
     manifest = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint(), **listed}
     with replacing(folder / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
 
-def directory_of(part: Survey, tokenizer: Tokenizer) -> str:
+def directory_of(part: Scan, tokenizer: Tokenizer) -> str:
     """The name of the directory that a unit's tokens are in: equal text and an equal tokenizer have the same."""
     return fingerprint(FORMAT, part.content, tokenizer.fingerprint())
 

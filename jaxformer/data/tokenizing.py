@@ -23,15 +23,15 @@ SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
 Place = Callable[[str], float]
-Say = Callable[[str], None]
-Index = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
+Log = Callable[[str], None]
+DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
-class Progress:
+class ProgressNotes:
     """Says how far a work of `total` bytes of text is, where that is known, at most every 5 seconds."""
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None, total: int = 0, work: str = "tokenized") -> None:
-        self.say, self.done, self._total, self._work = say, 0, total, work
+    def __init__(self, log: Callable[[str], None] = lambda line: None, total: int = 0, work: str = "tokenized") -> None:
+        self.log, self.done, self._total, self._work = log, 0, total, work
         self._began = self._said = time.monotonic()
 
     def tell(self) -> None:
@@ -41,14 +41,14 @@ class Progress:
         self._said, rate = now, self.done / (now - self._began)
         left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left" if self._total else ""
         whole = f" of {self._total / 1e9:.2f}" if self._total else ""
-        self.say(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")
+        self.log(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")
 
 
 def open_or_build(
     directory: Path,
     pieces: Callable[[], Iterable[Piece]],
     tokenizer: Tokenizer,
-    progress: Progress | None = None,
+    progress: ProgressNotes | None = None,
     place: Place = lambda document: 0.0,
 ) -> TokenStore:
     """The finished store in a directory, or a new one: shards that an earlier attempt finished are kept.
@@ -58,8 +58,8 @@ def open_or_build(
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
-    progress = progress or Progress()
-    with claimed(directory, progress.say) as alone:
+    progress = progress or ProgressNotes()
+    with claimed(directory, progress.log) as alone:
         if (store := TokenStore.open(directory)) is not None:
             return store
         for draft in directory.glob("*.tmp") if alone else ():
@@ -88,7 +88,7 @@ def build_shards(
     directory: Path,
     pieces: Iterable[Piece],
     tokenizer: Tokenizer,
-    progress: Progress,
+    progress: ProgressNotes,
     place: Place,
     mine: Callable[[int], bool] = lambda index: True,
 ) -> list[Shard | None]:
@@ -103,7 +103,7 @@ def build_shards(
     return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
 
 
-def _sized(pieces: Iterable[Piece], progress: Progress) -> Iterator[tuple[Piece, int]]:
+def _sized(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[tuple[Piece, int]]:
     """Each piece with the bytes of its document up to its end."""
     size = 0
     for piece in pieces:
@@ -144,7 +144,7 @@ def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tok
     return write_index(path, tokens, (ends, sizes, places), {"tokens": read.hexdigest()})
 
 
-def write_index(path: Path, tokens: int, table: Index, digests: dict[str, str]) -> Shard:
+def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str, str]) -> Shard:
     """Writes a shard's index of documents, and then that the shard is finished.
 
     `table` has, of each document, the place after its end (int64), the bytes of its text (int64)

@@ -17,7 +17,7 @@ from jaxformer.tokenizer.files import TOKENIZER_FILE
 # Where a tokenizer is trained on a part of the text, the most that is taken from one place.
 SAMPLE_CHARACTERS = 1 << 12
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None) -> Tokenizer | None:
@@ -32,7 +32,7 @@ def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...], prepar
     return byte_tokenizer(specials) if settings.kind == "bytes" else None
 
 
-def make_tokenizer(settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, say: Say) -> Tokenizer:
+def make_tokenizer(settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log) -> Tokenizer:
     """The tokenizer of a run, made or found; entries of BPE are those of text for training, characters those of all."""
     train, every = sides["train"], [*sides["train"], *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
@@ -42,21 +42,21 @@ def make_tokenizer(settings: TokenizerConfig, sides: Sides, specials: tuple[str,
         return given
     if settings.kind == "bpe":
         texts = [split.identity() for split in train]
-        facts: tuple[object, ...] = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
+        summary: tuple[object, ...] = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
     else:
-        facts = tuple(dict.fromkeys(split.survey.content for split in every))
-    path = cache / f"{fingerprint(FORMAT, settings.kind, *facts, *specials)}.json"
+        summary = tuple(dict.fromkeys(split.scan.content for split in every))
+    path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *specials)}.json"
     if not path.exists():
-        with claimed(cache, say):
+        with claimed(cache, log):
             if not path.exists():
-                _make(settings, train, every, specials, say).save(path)
+                _make(settings, train, every, specials, log).save(path)
                 return Tokenizer.load(path)
-    say(f"tokenizer: reusing {path}")
+    log(f"tokenizer: reusing {path}")
     return Tokenizer.load(path)
 
 
 def _make(
-    settings: TokenizerConfig, train: list[Split], every: list[Split], specials: tuple[str, ...], say: Say
+    settings: TokenizerConfig, train: list[Split], every: list[Split], specials: tuple[str, ...], log: Log
 ) -> Tokenizer:
     began = time.perf_counter()
     if settings.kind == "bpe":
@@ -64,24 +64,24 @@ def _make(
         shares = [round(settings.training_bytes * split.bytes / max(1, total)) for split in train]
         size = megabytes(min(total, settings.training_bytes))
         names = " and ".join(str(split.source) for split in train)
-        say(f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of {names}")
+        log(f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of {names}")
         texts = (text for split, share in zip(train, shares, strict=True) for text in spread(split, share))
         made = train_bpe_tokenizer(texts, settings.vocab_size, specials, settings.pattern)
     else:
         sources = [*{id(split.source): split.source for split in every}.values()]
-        say("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
+        log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
         made = character_tokenizer((piece.text for source in sources for piece in source.pieces()), specials)
-    say(f"tokenizer: {made.vocab_size:,} entries, made in {time.perf_counter() - began:.1f} s")
+    log(f"tokenizer: {made.vocab_size:,} entries, made in {time.perf_counter() - began:.1f} s")
     return made
 
 
 def spread(split: Split, most: int) -> Iterator[str]:
     """Pieces of a split's text, evenly over all of it, of at most `most` bytes together."""
     rate, seen, taken = min(1.0, most / max(1, split.bytes)), 0, 0
-    unit = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
+    group = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
     for piece in split.pieces():
-        for start in range(0, len(piece.text), unit):
-            text = piece.text[start : start + unit]
+        for start in range(0, len(piece.text), group):
+            text = piece.text[start : start + group]
             size = len(text.encode())
             seen += size
             if taken + size <= min(most, seen * rate):

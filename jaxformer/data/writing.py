@@ -33,7 +33,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, say: Callable[[str], None], shared: bool = False) -> Iterator[bool]:
+def claimed(directory: Path, log: Callable[[str], None], shared: bool = False) -> Iterator[bool]:
     """Makes a directory and holds it against other processes of this machine until the block ends, or the process does.
 
     Those that hold it `shared` are at work at the same time, and the others wait for them. False where the file system
@@ -52,7 +52,7 @@ def claimed(directory: Path, say: Callable[[str], None], shared: bool = False) -
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another process that is at work in {directory}")
+            log(f"waiting for another process that is at work in {directory}")
             fcntl.flock(handle, kind)
         except OSError:
             locked = False

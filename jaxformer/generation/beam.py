@@ -13,7 +13,7 @@ from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import EndToken, ends, filler, within
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params
@@ -88,7 +88,7 @@ class _Live(NamedTuple):
 def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream) -> Beams:
     batch, beams = stream.logits.shape[0], rules.beams
     keep = rules.keep or beams
-    cache, logits, places = _repeated((stream.cache, stream.logits, stream.places), beams)
+    cache, logits, layout = _repeated((stream.cache, stream.logits, stream.layout), beams)
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     one = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)  # the beams begin as one
     live = _Live(tokens, jnp.broadcast_to(one, (batch, beams)), logits)
@@ -103,7 +103,7 @@ def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: 
         i, live, over, cache = carry
         live, over, parents = _extend(live, over, rules, i)
         cache = _of_parents(cache, parents)
-        here = Places(places.positions + i, places.segments)
+        here = TokenLayout(layout.positions + i, layout.segments)
         x, cache, _ = hidden(params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache)
         return i + 1, live._replace(logits=head(params, config, x, here)[:, 0]), over, cache
 

@@ -14,7 +14,7 @@ from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import Sampling, draw, ends, filler
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
-from jaxformer.layers.masks import Places, places_of
+from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype
@@ -32,7 +32,7 @@ class Stream:
 
     cache: KVCache
     logits: jax.Array
-    places: Places
+    layout: TokenLayout
     done: jax.Array
     key: jax.Array
 
@@ -116,10 +116,10 @@ def start(
     tokens, segments = _read(config, "prompt", prompt, segment_ids)
     longest = int((segments != 0).sum(axis=1).max())
     if longest + max_new_tokens > config.max_length:
-        room = max(config.max_length - longest, 0)
+        space = max(config.max_length - longest, 0)
         raise ConfigError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of "
-            f"model.max_length={config.max_length}: shorten the prompt, or ask for at most {room} new tokens."
+            f"model.max_length={config.max_length}: shorten the prompt, or ask for at most {space} new tokens."
         )
     slots = -(-(tokens.shape[1] + max_new_tokens) // SLOTS) * SLOTS
     read = None if source is None else _read(config, "source", source, source_segment_ids)
@@ -153,18 +153,18 @@ def _read(config: ModelConfig, name: str, rows: Any, segment_ids: Any) -> tuple[
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _prefill(params: Params, config: ModelConfig, slots: int, prompt: Any, source: Any | None, key: jax.Array) -> Stream:
     tokens, segments = prompt
-    places = places_of(tokens, None, segments)
+    layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
-    inputs = Inputs(tokens, places)
+    inputs = Inputs(tokens, layout)
     if source is not None:
-        heard = places_of(source[0], None, source[1])
-        cache = remember(params, config, Inputs(tokens, places, None, source[0], heard), cache)
+        heard = layout_of(source[0], None, source[1])
+        cache = remember(params, config, Inputs(tokens, layout, None, source[0], heard), cache)
     x, cache, _ = hidden(params, config, inputs, cache)
     index = jnp.arange(tokens.shape[1])
     last = jnp.max(jnp.where(segments != 0, index, -1), axis=1, keepdims=True)
-    position, segment = (jnp.take_along_axis(a, last, axis=1) for a in (places.positions, segments))
-    logits = head(params, config, jnp.take_along_axis(x, last[..., None], axis=1), Places(position, segment))[:, 0]
-    after = Places(position + 1, segment)
+    position, segment = (jnp.take_along_axis(a, last, axis=1) for a in (layout.positions, segments))
+    logits = head(params, config, jnp.take_along_axis(x, last[..., None], axis=1), TokenLayout(position, segment))[:, 0]
+    after = TokenLayout(position + 1, segment)
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key)
 
 
@@ -182,10 +182,10 @@ def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream:
         i, made, stream = carry
         key, now = jax.random.split(stream.key)
         token = jnp.where(stream.done, blank, draw(stream.logits, now, rules))
-        x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.places), stream.cache)
+        x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.layout), stream.cache)
         done = stream.done | ends(token, rules.end_token)
-        after = Places(stream.places.positions + 1, stream.places.segments)
-        logits = head(params, config, x, stream.places)[:, 0]
+        after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
+        logits = head(params, config, x, stream.layout)[:, 0]
         return i + 1, made.at[:, i].set(token), Stream(cache, logits, after, done, key)  # type: ignore[arg-type]
 
     _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))

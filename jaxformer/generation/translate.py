@@ -29,10 +29,10 @@ def translate(
     where it exceeds model.max_length. A target has at most 3/2 as many tokens as the longest source of its batch
     (rounded up), and ten more. Raises ConfigError for a model that is no encoder-decoder.
     """
-    start, room = tokenizer.as_target([]), config.max_length
-    encoded, most_read = tokenizer.encode_batch(texts), room - len(tokenizer.as_source([]))
+    start, space = tokenizer.as_target([]), config.max_length
+    encoded, most_read = tokenizer.encode_batch(texts), space - len(tokenizer.as_source([]))
     if cut := sum(len(ids) > most_read for ids in encoded):
-        warnings.warn(f"{cut} of {len(texts)} texts are cut to the model.max_length={room} of this model.", stacklevel=2)
+        warnings.warn(f"{cut} of {len(texts)} texts are cut to the model.max_length={space} of this model.", stacklevel=2)
     rules = {
         "beams": beams,
         "keep": 1,
@@ -48,7 +48,7 @@ def translate(
         rows = [sources[index] for index in [*batch, *[batch[-1]] * (size - len(batch))]]
         source, real = padded(rows)
         longest = _rounded(source.shape[1])
-        most = min(_rounded(longest * 3 // 2 + 11), room) - len(start)
+        most = min(_rounded(longest * 3 // 2 + 11), space) - len(start)
         starts = np.tile(start, (size, 1))
         found = beam_search(params, config, starts, most, source=source, source_segment_ids=real, **rules)
         for index, tokens in zip(batch, np.asarray(found.tokens[:, 0]), strict=False):

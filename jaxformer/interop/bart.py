@@ -4,46 +4,58 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, Choice, Dropout, Field, Fixed, Inert, Key, Only, Ours, Present, Tied
-from jaxformer.interop.table import ROW, Row, linear, norm
-from jaxformer.interop.theirs import Theirs
+from jaxformer.interop.fields import (
+    PLAIN,
+    Choice,
+    Constant,
+    Dropout,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Ours,
+    Present,
+    Tied,
+)
+from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.table import AS_ROW, TensorRow, linear, norm
 
-SIDES = ("encoder", "decoder")
+STACKS = ("encoder", "decoder")
 
 
-class Twice:
+class SharedSizes:
     """Sizes that the file states for both stacks, and that are one here."""
 
     keys = (("ffn_dim", "d_ff", 4096), ("attention_heads", "n_heads", 16))
 
-    def read(self, theirs: Theirs) -> Ours:
+    def read(self, hf: HFConfig) -> Ours:
         found = {}
         for name, ours, default in self.keys:
-            found[ours] = theirs.get(f"encoder_{name}", default)
-            if theirs.get(f"decoder_{name}", default) != found[ours]:
-                theirs.only(f"decoder_{name}", (found[ours],))
+            found[ours] = hf.get(f"encoder_{name}", default)
+            if hf.get(f"decoder_{name}", default) != found[ours]:
+                hf.only(f"decoder_{name}", (found[ours],))
         return found
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {f"{side}_{name}": getattr(ours, field) for name, field, _ in self.keys for side in SIDES}
+        return {f"{side}_{name}": getattr(ours, field) for name, field, _ in self.keys for side in STACKS}
 
 
-def fields(vocab_size: int) -> tuple[Field, ...]:
+def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
     """The keys that both have."""
     return (
-        Fixed(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
+        Constant(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
         Key("vocab_size", "vocab_size", vocab_size),
         Key("d_model", "d_model", 1024),
         Key("encoder_layers", "n_encoder_layers", 12),
         Key("decoder_layers", "n_layers", 12),
-        Twice(),
+        SharedSizes(),
         Key("max_position_embeddings", "max_length", 1024),
         Choice("activation_function", "activation", PLAIN, "gelu"),
         Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
         Present("final_logits_bias", "head_bias"),
         Tied(True),
         Dropout(("dropout", "attention_dropout")),
-        Inert(
+        IgnoredKeys(
             (
                 "encoder_layerdrop",
                 "decoder_layerdrop",
@@ -53,7 +65,7 @@ def fields(vocab_size: int) -> tuple[Field, ...]:
                 "init_std",
             )
         ),
-        Inert(
+        IgnoredKeys(
             (
                 "num_hidden_layers",
                 "hidden_size",
@@ -62,13 +74,13 @@ def fields(vocab_size: int) -> tuple[Field, ...]:
                 "force_bos_token_to_be_generated",
             )
         ),
-        Inert(("add_bias_logits", "gradient_checkpointing", "static_position_embeddings")),
+        IgnoredKeys(("add_bias_logits", "gradient_checkpointing", "static_position_embeddings")),
         # Of the first transformers with these models, whose code served others too.
-        *(Only(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
+        *(FixedKey(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
     )
 
 
-def stack(side: str, ours: str) -> tuple[Row, ...]:
+def stack(side: str, ours: str) -> tuple[TensorRow, ...]:
     """The rows of one stack; `ours` goes before its paths."""
     layer, parts = f"model.{side}.layers.{{}}.", {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
     sublayers = {"self_attn": "attention"} | ({} if ours else {"encoder_attn": "cross"})
@@ -89,15 +101,15 @@ def stack(side: str, ours: str) -> tuple[Row, ...]:
         *linear(layer + "fc1", f"{ours}blocks.ffn.up"),
         *linear(layer + "fc2", f"{ours}blocks.ffn.down"),
         *norm(layer + "final_layer_norm", f"{ours}blocks.ffn_norm"),
-        Row(f"model.{side}.embed_positions.weight", f"{ours}embed.positions"),
+        TensorRow(f"model.{side}.embed_positions.weight", f"{ours}embed.positions"),
         *norm(f"model.{side}.layernorm_embedding", f"{ours}embed.norm"),
     )
 
 
 ROWS = (
-    Row("model.shared.weight", "embed.tokens"),
-    Row("lm_head.weight", "head.weight"),
-    Row("final_logits_bias", "head.bias", ROW),
+    TensorRow("model.shared.weight", "embed.tokens"),
+    TensorRow("lm_head.weight", "head.weight"),
+    TensorRow("final_logits_bias", "head.bias", AS_ROW),
     *stack("encoder", "encoder."),
     *stack("decoder", ""),
 )
@@ -108,11 +120,11 @@ BART = Family(
     {"BartForConditionalGeneration": {}},
     (
         *fields(50265),
-        Fixed(positions="learned", position_offset=2, embedding_norm=True),
-        Only("normalize_embedding", (True,)),
+        Constant(positions="learned", position_offset=2, embedding_norm=True),
+        FixedKey("normalize_embedding", (True,)),
     ),
     lambda config: ROWS,
     prefix="model.",
     bases=("BartModel",),
-    copies=tied_copy("lm_head.weight", "model.shared.weight", *(f"model.{side}.embed_tokens.weight" for side in SIDES)),
+    copies=tied_copy("lm_head.weight", "model.shared.weight", *(f"model.{side}.embed_tokens.weight" for side in STACKS)),
 )

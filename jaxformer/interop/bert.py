@@ -2,14 +2,28 @@
 
 from jaxformer.config import ModelConfig
 from jaxformer.interop.family import Copies, Copy, Family
-from jaxformer.interop.fields import PLAIN, Choice, Classes, Dropout, Field, Fixed, Inert, Key, Only, Present, Tied
-from jaxformer.interop.table import Row, linear, norm
+from jaxformer.interop.fields import (
+    PLAIN,
+    Choice,
+    ClassCount,
+    Constant,
+    Dropout,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    KeyMapping,
+    Present,
+    Tied,
+)
+from jaxformer.interop.table import TensorRow, linear, norm
 
 
-def fields(**default: int) -> tuple[Field, ...]:
+def fields(**default: int) -> tuple[KeyMapping, ...]:
     """The keys that both have; `default` has the values of keys that are left out."""
     return (
-        Fixed(family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True, positions="learned"),
+        Constant(
+            family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True, positions="learned"
+        ),
         Key("vocab_size", "vocab_size", default["vocab_size"]),
         Key("hidden_size", "d_model", 768),
         Key("num_hidden_layers", "n_layers", 12),
@@ -17,21 +31,21 @@ def fields(**default: int) -> tuple[Field, ...]:
         Key("intermediate_size", "d_ff", 3072),
         Key("type_vocab_size", "token_types", 2),
         Key("layer_norm_eps", "norm_eps", 1e-12),
-        Only("position_embedding_type", ("absolute",)),
+        FixedKey("position_embedding_type", ("absolute",)),
         Tied(True),
-        Classes(),
+        ClassCount(),
         Dropout(("hidden_dropout_prob", "attention_probs_dropout_prob")),
-        Inert(("classifier_dropout", "gradient_checkpointing")),
+        IgnoredKeys(("classifier_dropout", "gradient_checkpointing")),
     )
 
 
-def trunk(base: str) -> tuple[Row, ...]:
+def trunk(base: str) -> tuple[TensorRow, ...]:
     """All but the heads, under the name that the base model has."""
     layer = base + ".encoder.layer.{}."
     return (
-        Row(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
-        Row(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
-        Row(f"{base}.embeddings.token_type_embeddings.weight", "embed.types"),
+        TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
+        TensorRow(f"{base}.embeddings.position_embeddings.weight", "embed.positions"),
+        TensorRow(f"{base}.embeddings.token_type_embeddings.weight", "embed.types"),
         *norm(f"{base}.embeddings.LayerNorm", "embed.norm"),
         *linear(layer + "attention.self.query", "blocks.attention.q"),
         *linear(layer + "attention.self.key", "blocks.attention.k"),
@@ -44,27 +58,27 @@ def trunk(base: str) -> tuple[Row, ...]:
     )
 
 
-def placed(base: str, config: ModelConfig, found: tuple[Row, ...]) -> tuple[Row, ...]:
+def placed(base: str, config: ModelConfig, found: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
     """The rows as the class with the head names them, or, without a head, the base model itself."""
     if config.output != "none":
         return found
-    return tuple(row._replace(theirs=row.theirs.removeprefix(f"{base}.")) for row in found)
+    return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in found)
 
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
 
 
-def rows(config: ModelConfig) -> tuple[Row, ...]:
+def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     masked = (
         *linear("cls.predictions.transform.dense", "head.dense"),
         *norm("cls.predictions.transform.LayerNorm", "head.norm"),
-        Row("cls.predictions.decoder.weight", "head.weight"),
-        Row(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-        Row("cls.seq_relationship.weight", "next_sentence.weight"),
-        Row("cls.seq_relationship.bias", "next_sentence.bias"),
+        TensorRow("cls.predictions.decoder.weight", "head.weight"),
+        TensorRow(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+        TensorRow("cls.seq_relationship.weight", "next_sentence.weight"),
+        TensorRow("cls.seq_relationship.bias", "next_sentence.bias"),
     )
-    classes = (Row("classifier.weight", "head.weight"), Row("classifier.bias", "head.bias"))
+    classes = (TensorRow("classifier.weight", "head.weight"), TensorRow("classifier.bias", "head.bias"))
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
     return placed("bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head))
 

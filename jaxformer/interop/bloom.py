@@ -1,28 +1,28 @@
 """BLOOM (arXiv:2211.05100): ALiBi, and a norm behind the embedding."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import Dropout, Fixed, Inert, Key, Only, Tied
-from jaxformer.interop.table import BY_HEAD, QKV, Row, linear, norm
+from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, Tied
+from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
-    Fixed(norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"),
+    Constant(norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"),
     Key("vocab_size", "vocab_size", 250880),
     Key("hidden_size", "d_model", 64, old="n_embed"),
     Key("n_layer", "n_layers", 2, old="num_hidden_layers"),
     Key("n_head", "n_heads", 8, old="num_attention_heads"),
     Key("layer_norm_epsilon", "norm_eps", 1e-5),
     Key("seq_length", "max_length", 2048),
-    Only("apply_residual_connection_post_layernorm", (False,)),
+    FixedKey("apply_residual_connection_post_layernorm", (False,)),
     Tied(True),
     Dropout(("hidden_dropout", "attention_dropout")),
-    Only("slow_but_exact", (False,)),  # leaves out biases where pretraining_tp is above 1
-    Inert(("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")),
-    Inert(("pretraining_pp", "skip_bias_add", "skip_bias_add_qkv", "n_inner")),
+    FixedKey("slow_but_exact", (False,)),  # leaves out biases where pretraining_tp is above 1
+    IgnoredKeys(("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")),
+    IgnoredKeys(("pretraining_pp", "skip_bias_add", "skip_bias_add_qkv", "n_inner")),
 )
 
 LAYER = "transformer.h.{}."
 ROWS = (
-    Row("transformer.word_embeddings.weight", "embed.tokens"),
+    TensorRow("transformer.word_embeddings.weight", "embed.tokens"),
     *norm("transformer.word_embeddings_layernorm", "embed.norm"),
     *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
     *linear(LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
@@ -31,7 +31,7 @@ ROWS = (
     *linear(LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
     *linear(LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
     *norm("transformer.ln_f", "final_norm"),
-    Row("lm_head.weight", "head.weight"),
+    TensorRow("lm_head.weight", "head.weight"),
 )
 
 BLOOM = Family(

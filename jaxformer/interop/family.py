@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.interop.compare import differences, resolved
-from jaxformer.interop.fields import Choice, Field, Key, Ours
-from jaxformer.interop.table import Row, Tensor, tensors, unplaced
-from jaxformer.interop.theirs import REQUIRED, Theirs
+from jaxformer.interop.fields import Choice, Key, KeyMapping, Ours
+from jaxformer.interop.hf_config import REQUIRED, HFConfig
+from jaxformer.interop.table import Tensor, TensorRow, tensors, unplaced
 from jaxformer.models.transformer import specs as model_specs
 
 
@@ -41,22 +41,22 @@ class Family:
 
     model_type: str
     architectures: Mapping[str, Ours]
-    fields: Sequence[Field]
-    rows: Callable[[ModelConfig], tuple[Row, ...]]
+    fields: Sequence[KeyMapping]
+    rows: Callable[[ModelConfig], tuple[TensorRow, ...]]
     copies: Copies
     bases: tuple[str, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
-    def read(self, theirs: Theirs, architecture: str) -> ModelConfig:
+    def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
         """Our config of theirs. Raises ConfigError for a key with a value that nothing here computes."""
         for key, allowed in REQUIRED.items():
-            if key in theirs.values:
-                theirs.only(key, allowed)
+            if key in hf.values:
+                hf.only(key, allowed)
         found: Ours = {}
         for row in self.fields:
-            found |= row.read(theirs)
+            found |= row.read(hf)
         found |= self.architectures[architecture]
         if found.get("head") not in ("classes", "tags"):
             found.pop("n_classes", None)
@@ -64,7 +64,7 @@ class Family:
 
     def keys(self) -> dict[str, str]:
         """Their key of each field of ours that one alone states."""
-        return {row.ours: row.theirs for row in self.fields if isinstance(row, (Key, Choice))}
+        return {row.ours: row.hf for row in self.fields if isinstance(row, (Key, Choice))}
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """Their keys of our config."""
@@ -81,7 +81,7 @@ class Family:
             return [f"model.head={config.output!r}"]
         written = self.named(tensor.name for tensor in self.tensors(config))
         try:
-            stated = self.read(Theirs(self.write(config, architecture), written), architecture)
+            stated = self.read(HFConfig(self.write(config, architecture), written), architecture)
         except ConfigError as error:
             return [str(error)]
         left = unplaced(self.tensors(config), model_specs(config))

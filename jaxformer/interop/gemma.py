@@ -2,7 +2,19 @@
 
 import dataclasses
 
-from jaxformer.interop.fields import GATED, Biases, Cap, Choice, Divided, Fixed, Inert, Only, Scale, Tied, Windows
+from jaxformer.interop.fields import (
+    GATED_NAMES,
+    Biases,
+    Choice,
+    Constant,
+    DivisibleHeads,
+    FixedKey,
+    IgnoredKeys,
+    OptionalKey,
+    Scale,
+    Tied,
+    Windows,
+)
 from jaxformer.interop.llama import ATTENTION, LAYER, LLAMA, TRUNK, sizes
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.table import norm
@@ -18,13 +30,13 @@ ROWS = (
     *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
 )
 COMMON = (
-    Divided(),
-    Fixed(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
-    Choice("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
-    Inert(("hidden_act",)),
+    DivisibleHeads(),
+    Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
+    Choice("hidden_activation", "activation", GATED_NAMES, "gelu_pytorch_tanh"),
+    IgnoredKeys(("hidden_act",)),
     Biases({"attention_bias": (ATTENTION, False)}),
     Scale("query_pre_attn_scalar", 256),
-    Only("use_bidirectional_attention", (False, None)),
+    FixedKey("use_bidirectional_attention", (False, None)),
     Tied(True),
 )
 
@@ -36,8 +48,8 @@ GEMMA2 = dataclasses.replace(
     fields=(
         *sizes(vocab_size=256000, max_position_embeddings=8192, **SIZES),
         *COMMON,
-        Cap("attn_logit_softcapping", "attention_soft_cap", 50.0),
-        Cap("final_logit_softcapping", "logit_soft_cap", 30.0),
+        OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
+        OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
         Rope(),
         Windows(LAYERS, every=2),
     ),
@@ -51,9 +63,9 @@ GEMMA3 = dataclasses.replace(
     fields=(
         *sizes(vocab_size=262208, max_position_embeddings=131072, **SIZES),
         *COMMON,
-        Fixed(query_key_norm="head"),
-        Only("attn_logit_softcapping", (None,)),  # transformers has the key and does not apply it
-        Cap("final_logit_softcapping", "logit_soft_cap"),
+        Constant(query_key_norm="head"),
+        FixedKey("attn_logit_softcapping", (None,)),  # transformers has the key and does not apply it
+        OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(LAYERS, every=6, period="sliding_window_pattern"),
     ),

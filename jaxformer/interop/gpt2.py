@@ -1,11 +1,11 @@
 """GPT-2 (Radford et al. 2019)."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, Again, Choice, Dropout, Fixed, Inert, Key, Only, Tied
-from jaxformer.interop.table import BESIDE, CONV, QKV, Row, linear, norm
+from jaxformer.interop.fields import PLAIN, AliasKey, Choice, Constant, Dropout, FixedKey, IgnoredKeys, Key, Tied
+from jaxformer.interop.table import CONV, QKV, STACKED_QKV, TensorRow, linear, norm
 
 FIELDS = (
-    Fixed(norm="layer", bias="all", positions="learned"),
+    Constant(norm="layer", bias="all", positions="learned"),
     Key("vocab_size", "vocab_size", 50257),
     Key("n_positions", "max_length", 1024),
     Key("n_embd", "d_model", 768),
@@ -15,26 +15,26 @@ FIELDS = (
     Key("layer_norm_epsilon", "norm_eps", 1e-5),
     Choice("activation_function", "activation", PLAIN, "gelu_new"),
     Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
-    Only("scale_attn_by_inverse_layer_idx", (False,)),
+    FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
     Tied(True),
     Dropout(("resid_pdrop", "embd_pdrop", "attn_pdrop")),
-    Again("n_ctx", "n_positions", "max_length"),  # which llama.cpp's converter reads
-    Inert(("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation")),
-    Inert(("summary_proj_to_labels", "summary_first_dropout")),
+    AliasKey("n_ctx", "n_positions", "max_length"),  # which llama.cpp's converter reads
+    IgnoredKeys(("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation")),
+    IgnoredKeys(("summary_proj_to_labels", "summary_first_dropout")),
 )
 
 LAYER = "transformer.h.{}."
 ROWS = (
-    Row("transformer.wte.weight", "embed.tokens"),
-    Row("transformer.wpe.weight", "embed.positions"),
+    TensorRow("transformer.wte.weight", "embed.tokens"),
+    TensorRow("transformer.wpe.weight", "embed.positions"),
     *norm(LAYER + "ln_1", "blocks.attention_norm"),
-    *linear(LAYER + "attn.c_attn", QKV, BESIDE),
+    *linear(LAYER + "attn.c_attn", QKV, STACKED_QKV),
     *linear(LAYER + "attn.c_proj", "blocks.attention.out", CONV),
     *norm(LAYER + "ln_2", "blocks.ffn_norm"),
     *linear(LAYER + "mlp.c_fc", "blocks.ffn.up", CONV),
     *linear(LAYER + "mlp.c_proj", "blocks.ffn.down", CONV),
     *norm("transformer.ln_f", "final_norm"),
-    Row("lm_head.weight", "head.weight"),
+    TensorRow("lm_head.weight", "head.weight"),
 )
 
 GPT2 = Family(

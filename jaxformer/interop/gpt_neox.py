@@ -1,14 +1,14 @@
 """GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, Again, Biases, Choice, Divided, Dropout, Fixed, Key, Tied
-from jaxformer.interop.llama import ATTENTION, FREQUENCIES
+from jaxformer.interop.fields import PLAIN, AliasKey, Biases, Choice, Constant, DivisibleHeads, Dropout, Key, Tied
+from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.table import BY_HEAD, QKV, Row, linear, norm
+from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
-    Fixed(norm="layer"),
-    Divided(),
+    Constant(norm="layer"),
+    DivisibleHeads(),
     Key("vocab_size", "vocab_size", 50432),
     Key("hidden_size", "d_model", 6144),
     Key("num_hidden_layers", "n_layers", 44),
@@ -19,8 +19,8 @@ FIELDS = (
     Choice("hidden_act", "activation", PLAIN, "gelu"),
     Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
     Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
-    Again("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
-    Again("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
+    AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
+    AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
     Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
     Tied(False),
     Dropout(("attention_dropout", "hidden_dropout")),
@@ -28,7 +28,7 @@ FIELDS = (
 
 LAYER = "gpt_neox.layers.{}."
 ROWS = (
-    Row("gpt_neox.embed_in.weight", "embed.tokens"),
+    TensorRow("gpt_neox.embed_in.weight", "embed.tokens"),
     *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
     *linear(LAYER + "attention.query_key_value", QKV, BY_HEAD),
     *linear(LAYER + "attention.dense", "blocks.attention.out"),
@@ -36,7 +36,7 @@ ROWS = (
     *linear(LAYER + "mlp.dense_h_to_4h", "blocks.ffn.up"),
     *linear(LAYER + "mlp.dense_4h_to_h", "blocks.ffn.down"),
     *norm("gpt_neox.final_layer_norm", "final_norm"),
-    Row("embed_out.weight", "head.weight"),
+    TensorRow("embed_out.weight", "head.weight"),
 )
 
 GPT_NEOX = Family(
@@ -47,5 +47,5 @@ GPT_NEOX = Family(
     prefix="gpt_neox.",
     bases=("GPTNeoXModel",),
     copies=tied_copy("embed_out.weight", "gpt_neox.embed_in.weight"),
-    ignored=(r"\.attention\.(masked_)?bias$", FREQUENCIES),
+    ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
 )

@@ -1,27 +1,27 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share with it."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import GATED, Biases, Choice, Divided, Dropout, Field, Fixed, Key, Tied
+from jaxformer.interop.fields import GATED_NAMES, Biases, Choice, Constant, DivisibleHeads, Dropout, Key, KeyMapping, Tied
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.table import Row, linear, norm
+from jaxformer.interop.table import TensorRow, linear, norm
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."
 
 # All but the norms of a layer, which each of the families places in its own way.
 TRUNK = (
-    Row("model.embed_tokens.weight", "embed.tokens"),
+    TensorRow("model.embed_tokens.weight", "embed.tokens"),
     *linear(LAYER + "self_attn.q_proj", "blocks.attention.q"),
     *linear(LAYER + "self_attn.k_proj", "blocks.attention.k"),
     *linear(LAYER + "self_attn.v_proj", "blocks.attention.v"),
     *linear(LAYER + "self_attn.o_proj", "blocks.attention.out"),
-    Row(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm"),
-    Row(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm"),
+    TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm"),
+    TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm"),
     *linear(LAYER + "mlp.gate_proj", "blocks.ffn.gate"),
     *linear(LAYER + "mlp.up_proj", "blocks.ffn.up"),
     *linear(LAYER + "mlp.down_proj", "blocks.ffn.down"),
     *norm("model.norm", "final_norm"),
-    Row("lm_head.weight", "head.weight"),
+    TensorRow("lm_head.weight", "head.weight"),
 )
 ROWS = (
     *TRUNK,
@@ -30,7 +30,7 @@ ROWS = (
 )
 
 
-def sizes(**default: float) -> tuple[Field, ...]:
+def sizes(**default: float) -> tuple[KeyMapping, ...]:
     """The keys that all of them have; `default` has the values of keys that are left out."""
     return (
         Key("vocab_size", "vocab_size", default.get("vocab_size", 32000)),
@@ -46,16 +46,16 @@ def sizes(**default: float) -> tuple[Field, ...]:
     )
 
 
-SILU = Choice("hidden_act", "activation", GATED, "silu")
-FREQUENCIES = r"rotary_emb\.inv_freq$"
+SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
+INV_FREQ = r"rotary_emb\.inv_freq$"
 
 LLAMA = Family(
     "llama",
     {"LlamaForCausalLM": {}},
     (
         *sizes(),
-        Divided(),
-        Fixed(norm="rms"),
+        DivisibleHeads(),
+        Constant(norm="rms"),
         SILU,
         Rope(),
         Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
@@ -65,5 +65,5 @@ LLAMA = Family(
     prefix="model.",
     bases=("LlamaModel",),
     copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
-    ignored=(FREQUENCIES,),
+    ignored=(INV_FREQ,),
 )

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxformer.interop.bart import BART, fields
-from jaxformer.interop.fields import Again, Fixed, Only
+from jaxformer.interop.fields import AliasKey, Constant, FixedKey
 
 MARIAN = dataclasses.replace(
     BART,
@@ -12,10 +12,10 @@ MARIAN = dataclasses.replace(
     bases=("MarianModel",),
     fields=(
         *fields(58101),
-        Fixed(positions="sinusoidal", sinusoid_order="half"),
-        Only("share_encoder_decoder_embeddings", (True,)),
-        Again("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
-        Only("normalize_embedding", (False,)),
+        Constant(positions="sinusoidal", sinusoid_order="half"),
+        FixedKey("share_encoder_decoder_embeddings", (True,)),
+        AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
+        FixedKey("normalize_embedding", (False,)),
     ),
     ignored=(r"(en|de)coder\.embed_positions\.weight$",),
 )

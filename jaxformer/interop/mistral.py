@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxformer.interop.fields import Fixed, Tied, Windows
+from jaxformer.interop.fields import Constant, Tied, Windows
 from jaxformer.interop.llama import LLAMA, SILU, sizes
 from jaxformer.interop.rope import Rope
 
@@ -13,5 +13,5 @@ MISTRAL = dataclasses.replace(
     model_type="mistral",
     architectures={"MistralForCausalLM": {}},
     bases=("MistralModel",),
-    fields=(*sizes(**SIZES), Fixed(norm="rms"), SILU, Rope(), Windows(32, kinds=False), Tied(False)),
+    fields=(*sizes(**SIZES), Constant(norm="rms"), SILU, Rope(), Windows(32, kinds=False), Tied(False)),
 )

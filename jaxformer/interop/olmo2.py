@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxformer.interop.fields import Biases, Fixed, Tied
+from jaxformer.interop.fields import Biases, Constant, Tied
 from jaxformer.interop.llama import ATTENTION, LAYER, LLAMA, SILU, TRUNK, sizes
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.table import norm
@@ -20,7 +20,7 @@ OLMO2 = dataclasses.replace(
     bases=("Olmo2Model",),
     fields=(
         *sizes(vocab_size=50304, rms_norm_eps=1e-5),
-        Fixed(norm="rms", norm_placement="output", query_key_norm="width"),
+        Constant(norm="rms", norm_placement="output", query_key_norm="width"),
         SILU,
         Rope(),
         Biases({"attention_bias": (ATTENTION, False)}),

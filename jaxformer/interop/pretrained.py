@@ -22,6 +22,7 @@ from jaxformer.interop.family import Family
 from jaxformer.interop.gemma import GEMMA2, GEMMA3
 from jaxformer.interop.gpt2 import GPT2
 from jaxformer.interop.gpt_neox import GPT_NEOX
+from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_json
 from jaxformer.interop.llama import LLAMA
 from jaxformer.interop.marian import MARIAN
 from jaxformer.interop.mistral import MISTRAL
@@ -31,17 +32,16 @@ from jaxformer.interop.roberta import ROBERTA
 from jaxformer.interop.safetensors import TensorFiles, write_tensors
 from jaxformer.interop.t5 import T5
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
-from jaxformer.interop.theirs import Theirs, check_dtype, is_pretrained, read_json
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
 
 # The first that can state a config is written, so the plainer come first.
-FAMILIES: tuple[Family, ...] = (
+HF_FAMILIES: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, BERT, ROBERTA, T5, BART, MARIAN),
 )
-ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
-BASES = {name: next(iter(family.architectures)) for family in FAMILIES for name in family.bases}
+ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
+BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 SHARD_BYTES = 5_000_000_000
 SHOWN = 12  # names in a message
 
@@ -100,9 +100,9 @@ def _opened(directory: Path) -> Opened:
     values = read_json(path)
     family, architecture = stated_architecture(path, values)
     files = TensorFiles(directory)
-    theirs = Theirs(values, family.named(files.entries))
+    hf = HFConfig(values, family.named(files.entries))
     try:
-        config = family.read(theirs, architecture)
+        config = family.read(hf, architecture)
         model_specs(config)
     except (ConfigError, TypeError) as error:
         said = str(error)
@@ -110,7 +110,7 @@ def _opened(directory: Path) -> Opened:
         raise ConfigError(f"{path}: {said}" + f"\n({', '.join(theirs_too)})" * bool(theirs_too)) from None
     named = values.get("id2label") if config.output in ("classes", "tags") else None
     labels = tuple(str(named[key]) for key in sorted(named, key=int)) if named else ()
-    return Opened(family, _untied(family, config, files), labels, files, theirs.unknown())
+    return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
@@ -120,7 +120,7 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
     known = [BASES.get(name, name) for name in named or alike if name in ARCHITECTURES or name in BASES]
     if not known or (not named and len(known) > 1):
         what = f"architectures={json.dumps(named)}" if named else f'no "architectures", and model_type={json.dumps(kind)}'
-        kinds = [f"{family.model_type} ({next(iter(family.architectures))})" for family in FAMILIES]
+        kinds = [f"{family.model_type} ({next(iter(family.architectures))})" for family in HF_FAMILIES]
         those = f"of {kind} those are {', '.join(alike)}" if alike else f"those are of the model types {', '.join(kinds)}"
         raise ConfigError(
             f"{path} has {what}, which does not name one that jaxformer computes: {those}. "

@@ -2,19 +2,19 @@
 
 import dataclasses
 
-from jaxformer.interop.fields import Biases, Fixed, Tied, Windows
+from jaxformer.interop.fields import Biases, Constant, Tied, Windows
 from jaxformer.interop.llama import ATTENTION, LLAMA, SILU, sizes
 from jaxformer.interop.rope import Rope
 
 SIZES = {"vocab_size": 151936, "num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768}
-COMMON = (Fixed(norm="rms"), SILU, Rope(), Windows(32, switch=True), Tied(False))
+COMMON = (Constant(norm="rms"), SILU, Rope(), Windows(32, switch=True), Tied(False))
 
 QWEN2 = dataclasses.replace(
     LLAMA,
     model_type="qwen2",
     architectures={"Qwen2ForCausalLM": {}},
     bases=("Qwen2Model",),
-    fields=(*sizes(**SIZES), *COMMON, Fixed(bias="qkv")),
+    fields=(*sizes(**SIZES), *COMMON, Constant(bias="qkv")),
 )
 QWEN3 = dataclasses.replace(
     LLAMA,
@@ -24,7 +24,7 @@ QWEN3 = dataclasses.replace(
     fields=(
         *sizes(**SIZES, head_dim=128),
         *COMMON,
-        Fixed(query_key_norm="head"),
+        Constant(query_key_norm="head"),
         Biases({"attention_bias": (ATTENTION, False)}),
     ),
 )

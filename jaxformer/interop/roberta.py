@@ -6,19 +6,19 @@ from typing import Any
 from jaxformer.config import ModelConfig
 from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, masked_copies, placed, trunk
 from jaxformer.interop.family import Family
-from jaxformer.interop.fields import Fixed, Only, Ours, Present
-from jaxformer.interop.table import Row, linear, norm
-from jaxformer.interop.theirs import Theirs
+from jaxformer.interop.fields import Constant, FixedKey, Ours, Present
+from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.table import TensorRow, linear, norm
 
 
 @dataclass(frozen=True)
-class Positions:
+class OffsetPositions:
     """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
 
-    def read(self, theirs: Theirs) -> Ours:
-        padding, most = theirs.get("pad_token_id", 1), theirs.get("max_position_embeddings", 512)
+    def read(self, hf: HFConfig) -> Ours:
+        padding, most = hf.get("pad_token_id", 1), hf.get("max_position_embeddings", 512)
         if not isinstance(padding, int) or not 0 <= padding < most - 1:
-            raise theirs.unsupported("pad_token_id", padding, ["an id below max_position_embeddings - 1"])
+            raise hf.unsupported("pad_token_id", padding, ["an id below max_position_embeddings - 1"])
         return {"position_offset": padding + 1, "max_length": most - padding - 1}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
@@ -26,19 +26,19 @@ class Positions:
         return {"pad_token_id": ours.position_offset - 1, "max_position_embeddings": rows}
 
 
-def rows(config: ModelConfig) -> tuple[Row, ...]:
+def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     masked = (
         *linear("lm_head.dense", "head.dense"),
         *norm("lm_head.layer_norm", "head.norm"),
-        Row("lm_head.decoder.weight", "head.weight"),
-        Row(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
+        TensorRow("lm_head.decoder.weight", "head.weight"),
+        TensorRow(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
     )
     classes = (
         *linear("classifier.dense", "pooler.dense"),
-        Row("classifier.out_proj.weight", "head.weight"),
-        Row("classifier.out_proj.bias", "head.bias"),
+        TensorRow("classifier.out_proj.weight", "head.weight"),
+        TensorRow("classifier.out_proj.bias", "head.bias"),
     )
-    tags = (Row("classifier.weight", "head.weight"), Row("classifier.bias", "head.bias"))
+    tags = (TensorRow("classifier.weight", "head.weight"), TensorRow("classifier.bias", "head.bias"))
     pooler = linear("roberta.pooler.dense", "pooler.dense") if config.output != "classes" else ()
     head = {"masked": masked, "classes": classes, "tags": tags}.get(config.output, ())
     return placed("roberta", config, (*trunk("roberta"), *pooler, *head))
@@ -54,9 +54,9 @@ ROBERTA = Family(
     },
     (
         *fields(vocab_size=50265),
-        Positions(),
-        Only("hidden_act", ("gelu",)),  # the masked head has this one whatever the layers have
-        Fixed(activation="gelu"),
+        OffsetPositions(),
+        FixedKey("hidden_act", ("gelu",)),  # the masked head has this one whatever the layers have
+        Constant(activation="gelu"),
         Present("roberta.pooler.dense.weight", "pooler"),
     ),
     rows,

@@ -21,7 +21,7 @@ from jaxformer.config import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp)?|model\.safetensors\.index\.json(\.tmp)?")
-BESIDE = re.compile(r"[^/\\:]+\.safetensors")
+SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")
 DTYPES = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 REFUSED = (  # files of weights that are not read, why, and what reads them
@@ -33,7 +33,7 @@ PIECE_BYTES = 32 << 20
 HEADER_LIMIT = 100_000_000  # the library's own
 PROBLEMS_SHOWN = 20
 
-Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+TensorShapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class TensorFiles:
         return out
 
 
-def write_tensors(directory: Path, shapes: Shapes, tensor: Callable[[str], np.ndarray], shard_bytes: int) -> list[Path]:
+def write_tensors(
+    directory: Path, shapes: TensorShapes, tensor: Callable[[str], np.ndarray], shard_bytes: int
+) -> list[Path]:
     """Writes tensors to one file, or to shards of at most `shard_bytes` of data and an index; gives the files' paths.
 
     `tensor` is asked once for each name, in the order of `shapes` with wider dtypes first, and what it gives is cast. Until
@@ -159,7 +161,7 @@ def _read_index(path: Path) -> dict[str, str]:
     placed = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise ConfigError(f"{path} has no weight_map from the tensors' names to their files: download it again.")
-    if outside := [f"{name} in {file!r}" for name, file in placed.items() if not BESIDE.fullmatch(file)]:
+    if outside := [f"{name} in {file!r}" for name, file in placed.items() if not SHARD_NAME.fullmatch(file)]:
         raise ConfigError(f"{path} places tensors elsewhere than in a *.safetensors beside it: {_first(outside, ', ')}.")
     return placed
 
@@ -233,27 +235,27 @@ def _pointer(path: Path, text: bytes) -> str | None:
     return told if text.startswith(POINTER) else None
 
 
-def _bytes(shapes: Shapes, name: str) -> int:
+def _bytes(shapes: TensorShapes, name: str) -> int:
     shape, dtype = shapes[name]
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
-def _shards(shapes: Shapes, limit: int) -> dict[str, list[str]]:
+def _shards(shapes: TensorShapes, limit: int) -> dict[str, list[str]]:
     """File name to its tensors' names, filled in order; wider dtypes go first, so each lies at a multiple of its own."""
     groups: list[list[str]] = [[]]
-    room = limit
+    space = limit
     for name in sorted(shapes, key=lambda name: -np.dtype(shapes[name][1]).itemsize):
-        if groups[-1] and _bytes(shapes, name) > room:
+        if groups[-1] and _bytes(shapes, name) > space:
             groups.append([])
-            room = limit
+            space = limit
         groups[-1].append(name)
-        room -= _bytes(shapes, name)
+        space -= _bytes(shapes, name)
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _index_of(shapes: Shapes, shards: dict[str, list[str]]) -> bytes:
+def _index_of(shapes: TensorShapes, shards: dict[str, list[str]]) -> bytes:
     placed = {name: file for file, names in shards.items() for name in names}
     total = sum(_bytes(shapes, name) for name in shapes)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}, indent=2).encode()
@@ -267,7 +269,7 @@ def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
         os.fsync(file.fileno())
 
 
-def _content(shapes: Shapes, names: list[str], tensor: Callable[[str], np.ndarray]) -> Iterator[bytes]:
+def _content(shapes: TensorShapes, names: list[str], tensor: Callable[[str], np.ndarray]) -> Iterator[bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for name in names:

@@ -4,9 +4,9 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import Choice, Dropout, Fixed, Inert, Key, Ours
-from jaxformer.interop.table import LINEAR, Row
-from jaxformer.interop.theirs import Theirs
+from jaxformer.interop.fields import Choice, Constant, Dropout, IgnoredKeys, Key, Ours
+from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.table import LINEAR, TensorRow
 
 FEED_FORWARD = {
     **{"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu", "gelu": "gelu"},
@@ -15,26 +15,26 @@ FEED_FORWARD = {
 }
 
 
-class Layers:
+class StackDepths:
     """`num_layers` of the encoder, num_decoder_layers of the decoder, which are as many where that is left out."""
 
-    def read(self, theirs: Theirs) -> Ours:
-        layers = theirs.get("num_layers", 6)
-        return {"n_encoder_layers": layers, "n_layers": theirs.get("num_decoder_layers") or layers}
+    def read(self, hf: HFConfig) -> Ours:
+        layers = hf.get("num_layers", 6)
+        return {"n_encoder_layers": layers, "n_layers": hf.get("num_decoder_layers") or layers}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
         return {"num_layers": ours.encoder_layers, "num_decoder_layers": ours.n_layers}
 
 
-class Output:
+class T5Head:
     """In a version 1 tie_word_embeddings ties, and has the output layer read the stream divided by sqrt(d_model).
 
     Since 5 transformers takes the key for the second alone, and ties where no other output layer is stored.
     """
 
-    def read(self, theirs: Theirs) -> Ours:
-        scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
-        tied = theirs.get("tie_word_embeddings") is not False or "lm_head.weight" not in theirs.names
+    def read(self, hf: HFConfig) -> Ours:
+        scaled = hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
+        tied = hf.get("tie_word_embeddings") is not False or "lm_head.weight" not in hf.names
         return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
@@ -42,48 +42,51 @@ class Output:
 
 
 FIELDS = (
-    Fixed(family="encoder_decoder", norm="rms", positions="t5", attention_scale=1.0),
+    Constant(family="encoder_decoder", norm="rms", positions="t5", attention_scale=1.0),
     Key("vocab_size", "vocab_size", 32128),
     Key("d_model", "d_model", 512),
     Key("d_kv", "head_dim", 64),
     Key("d_ff", "d_ff", 2048),
-    Layers(),
+    StackDepths(),
     Key("num_heads", "n_heads", 8),
     Key("relative_attention_num_buckets", "relative_buckets", 32),
     Key("relative_attention_max_distance", "relative_distance", 128),
     Key("layer_norm_epsilon", "norm_eps", 1e-6),
     Key("n_positions", "max_length", 512),
     Choice("feed_forward_proj", "activation", FEED_FORWARD, "relu"),
-    Output(),
+    T5Head(),
     Dropout(("dropout_rate",)),
-    Inert(("initializer_factor", "dense_act_fn", "is_gated_act", "classifier_dropout")),
+    IgnoredKeys(("initializer_factor", "dense_act_fn", "is_gated_act", "classifier_dropout")),
 )
 
 
-def stack(theirs: str, ours: str, config: ModelConfig) -> tuple[Row, ...]:
+def stack(hf: str, ours: str, config: ModelConfig) -> tuple[TensorRow, ...]:
     """The rows of one stack; `ours` goes before its paths."""
-    layer = theirs + ".block.{}.layer."
+    layer = hf + ".block.{}.layer."
     sublayers = [("SelfAttention", "attention"), *([] if ours else [("EncDecAttention", "cross")])]
     found = [
-        Row(f"{layer}{i}.{name}.{part}.weight", f"{ours}blocks.{block}.{'out' if part == 'o' else part}", LINEAR)
+        TensorRow(f"{layer}{i}.{name}.{part}.weight", f"{ours}blocks.{block}.{'out' if part == 'o' else part}", LINEAR)
         for i, (name, block) in enumerate(sublayers)
         for part in "qkvo"
     ]
     found += [
-        Row(f"{layer}{i}.layer_norm.weight", f"{ours}blocks.{block}_norm.scale") for i, (_, block) in enumerate(sublayers)
+        TensorRow(f"{layer}{i}.layer_norm.weight", f"{ours}blocks.{block}_norm.scale")
+        for i, (_, block) in enumerate(sublayers)
     ]
     ffn, names = f"{layer}{len(sublayers)}", {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"}
-    found += [Row(f"{ffn}.DenseReluDense.{name}.weight", f"{ours}blocks.ffn.{leaf}", LINEAR) for leaf, name in names.items()]
+    found += [
+        TensorRow(f"{ffn}.DenseReluDense.{name}.weight", f"{ours}blocks.ffn.{leaf}", LINEAR) for leaf, name in names.items()
+    ]
     return (
         *found,
-        Row(f"{ffn}.layer_norm.weight", f"{ours}blocks.ffn_norm.scale"),
-        Row(f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{ours}relative_bias"),
-        Row(f"{theirs}.final_layer_norm.weight", f"{ours}final_norm.scale"),
+        TensorRow(f"{ffn}.layer_norm.weight", f"{ours}blocks.ffn_norm.scale"),
+        TensorRow(f"{hf}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{ours}relative_bias"),
+        TensorRow(f"{hf}.final_layer_norm.weight", f"{ours}final_norm.scale"),
     )
 
 
-def rows(config: ModelConfig) -> tuple[Row, ...]:
-    ends = Row("shared.weight", "embed.tokens"), Row("lm_head.weight", "head.weight")
+def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+    ends = TensorRow("shared.weight", "embed.tokens"), TensorRow("lm_head.weight", "head.weight")
     return (*ends, *stack("encoder", "encoder.", config), *stack("decoder", "", config))
 
 

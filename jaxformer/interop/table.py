@@ -46,7 +46,7 @@ LINEAR = _transform(
 # GPT-2's Conv1D: [in, out].
 CONV = _transform(lambda specs: _sizes(specs[0]), lambda w, s: w.reshape(s.shape), lambda w, s: w.reshape(_sizes(s)))
 # A vector as one row.
-ROW = _transform(lambda specs: (1, *specs[0].shape), lambda w, s: w[0], lambda w, s: w[None])
+AS_ROW = _transform(lambda specs: (1, *specs[0].shape), lambda w, s: w[0], lambda w, s: w[None])
 
 
 def _thirds(specs: Sequence[Spec]) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def _thirds(specs: Sequence[Spec]) -> tuple[int, ...]:
 
 
 # Queries, keys and values beside each other, as GPT-2 has them: [in, 3 out].
-BESIDE = Transform(
+STACKED_QKV = Transform(
     _thirds,
     lambda w, specs: [part.reshape(s.shape) for part, s in zip(np.split(w, 3, axis=-1), specs, strict=True)],
     lambda leaves, specs: np.concatenate([leaf.reshape(*_thirds(specs)[:-1], -1) for leaf in leaves], axis=-1),
@@ -87,10 +87,10 @@ def _heads_shape(specs: Sequence[Spec]) -> tuple[int, ...]:
 BY_HEAD = Transform(_heads_shape, _of_heads, _to_heads)
 
 
-class Row(NamedTuple):
-    """`theirs` with {} for the layer; `ours` a dotted path of the table of parameters, or the paths that share a tensor."""
+class TensorRow(NamedTuple):
+    """`hf` with {} for the layer; `ours` a dotted path of the table of parameters, or the paths that share a tensor."""
 
-    theirs: str
+    hf: str
     ours: str | tuple[str, ...]
     transform: Transform = SAME
 
@@ -99,17 +99,17 @@ class Row(NamedTuple):
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
 
-def linear(theirs: str, ours: str | tuple[str, ...], transform: Transform = LINEAR) -> tuple[Row, ...]:
+def linear(hf: str, ours: str | tuple[str, ...], transform: Transform = LINEAR) -> tuple[TensorRow, ...]:
     """The weight of a linear layer and its bias, or of queries, keys and values in one."""
     if isinstance(ours, str):
-        return Row(f"{theirs}.weight", ours, transform), Row(f"{theirs}.bias", f"{ours}_bias")
+        return TensorRow(f"{hf}.weight", ours, transform), TensorRow(f"{hf}.bias", f"{ours}_bias")
     biases = tuple(f"{path}_bias" for path in ours)
-    return Row(f"{theirs}.weight", ours, transform), Row(f"{theirs}.bias", biases, transform)
+    return TensorRow(f"{hf}.weight", ours, transform), TensorRow(f"{hf}.bias", biases, transform)
 
 
-def norm(theirs: str, ours: str) -> tuple[Row, ...]:
+def norm(hf: str, ours: str) -> tuple[TensorRow, ...]:
     """The scale of a norm and its bias."""
-    return Row(f"{theirs}.weight", f"{ours}.scale"), Row(f"{theirs}.bias", f"{ours}.bias")
+    return TensorRow(f"{hf}.weight", f"{ours}.scale"), TensorRow(f"{hf}.bias", f"{ours}.bias")
 
 
 QKV = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
@@ -130,7 +130,7 @@ class Tensor:
         return self.transform.shape(self.specs)
 
 
-def tensors(rows: Iterable[Row], specs: Specs) -> list[Tensor]:
+def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
     """All tensors of a model; rows of leaves that it has not are left out."""
     table, found = spec_rows(specs), []
     for row in rows:
@@ -138,11 +138,11 @@ def tensors(rows: Iterable[Row], specs: Specs) -> list[Tensor]:
             continue
         whole = tuple(table[path] for path in row.paths)
         if whole[0].axes[0] != "layers":
-            found.append(Tensor(row.theirs, row.paths, None, whole, row.transform))
+            found.append(Tensor(row.hf, row.paths, None, whole, row.transform))
             continue
         one = tuple(replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]) for spec in whole)
         for layer in range(whole[0].shape[0]):
-            found.append(Tensor(row.theirs.format(layer), row.paths, layer, one, row.transform))
+            found.append(Tensor(row.hf.format(layer), row.paths, layer, one, row.transform))
     return found
 
 
@@ -152,7 +152,7 @@ def unplaced(found: Iterable[Tensor], specs: Specs) -> list[str]:
     return [path for path in spec_rows(specs) if path not in held]
 
 
-def _room(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def _space(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """An empty array that begins at a multiple of 64 bytes, which JAX on a CPU takes over without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
@@ -180,13 +180,13 @@ def leaf_reader(
         spec = first.specs[first.paths.index(path)]
         if first.layer is not None:
             layers = where[path][index[0]]
-            made = _room((len(layers), *_lengths(index[1:], spec.shape)), dtype)
+            made = _space((len(layers), *_lengths(index[1:], spec.shape)), dtype)
             for row, tensor in zip(made, layers, strict=True):
                 row[...] = one(tensor, path)[index[1:]]
             return made
         if first.transform is not SAME or len(spec.shape) != 2:
             return one(first, path)[index].astype(dtype)
-        made = _room(_lengths(index, spec.shape), dtype)
+        made = _space(_lengths(index, spec.shape), dtype)
         begin, step = index[0].start or 0, max(1, PIECE // spec.shape[1])
         for at in range(0, len(made), step):
             count = min(step, len(made) - at)

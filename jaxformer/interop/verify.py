@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.interop.hf_config import read_json
 from jaxformer.interop.pretrained import stated_architecture
-from jaxformer.interop.theirs import read_json
 from jaxformer.models.transformer import forward
 from jaxformer.params import Params
 
@@ -62,14 +62,14 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
         ours = forward(params, config, tokens, segment_ids=real)
     with torch.no_grad():
         found = model.eval()(**given)
-    theirs = next(found[name] for name in OUTPUTS if name in found).float().numpy()
-    return _compared(np.asarray(ours, np.float32), theirs, real.astype(bool))
+    hf = next(found[name] for name in OUTPUTS if name in found).float().numpy()
+    return _compared(np.asarray(ours, np.float32), hf, real.astype(bool))
 
 
-def _compared(ours: np.ndarray, theirs: np.ndarray, real: np.ndarray) -> Comparison:
+def _compared(ours: np.ndarray, hf: np.ndarray, real: np.ndarray) -> Comparison:
     if ours.ndim == 2:  # a class of each row
-        ours, theirs, real = ours[:, None], theirs[:, None], np.ones((len(ours), 1), bool)
-    logs = [side - np.logaddexp.reduce(side, axis=-1, keepdims=True) for side in (theirs.astype(float), ours.astype(float))]
+        ours, hf, real = ours[:, None], hf[:, None], np.ones((len(ours), 1), bool)
+    logs = [side - np.logaddexp.reduce(side, axis=-1, keepdims=True) for side in (hf.astype(float), ours.astype(float))]
     kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
-    largest = np.abs(ours - theirs)[real].max()
-    return Comparison(float(largest), float(theirs[real].std()), np.where(real, np.maximum(kl, 0), 0).max(axis=0))
+    largest = np.abs(ours - hf)[real].max()
+    return Comparison(float(largest), float(hf[real].std()), np.where(real, np.maximum(kl, 0), 0).max(axis=0))

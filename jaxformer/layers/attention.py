@@ -15,7 +15,7 @@ from jaxformer.layers.dot_product import (
     weighted_values,
 )
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
 from jaxformer.params import Params, Spec, Specs, scaled, zeros
@@ -82,29 +82,29 @@ def attention(
     config: ModelConfig,
     x: Float[Array, "B T D"],
     seen: tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]],
-    view: View,
+    mask: AttentionMask,
     key: jax.Array | None = None,
     request: Request = NOTHING,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T D"], Captures]:
-    """Attention to the keys and values in `seen`, as far as `view` lets it: [B, T, D] -> [B, T, D].
+    """Attention to the keys and values in `seen`, as far as `mask` lets it: [B, T, D] -> [B, T, D].
 
     A key turns dropout on. The second result has the weights [B, N, T, S], before dropout, as `name`_weights where the
     request wants them.
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
-    if view.relative:
-        q = rotate(config, q, view.queries.positions)
-    view = view._replace(scale=config.attention_scale, soft_cap=config.attention_soft_cap, sinks=params.get("sinks"))
+    if mask.relative:
+        q = rotate(config, q, mask.queries.positions)
+    mask = mask._replace(scale=config.attention_scale, soft_cap=config.attention_soft_cap, sinks=params.get("sinks"))
     weights_name = f"{name}_weights"
     captures: Captures = {}
     if request.wants(weights_name) or (key is not None and config.dropout > 0):
-        weights, captures = request.apply(weights_name, attention_weights(q, seen[0], view))
+        weights, captures = request.apply(weights_name, attention_weights(q, seen[0], mask))
         out = weighted_values(dropout(weights, config.dropout, key), seen[1])
     elif config.attention_kernel in ("auto", "xla"):
-        out = plain(q, *seen, view)
+        out = plain(q, *seen, mask)
     else:
         from jaxformer.layers.kernels import attend  # the fused kernels are imported where one is chosen
 
-        out = attend(config.attention_kernel, q, *seen, view)
+        out = attend(config.attention_kernel, q, *seen, mask)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), captures

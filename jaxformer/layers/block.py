@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.attention import attention, attention_specs, cross_attention_specs, keys_and_values
-from jaxformer.layers.cache import Page
+from jaxformer.layers.cache import LayerCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.ffn import ffn, ffn_specs
 from jaxformer.layers.linear import dropout
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.params import Params, Specs
@@ -40,11 +40,11 @@ PLACEMENTS = {
 }
 
 
-class Source(NamedTuple):
+class EncoderOutput(NamedTuple):
     """What cross-attention looks at: the encoder's output [B, S, D] (None where a page has its keys), and how."""
 
     x: jax.Array | None
-    view: View
+    mask: AttentionMask
 
 
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
@@ -62,9 +62,9 @@ def block(
     params: Params,
     config: ModelConfig,
     x: Float[Array, "B T D"],
-    view: View,
-    page: Page | None = None,
-    source: Source | None = None,
+    mask: AttentionMask,
+    layer_cache: LayerCache | None = None,
+    source: EncoderOutput | None = None,
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
@@ -74,21 +74,21 @@ def block(
     """
     keys = iter((None,) * 5 if key is None else jax.random.split(key, 5 if source else 3))
     attention_key, cross_key = next(keys), next(keys) if source else None
-    written, near = page, view._replace(window=config.window)
+    written, near = layer_cache, mask._replace(window=config.window)
 
     def attend(h: jax.Array) -> tuple[jax.Array, Aux]:
         nonlocal written
-        seen = keys_and_values(params["attention"], config, h, view.queries.positions)
-        if page is not None:
-            written = page.write(*seen)
+        seen = keys_and_values(params["attention"], config, h, mask.queries.positions)
+        if layer_cache is not None:
+            written = layer_cache.write(*seen)
             seen = written.k, written.v
         out, weights = attention(params["attention"], config, h, seen, near, attention_key, request, "attention")
         return out, Aux(captures=weights)
 
     def attend_to_source(h: jax.Array) -> tuple[jax.Array, Aux]:
-        known = page.source if page is not None else None
+        known = layer_cache.source if layer_cache is not None else None
         seen = known or keys_and_values(params["cross"], config, source.x, None)  # type: ignore[union-attr, arg-type]
-        to_source: View = source.view  # type: ignore[union-attr]
+        to_source: AttentionMask = source.mask  # type: ignore[union-attr]
         out, weights = attention(params["cross"], config, h, seen, to_source, cross_key, request, "cross")
         return out, Aux(captures=weights)
 

@@ -18,19 +18,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-BLOCK = 128  # queries; 64 to 256 run within 10 % of it
+QUERY_BLOCK = 128  # queries; 64 to 256 run within 10 % of it
 MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks
 
-Index = jax.Array | None
+OptionalIndex = jax.Array | None
 
 
 class Marks(NamedTuple):
     """Where queries [B, T] and keys [B, S] are; None: positions count the tokens, all is one segment, no window."""
 
-    q_positions: Index
-    k_positions: Index
-    q_segments: Index
-    k_segments: Index
+    q_positions: OptionalIndex
+    k_positions: OptionalIndex
+    q_segments: OptionalIndex
+    k_segments: OptionalIndex
     window: int | jax.Array | None
 
     def keys_end(self, causal: bool, stop: int, keys: int) -> int:
@@ -58,8 +58,8 @@ def blocked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K W"],
-    positions: tuple[Index, Index] = (None, None),
-    segments: tuple[Index, Index] = (None, None),
+    positions: tuple[OptionalIndex, OptionalIndex] = (None, None),
+    segments: tuple[OptionalIndex, OptionalIndex] = (None, None),
     *,
     causal: bool = True,
     window: int = 0,
@@ -89,7 +89,7 @@ def _heads_last(x: jax.Array) -> jax.Array:
 
 def _blocks(length: int, keys: int, marks: Marks, causal: bool) -> Iterator[tuple[slice, slice, jax.Array]]:
     """Slices of queries, slices of the keys they may see, and the mask between them."""
-    size = max(BLOCK, -(-length // MOST_BLOCKS))
+    size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
         end = marks.keys_end(causal, stop, keys)

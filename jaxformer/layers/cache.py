@@ -7,21 +7,21 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config_model import ModelConfig
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.pattern import layer_configs
 
 
-class Page(NamedTuple):
+class LayerCache(NamedTuple):
     """One layer's part of a cache: keys [B, S, K, H] and values [B, S, K, W], where every slot's token is, the next slot to
     write, and in an encoder-decoder the keys and values of the source."""
 
     k: jax.Array
     v: jax.Array
-    places: Places
+    layout: TokenLayout
     at: jax.Array
     source: tuple[jax.Array, jax.Array] | None = None
 
-    def write(self, k: jax.Array, v: jax.Array) -> "Page":
+    def write(self, k: jax.Array, v: jax.Array) -> "LayerCache":
         return self._replace(k=_write(self.k, k, self.at), v=_write(self.v, v, self.at))
 
 
@@ -29,33 +29,33 @@ class Page(NamedTuple):
 class KVCache:
     """Keys and values seen so far, one array [B, S, K, H] and one [B, S, K, W] a layer, and where each slot's token is.
 
-    `places` has [B, S] positions and segments; segment 0 is a slot not yet written, or padding. `length` counts the slots
-    written. `source` has each layer's keys and values of an encoder-decoder's source, and `source_places` its places.
+    `layout` has [B, S] positions and segments; segment 0 is a slot not yet written, or padding. `length` counts the slots
+    written. `source` has each layer's keys and values of an encoder-decoder's source, and `source_layout` its places.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
-    places: Places
+    layout: TokenLayout
     length: jax.Array
     source: tuple[tuple[jax.Array, jax.Array], ...] | None = None
-    source_places: Places | None = None
+    source_layout: TokenLayout | None = None
 
-    def page(self, layer: int, places: Places) -> Page:
-        """Layer `layer`'s page, as it is for a call on the tokens at the cache's `places`, which came with `advance`."""
-        at = self.length - places.positions.shape[1]
-        return Page(self.k[layer], self.v[layer], self.places, at, self.source[layer] if self.source else None)
+    def layer_cache(self, layer: int, layout: TokenLayout) -> LayerCache:
+        """Layer `layer`'s page, as it is for a call on the tokens at the cache's `layout`, which came with `advance`."""
+        at = self.length - layout.positions.shape[1]
+        return LayerCache(self.k[layer], self.v[layer], self.layout, at, self.source[layer] if self.source else None)
 
-    def advance(self, places: Places) -> "KVCache":
-        """The cache with slots taken for the tokens at `places` [B, T]; their keys and values follow layer by layer."""
-        segments = jnp.ones_like(places.positions) if places.segments is None else places.segments
-        known = Places(
-            _write(self.places.positions, places.positions, self.length),
-            _write(self.places.segments, segments, self.length),  # type: ignore[arg-type]
+    def advance(self, layout: TokenLayout) -> "KVCache":
+        """The cache with slots taken for the tokens at `layout` [B, T]; their keys and values follow layer by layer."""
+        segments = jnp.ones_like(layout.positions) if layout.segments is None else layout.segments
+        known = TokenLayout(
+            _write(self.layout.positions, layout.positions, self.length),
+            _write(self.layout.segments, segments, self.length),  # type: ignore[arg-type]
         )
-        return self.replace(places=known, length=self.length + places.positions.shape[1])  # type: ignore[attr-defined, no-any-return]
+        return self.replace(layout=known, length=self.length + layout.positions.shape[1])  # type: ignore[attr-defined, no-any-return]
 
-    def with_pages(self, pages: list[Page]) -> "KVCache":
-        k, v = (tuple(getattr(page, name) for page in pages) for name in "kv")
+    def with_layers(self, layer_caches: list[LayerCache]) -> "KVCache":
+        k, v = (tuple(getattr(layer_cache, name) for layer_cache in layer_caches) for name in "kv")
         return self.replace(k=k, v=v)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -65,9 +65,9 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -
     layers = layer_configs(config, config.n_layers)
     k = tuple(jnp.zeros((batch, slots, layer.kv_heads, layer.head_width), dtype) for layer in layers)
     v = tuple(jnp.zeros((batch, slots, layer.kv_heads, layer.value_width), dtype) for layer in layers)
-    return KVCache(k, v, Places(blank, blank), jnp.int32(0))
+    return KVCache(k, v, TokenLayout(blank, blank), jnp.int32(0))
 
 
-def _write(page: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """`page` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
-    return jax.lax.dynamic_update_slice_in_dim(page, new.astype(page.dtype), at, axis=1)
+def _write(layer_cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    """`layer_cache` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
+    return jax.lax.dynamic_update_slice_in_dim(layer_cache, new.astype(layer_cache.dtype), at, axis=1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxformer.layers.masks import View, visible
+from jaxformer.layers.masks import AttentionMask, visible
 
 
 def dot_product_attention(
@@ -67,16 +67,16 @@ def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
     return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
 
-def plain(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """The reference."""
-    change = _Change(view.scale, view.soft_cap, view.bias, view.sinks)
-    return _values(_weights(q, k, visible(view), change), v)
+    change = _Change(mask.scale, mask.soft_cap, mask.bias, mask.sinks)
+    return _values(_weights(q, k, visible(mask), change), v)
 
 
-def attention_weights(q: jax.Array, k: jax.Array, view: View) -> jax.Array:
+def attention_weights(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
     """The weights of `plain`, float32: q [B, T, N, H], k [B, S, K, H] -> [B, N, T, S]."""
-    change = _Change(view.scale, view.soft_cap, view.bias, view.sinks)
-    weights = _weights(q, k, visible(view), change)
+    change = _Change(mask.scale, mask.soft_cap, mask.bias, mask.sinks)
+    weights = _weights(q, k, visible(mask), change)
     return weights.reshape(weights.shape[0], -1, *weights.shape[3:])
 
 
@@ -85,7 +85,7 @@ def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
     return _values(weights.reshape(weights.shape[0], v.shape[2], -1, *weights.shape[2:]), v)
 
 
-def reference(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+def reference(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """The plain mathematics in float32, that every kernel is held against."""
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    return plain(q, k, v, view)
+    return plain(q, k, v, mask)

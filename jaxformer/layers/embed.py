@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, dropout
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
 from jaxformer.params import Params, Spec, Specs, lookup
@@ -44,7 +44,7 @@ def embed(
     params: Params,
     config: ModelConfig,
     tokens: Tokens,
-    places: Places,
+    layout: TokenLayout,
     types: Tokens | None = None,
     key: jax.Array | None = None,
 ) -> Float[Array, "B T D"]:
@@ -53,15 +53,15 @@ def embed(
     if config.embedding_scale == "sqrt":
         x = x * math.sqrt(config.d_model)
     if config.positions in ADDED:
-        x = x + ADDED[config.positions](params, config, places)
+        x = x + ADDED[config.positions](params, config, layout)
     if config.token_types:
-        x = x + lookup(params["types"], jnp.zeros_like(places.positions) if types is None else types, WHOLE)
+        x = x + lookup(params["types"], jnp.zeros_like(layout.positions) if types is None else types, WHOLE)
     if config.embedding_norm:
         x = norm(params["norm"], config, x)
     return dropout(x, config.dropout, key)
 
 
 ADDED = {
-    "learned": lambda params, config, places: lookup(params["positions"], places.positions + config.position_offset, WHOLE),
-    "sinusoidal": lambda params, config, places: sinusoids(places.positions, config.d_model, config.sinusoid_order),
+    "learned": lambda params, config, layout: lookup(params["positions"], layout.positions + config.position_offset, WHOLE),
+    "sinusoidal": lambda params, config, layout: sinusoids(layout.positions, config.d_model, config.sinusoid_order),
 }

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import INITIALIZERS, linear
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.params import Params, Spec, Specs, Weight, contract, zeros
 from jaxformer.settings import ConfigError
@@ -49,9 +49,9 @@ def head_specs(config: ModelConfig) -> Specs:
     return {name: rows for name, rows in table.items() if rows}
 
 
-def pooled(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places: Places) -> Float[Array, "B 1 D"]:
+def pooled(params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout) -> Float[Array, "B 1 D"]:
     """One vector a row: its first or last token or their mean, padding left out, through the pooler where there is one."""
-    real = jnp.ones(x.shape[:2], bool) if places.segments is None else places.segments != 0
+    real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
     index = jnp.arange(x.shape[1])
     share = {
         "first": index == jnp.argmax(real, axis=1, keepdims=True),
@@ -62,10 +62,10 @@ def pooled(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places
     return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", one)) if "pooler" in params else one
 
 
-def readout(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places: Places) -> Float[Array, "B Q D"]:
+def readout(params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout) -> Float[Array, "B Q D"]:
     """What `head_matrix` multiplies: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row."""
     if config.output == "classes":
-        x = pooled(params, config, x, places)
+        x = pooled(params, config, x, layout)
     if config.output == "masked":
         act = ACTIVATIONS[config.activation]
         x = norm(params["head"].get("norm", {}), config, act(linear("BTD,DF->BTF", params["head"], "dense", x)))
@@ -99,11 +99,11 @@ def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = Non
     return logits if bias is None else logits + bias
 
 
-def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"], places: Places) -> Float[Array, "B Q V"]:
+def head(params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout) -> Float[Array, "B Q V"]:
     """Logits, float32: [B, T, D] -> [B, T, V], or [B, 1, C] for a class of the row, or [B, T, D] where there is no head."""
     if config.output == "none":
         return x.astype(jnp.float32)
-    y = readout(params, config, x, places)
+    y = readout(params, config, x, layout)
     logits = logits_of_rows(*output_layer(params, config, y))
     cap = config.logit_soft_cap
     return cap * jnp.tanh(logits / cap) if cap else logits

@@ -1,7 +1,7 @@
 """The attention kernels: one table of ways to compute the same thing, and how one is chosen.
 
-Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and a `View` to [B, T, N, W]; `xla` is the reference, plain
-mathematics that every transform and device understands. `choose` picks for a training run and says why.
+Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and an `AttentionMask` to
+[B, T, N, W]; `xla` is the reference, plain mathematics that every transform and device understands. `choose` picks for a training run and says why.
 """
 
 import math
@@ -15,37 +15,37 @@ import jax.numpy as jnp
 from jaxformer.config_model import AttentionKernel, ModelConfig
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.settings import ConfigError, Table
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array]
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
-    how: Any = {"causal": view.causal, "window": view.window, "scale": view.scale}
-    queries, keys = view.queries, view.keys
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    how: Any = {"causal": mask.causal, "window": mask.window, "scale": mask.scale}
+    queries, keys = mask.queries, mask.keys
     if queries.ordered and keys.ordered:
         return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
-    places = (queries.positions, keys.positions)
-    return blocked_attention(q, k, v, places, (queries.segments, keys.segments), **how)
+    layout = (queries.positions, keys.positions)
+    return blocked_attention(q, k, v, layout, (queries.segments, keys.segments), **how)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
-    scale = view.scale or None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=view.causal, scale=scale, implementation="cudnn")
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    scale = mask.scale or None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, implementation="cudnn")
 
 
-def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 
-    groups, scale = q.shape[2] // k.shape[2], view.scale or 1 / math.sqrt(q.shape[-1])
+    groups, scale = q.shape[2] // k.shape[2], mask.scale or 1 / math.sqrt(q.shape[-1])
     heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))]
-    ids = [view.queries.segments, view.keys.segments]
+    ids = [mask.queries.segments, mask.keys.segments]
     segments = None
     if any(of is not None for of in ids):
         sides = zip(ids, (q, k), strict=True)
         segments = SegmentIds(*(jnp.ones(x.shape[:2], jnp.int32) if of is None else of for of, x in sides))
-    out = flash_attention(*heads_first, segment_ids=segments, causal=view.causal, sm_scale=scale)
+    out = flash_attention(*heads_first, segment_ids=segments, causal=mask.causal, sm_scale=scale)
     return jnp.swapaxes(out, 1, 2)
 
 
@@ -60,13 +60,13 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """A kernel, what it is for in one phrase, why it cannot serve a case (empty where it can), and whether it can a call."""
 
     run: Kernel
     what: str
     refuses: Callable[[Case], str]
-    serves: Callable[[View], bool]
+    serves: Callable[[AttentionMask], bool]
 
 
 def _lacks(case: Case) -> str:
@@ -109,44 +109,44 @@ def _tpu_refuses(case: Case) -> str:
     return _fused_lacks(case)
 
 
-def _has_plain_scores(view: View) -> bool:
-    return view.bias is None and not view.soft_cap and view.sinks is None
+def _has_plain_scores(mask: AttentionMask) -> bool:
+    return mask.bias is None and not mask.soft_cap and mask.sinks is None
 
 
-def _goes_by_order(view: View) -> bool:
+def _goes_by_order(mask: AttentionMask) -> bool:
     """No window, and where it is causal no cache and no positions of its own: for kernels that know the index alone."""
-    ordered = not view.causal or (view.queries.ordered and view.keys.ordered)
-    return ordered and view.window == 0 and _has_plain_scores(view)
+    ordered = not mask.causal or (mask.queries.ordered and mask.keys.ordered)
+    return ordered and mask.window == 0 and _has_plain_scores(mask)
 
 
-def _goes_by_order_unpacked(view: View) -> bool:
-    return _goes_by_order(view) and view.queries.segments is None and view.keys.segments is None
+def _goes_by_order_unpacked(mask: AttentionMask) -> bool:
+    return _goes_by_order(mask) and mask.queries.segments is None and mask.keys.segments is None
 
 
-def _goes_by_tiles(view: View) -> bool:
-    return _goes_by_order(view) and all(side.positions.shape[-1] % 128 == 0 for side in (view.queries, view.keys))
+def _goes_by_tiles(mask: AttentionMask) -> bool:
+    return _goes_by_order(mask) and all(side.positions.shape[-1] % 128 == 0 for side in (mask.queries, mask.keys))
 
 
-KERNELS: Table[Row] = Table(
+KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": Row(_cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked),
-        "tpu": Row(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
-        "blocked": Row(_blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores),
-        "xla": Row(plain, "plain XLA attention", lambda case: "", lambda view: True),
+        "cudnn": KernelRow(_cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked),
+        "tpu": KernelRow(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
+        "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores),
+        "xla": KernelRow(plain, "plain XLA attention", lambda case: "", lambda mask: True),
     },
     besides=("auto",),
 )
 PREFERRED = {"gpu": ("cudnn", "xla"), "tpu": ("tpu", "xla"), "cpu": ("blocked", "xla")}
 
 
-def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, view: View) -> jax.Array:
+def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """Attention by the kernel of a name ("auto": plain), or the plain one for a call that it cannot serve.
 
     A kernel chosen for the batches of a run meets other calls too: a cache, padded prompts.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
-    return (row.run if row.serves(view) else plain)(q, k, v, view)
+    return (row.run if row.serves(mask) else plain)(q, k, v, mask)
 
 
 def choose(asked: str, case: Case) -> tuple[str, str]:

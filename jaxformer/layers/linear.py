@@ -11,7 +11,7 @@ from jaxformer.config_model import Initializer as InitializerName
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.positions import sinusoids
 from jaxformer.params import (
-    Initializer,
+    InitFunction,
     Params,
     Spec,
     contract,
@@ -28,10 +28,10 @@ from jaxformer.sharding import Axes
 class Initializers(NamedTuple):
     """One initializer a role: ordinary weights, those that end in the residual stream, lookup tables, learned positions."""
 
-    weight: Initializer
-    residual: Initializer
-    embedding: Initializer
-    positions: Initializer
+    weight: InitFunction
+    residual: InitFunction
+    embedding: InitFunction
+    positions: InitFunction
 
 
 def _gpt2(config: ModelConfig) -> Initializers:

@@ -15,7 +15,7 @@ from flax import struct
 
 
 @struct.dataclass
-class Places:
+class TokenLayout:
     """Where each token of a [B, T] batch is.
 
     `positions` int32 counts from 0 in each segment; `segments` int32 is 0 for padding, None where a row is one segment.
@@ -27,7 +27,7 @@ class Places:
     ordered: bool = struct.field(pytree_node=False, default=False)
 
 
-class View(NamedTuple):
+class AttentionMask(NamedTuple):
     """All that attention goes by besides queries, keys and values.
 
     `window` is the number of tokens back that a query sees, itself counted in (both ways where it is not causal); 0 is all.
@@ -36,8 +36,8 @@ class View(NamedTuple):
     sequence, `relative` is False: the distance between them means nothing.
     """
 
-    queries: Places
-    keys: Places
+    queries: TokenLayout
+    keys: TokenLayout
     causal: bool = True
     window: int = 0
     scale: float = 0.0
@@ -47,27 +47,27 @@ class View(NamedTuple):
     relative: bool = True
 
 
-def places_of(tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None) -> Places:
+def layout_of(tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None) -> TokenLayout:
     """The places of `tokens` [B, T]; positions not given count from the start of each segment, 0 on padding."""
     index = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
     if positions is None and segments is not None:
         begins = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], axis=-1)
         counted = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
-        return Places(jnp.where(segments != 0, counted, 0), segments, ordered=True)
-    return Places(index if positions is None else positions, segments, ordered=positions is None)
+        return TokenLayout(jnp.where(segments != 0, counted, 0), segments, ordered=True)
+    return TokenLayout(index if positions is None else positions, segments, ordered=positions is None)
 
 
-def visible(view: View) -> jax.Array | None:
+def visible(mask: AttentionMask) -> jax.Array | None:
     """bool [B, T, S]: the keys of a query's own segment, none of them padding, on its side and in its window; None: all."""
-    queries, keys = view.queries, view.keys
+    queries, keys = mask.queries, mask.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
-    mask = back >= 0 if view.causal else None
-    if view.window:
-        near = (back if view.causal else jnp.abs(back)) < view.window
-        mask = near if mask is None else mask & near
+    allowed = back >= 0 if mask.causal else None
+    if mask.window:
+        near = (back if mask.causal else jnp.abs(back)) < mask.window
+        allowed = near if allowed is None else allowed & near
     if queries.segments is not None or keys.segments is not None:
         q_seg = jnp.ones_like(queries.positions) if queries.segments is None else queries.segments
         k_seg = jnp.ones_like(keys.positions) if keys.segments is None else keys.segments
         own = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
-        mask = own if mask is None else mask & own
-    return mask
+        allowed = own if allowed is None else allowed & own
+    return allowed

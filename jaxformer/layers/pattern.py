@@ -1,6 +1,6 @@
 """How the layers of a stack differ: by settings whose letters repeat over the layers.
 
-A row of `PATTERNS` names such a setting, and says for each of its letters which settings a layer of that letter has
+A row of `LAYER_PATTERNS` names such a setting, and says for each of its letters which settings a layer of that letter has
 instead of the model's. The config of one layer holds for that layer alone, so that no layer reads its own number.
 """
 
@@ -26,7 +26,7 @@ def _full(config: ModelConfig) -> Mapping[str, Any]:
     return {"window": 0, "rope_window_theta": 0.0}
 
 
-PATTERNS: dict[str, dict[str, Changes]] = {"window_pattern": {"w": _windowed, "f": _full}}
+LAYER_PATTERNS: dict[str, dict[str, Changes]] = {"window_pattern": {"w": _windowed, "f": _full}}
 
 
 @functools.lru_cache
@@ -35,7 +35,7 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     known: dict[tuple[str, ...], ModelConfig] = {}
     found = []
     for i in range(layers):
-        patterns = {name: getattr(config, name) for name in PATTERNS if hasattr(config, name)}
+        patterns = {name: getattr(config, name) for name in LAYER_PATTERNS if hasattr(config, name)}
         letters = tuple(pattern[i % len(pattern)] for pattern in patterns.values())
         if letters not in known:
             known[letters] = _resolved(config, dict(zip(patterns, letters, strict=True)))
@@ -47,7 +47,7 @@ def _resolved(config: ModelConfig, letters: Mapping[str, str]) -> ModelConfig:
     defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
     changes: dict[str, Any] = {name: defaults[name] for name in letters}
     for name, letter in letters.items():
-        changes |= PATTERNS[name][letter](config)
+        changes |= LAYER_PATTERNS[name][letter](config)
     return dataclasses.replace(config, **changes)
 
 

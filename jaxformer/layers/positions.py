@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config_model import ModelConfig, RopeScaling
-from jaxformer.layers.masks import Places
+from jaxformer.layers.masks import TokenLayout
 from jaxformer.params import Spec, Specs, lookup, normal
 from jaxformer.settings import Table
 
@@ -158,12 +158,12 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 
 
 def score_bias(
-    table: Float[Array, "buckets N"] | None, config: ModelConfig, queries: Places, keys: Places, causal: bool
+    table: Float[Array, "buckets N"] | None, config: ModelConfig, queries: TokenLayout, keys: TokenLayout, causal: bool
 ) -> Float[Array, "B N T S"] | None:
     """What the config's positions add to the scores, float32 [B or 1, N, T, S]; None where they add nothing."""
     if config.positions not in BIASES:
         return None
-    same = all(places.ordered and places.segments is None for places in (queries, keys))
+    same = all(layout.ordered and layout.segments is None for layout in (queries, keys))
     rows = slice(0, 1) if same else slice(None)  # every row is numbered alike
     distance = keys.positions[rows, None, :] - queries.positions[rows, :, None]
     return BIASES[config.positions](table, config, distance, causal)

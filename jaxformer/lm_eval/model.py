@@ -35,9 +35,11 @@ CHUNK = 32  # tokens written between two looks at whether every text has stopped
 IGNORED = {"device", "max_batch_size"}  # what the harness gives every model; the device is JAX's own choice
 SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]
+ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
-Row = tuple[tuple[int, ...], int]  # what the model reads, and how many of its predictions, the last ones, are asked for
+ScoredRow = tuple[
+    tuple[int, ...], int
+]  # what the model reads, and how many of its predictions, the last ones, are asked for
 
 
 @register_model("jaxformer")
@@ -113,7 +115,7 @@ class JaxformerLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text, read in windows of max_length tokens of which each token is predicted once."""
-        windows: list[tuple[int, Request]] = []
+        windows: list[tuple[int, ScoringRequest]] = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
@@ -126,12 +128,14 @@ class JaxformerLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False, **__: Any) -> list[Answer]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
+    ) -> list[Answer]:
         """(log-likelihood, whether greedy decoding would give it) of each continuation after its context.
 
         Requests that differ in their last token alone, as the letters of a multiple choice do, are one row.
         """
-        asking: dict[Row, list[int]] = {}
+        asking: dict[ScoredRow, list[int]] = {}
         cut = 0
         answers: list[Answer] = [(0.0, True)] * len(requests)  # of a continuation that has no tokens
         for number, (_, context, continuation) in enumerate(requests):
@@ -156,7 +160,7 @@ class JaxformerLM(TemplateLM):
                 bar.update(len(asking[row]))
         return answers
 
-    def _scored(self, rows: list[Row]) -> Iterator[tuple[Row, np.ndarray, np.ndarray, np.ndarray]]:
+    def _scored(self, rows: list[ScoredRow]) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
         """Each row with what `scores` says of it."""
         for at in range(0, len(rows), self.batch_size):
             batch = rows[at : at + self.batch_size]
@@ -200,14 +204,14 @@ class JaxformerLM(TemplateLM):
 
     def _written(self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling) -> list[str]:
         """The texts, cut at their stops; writing ends once each has one, or after `count` tokens."""
-        room = self.max_length - count
-        if room < 1:
+        space = self.max_length - count
+        if space < 1:
             raise ConfigError(
                 f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}: ask for fewer tokens."
             )
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        _warn(sum(len(prompt) > room for prompt in whole), len(whole), room)
-        prompts = [prompt[-room:] for prompt in whole]
+        _warn(sum(len(prompt) > space for prompt in whole), len(whole), space)
+        prompts = [prompt[-space:] for prompt in whole]
         prompts += prompts[:1] * (self.batch_size - len(prompts))  # repeats that nothing reads
         lengths = np.array([[len(prompt)] for prompt in prompts])
         real = np.arange(-_rounded(lengths.max()), 0) >= -lengths
@@ -232,10 +236,10 @@ class JaxformerLM(TemplateLM):
         return prepared(self.params, self.config)
 
 
-def _warn(cut: int, number: int, room: int) -> None:
+def _warn(cut: int, number: int, space: int) -> None:
     if cut:
         logging.getLogger(__name__).warning(
-            f"{cut} of {number} contexts lose their beginning: there is room for {room} tokens."
+            f"{cut} of {number} contexts lose their beginning: there is room for {space} tokens."
         )
 
 

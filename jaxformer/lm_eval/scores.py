@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.head import head
-from jaxformer.layers.masks import Places, places_of
+from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params
@@ -26,10 +26,10 @@ def scores(
     Only their logits are computed, and no more than about `LOGITS` at once.
     """
     segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    x = hidden(params, config, Inputs(tokens, places_of(tokens, None, segments))).x
+    x = hidden(params, config, Inputs(tokens, layout_of(tokens, None, segments))).x
 
     def logits(spots: jax.Array) -> jax.Array:
-        return head(params, config, jnp.take_along_axis(x, spots[..., None], axis=1), Places(spots))
+        return head(params, config, jnp.take_along_axis(x, spots[..., None], axis=1), TokenLayout(spots))
 
     def tile(at: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The same for the predictions that stand `at` places before the last one."""

@@ -7,7 +7,7 @@ from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs
 from jaxformer.layers.head import head_specs
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, run_stack, stack_specs
@@ -33,9 +33,9 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    x = embed(params["embed"], config, inputs.tokens, inputs.places, inputs.types, embed_key)
+    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
     if cache is not None:
-        cache = cache.advance(inputs.places)
-    view = View(inputs.places, inputs.places if cache is None else cache.places)
+        cache = cache.advance(inputs.layout)
+    mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
     x = x.astype(compute_dtype(config))
-    return run_stack(params, config, x, view, cache=cache, key=layers_key, request=request.within("decoder"))
+    return run_stack(params, config, x, mask, cache=cache, key=layers_key, request=request.within("decoder"))

@@ -6,7 +6,7 @@ from jaxformer.config_model import ModelConfig
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
 from jaxformer.models.decoder import specs
 from jaxformer.models.inputs import Inputs
@@ -26,7 +26,7 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D]; a cache means nothing here and is given back."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    x = embed(params["embed"], config, inputs.tokens, inputs.places, inputs.types, embed_key).astype(compute_dtype(config))
-    view = View(inputs.places, inputs.places, causal=False)
-    out = run_stack(params, config, x, view, key=layers_key, request=request.within("encoder"))
+    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key).astype(compute_dtype(config))
+    mask = AttentionMask(inputs.layout, inputs.layout, causal=False)
+    out = run_stack(params, config, x, mask, key=layers_key, request=request.within("encoder"))
     return out._replace(cache=cache)

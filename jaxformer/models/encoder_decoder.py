@@ -7,12 +7,12 @@ import jax
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
-from jaxformer.layers.block import Source
+from jaxformer.layers.block import EncoderOutput
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs
 from jaxformer.layers.head import head_specs
-from jaxformer.layers.masks import Places, View
+from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.inputs import Inputs
@@ -42,10 +42,10 @@ def encode(
     """What the encoder makes of the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     tables = {"tokens": params["embed"]["tokens"]} | params["encoder"].get("embed", {})
-    places: Places = inputs.source_places  # type: ignore[assignment]
-    x = embed(tables, config, inputs.source, places, None, embed_key).astype(compute_dtype(config))  # type: ignore[arg-type]
-    view = View(places, places, causal=False)
-    return run_stack(params["encoder"], config, x, view, key=layers_key, request=request.within("encoder"))
+    layout: TokenLayout = inputs.source_layout  # type: ignore[assignment]
+    x = embed(tables, config, inputs.source, layout, None, embed_key).astype(compute_dtype(config))  # type: ignore[arg-type]
+    mask = AttentionMask(layout, layout, causal=False)
+    return run_stack(params["encoder"], config, x, mask, key=layers_key, request=request.within("encoder"))
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
@@ -53,7 +53,7 @@ def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     configs = layer_configs(config, len(layers))
     seen = tuple(keys_and_values(layer["cross"], of_layer, x, None) for layer, of_layer in zip(layers, configs, strict=True))
-    return cache.replace(source=seen, source_places=inputs.source_places)  # type: ignore[attr-defined, no-any-return]
+    return cache.replace(source=seen, source_layout=inputs.source_layout)  # type: ignore[attr-defined, no-any-return]
 
 
 def hidden(
@@ -71,13 +71,13 @@ def hidden(
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     if cache is None:
         encoded, _, heard = encode(params, config, inputs, source_key, request)
-        source_places = inputs.source_places
+        source_layout = inputs.source_layout
     else:
-        cache = cache.advance(inputs.places)
-        encoded, heard, source_places = None, Aux(), cache.source_places
-    x = embed(params["embed"], config, inputs.tokens, inputs.places, inputs.types, embed_key).astype(compute_dtype(config))
-    source = Source(encoded, View(inputs.places, source_places, causal=False, relative=False))  # type: ignore[arg-type]
-    view = View(inputs.places, inputs.places if cache is None else cache.places)
+        cache = cache.advance(inputs.layout)
+        encoded, heard, source_layout = None, Aux(), cache.source_layout
+    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key).astype(compute_dtype(config))
+    source = EncoderOutput(encoded, AttentionMask(inputs.layout, source_layout, causal=False, relative=False))  # type: ignore[arg-type]
+    mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
     request = request.within("decoder")
-    out = run_stack(params, config, x, view, cache=cache, source=source, key=layers_key, request=request)
+    out = run_stack(params, config, x, mask, cache=cache, source=source, key=layers_key, request=request)
     return out._replace(aux=merged((heard, out.aux)))

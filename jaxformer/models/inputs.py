@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config_model import ModelConfig
-from jaxformer.layers.masks import Places, places_of
+from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.settings import ConfigError
 
 
@@ -17,10 +17,10 @@ class Inputs:
     """`tokens` and `types` are int [B, T], `source` int [B, S]."""
 
     tokens: jax.Array
-    places: Places
+    layout: TokenLayout
     types: jax.Array | None = None
     source: jax.Array | None = None
-    source_places: Places | None = None
+    source_layout: TokenLayout | None = None
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
@@ -28,8 +28,8 @@ def inputs_of(batch: Mapping[str, Any]) -> Inputs:
     names = ("tokens", "positions", "segment_ids", "token_types", "source", "source_segment_ids")
     arrays = (None if batch.get(name) is None else jnp.asarray(batch[name]) for name in names)
     tokens, positions, segments, types, source, source_segments = arrays
-    source_places = None if source is None else places_of(source, None, source_segments)
-    return Inputs(tokens, places_of(tokens, positions, segments), types, source, source_places)  # type: ignore[arg-type]
+    source_layout = None if source is None else layout_of(source, None, source_segments)
+    return Inputs(tokens, layout_of(tokens, positions, segments), types, source, source_layout)  # type: ignore[arg-type]
 
 
 def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.config_model import ModelConfig
-from jaxformer.layers.block import Source, block, block_specs
-from jaxformer.layers.cache import KVCache, Page
+from jaxformer.layers.block import EncoderOutput, block, block_specs
+from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.masks import View
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, period_of
@@ -75,8 +75,8 @@ def layers_of(blocks: Params | list[Params]) -> list[Params]:
 class _Call(NamedTuple):
     """What all layers of a stack are called with."""
 
-    view: View
-    source: Source | None
+    mask: AttentionMask
+    source: EncoderOutput | None
     key: jax.Array | None
     request: Request
 
@@ -85,16 +85,16 @@ def run_stack(
     params: Params,
     config: ModelConfig,
     x: Float[Array, "B T D"],
-    view: View,
+    mask: AttentionMask,
     *,
     cache: KVCache | None = None,
-    source: Source | None = None,
+    source: EncoderOutput | None = None,
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
     """[B, T, D] -> [B, T, D], and the cache with these tokens in it where one, advanced to them, is given."""
-    bias = score_bias(params.get("relative_bias"), config, view.queries, view.keys, view.causal)
-    call = _Call(view._replace(bias=bias), source, key, request)
+    bias = score_bias(params.get("relative_bias"), config, mask.queries, mask.keys, mask.causal)
+    call = _Call(mask._replace(bias=bias), source, key, request)
     if cache is None and config.layer_loop == "scan":
         out = _scanned(params["blocks"], config, x, call)
     else:
@@ -104,13 +104,13 @@ def run_stack(
     return out
 
 
-def _layer(config: ModelConfig, call: _Call, request: Request, page: Page | None = None) -> Any:
+def _layer(config: ModelConfig, call: _Call, request: Request, layer_cache: LayerCache | None = None) -> Any:
     """A layer as a function of (x, params, its number), with what the backward pass recomputes said."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
-        return block(params, config, x, call.view, page, call.source, key, request)
+        return block(params, config, x, call.mask, layer_cache, call.source, key, request)
 
-    plain = config.remat == "none" or page is not None
+    plain = config.remat == "none" or layer_cache is not None
     recomputed = run if plain else jax.checkpoint(run, policy=REMAT[config.remat])
 
     def numbered(x: jax.Array, params: Params, i: Any) -> Output:
@@ -126,13 +126,13 @@ def _named(aux: Aux, request: Request, layer: int) -> Aux:
 def _unrolled(
     blocks: Params | list[Params], config: ModelConfig, x: jax.Array, call: _Call, cache: KVCache | None
 ) -> Output:
-    layers, pages, parts = layers_of(blocks), [], []
+    layers, layer_caches, parts = layers_of(blocks), [], []
     for i, (layer, of_layer) in enumerate(zip(layers, layer_configs(config, len(layers)), strict=True)):
-        page = None if cache is None else cache.page(i, call.view.queries)
-        x, page, aux = _layer(of_layer, call, call.request.at((i,)), page)(x, layer, i)
-        pages.append(page)
+        layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
+        x, layer_cache, aux = _layer(of_layer, call, call.request.at((i,)), layer_cache)(x, layer, i)
+        layer_caches.append(layer_cache)
         parts.append(_named(aux, call.request, i))
-    return Output(x, None if cache is None else cache.with_pages(pages), merged(parts))
+    return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> Output:

@@ -17,9 +17,9 @@ from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
 from jaxformer.params import Params, Specs, check_params, init_params
 from jaxformer.settings import ConfigError
 
-FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
-Rows = Int[Array | np.ndarray, "B T"] | None
-SourceRows = Int[Array | np.ndarray, "B S"] | None
+MODEL_FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
+OptionalTokens = Int[Array | np.ndarray, "B T"] | None
+OptionalSource = Int[Array | np.ndarray, "B S"] | None
 
 
 def specs(config: ModelConfig) -> Specs:
@@ -28,7 +28,7 @@ def specs(config: ModelConfig) -> Specs:
         raise ConfigError(
             "model.vocab_size=0 takes the tokenizer's size, and there is no tokenizer here: give the number of tokens."
         )
-    table: Specs = FAMILIES[config.family].specs(config)
+    table: Specs = MODEL_FAMILIES[config.family].specs(config)
     return {name: rows for name, rows in table.items() if rows}
 
 
@@ -55,7 +55,7 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D], the cache with these tokens in it where one is given, and what else
     came out: sums to add to the loss, metrics, and what the request captures."""
-    out: Output = FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
+    out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
     return out
 
 
@@ -64,11 +64,11 @@ def forward(
     config: ModelConfig,
     tokens: Int[Array | np.ndarray, "B T"],
     *,
-    segment_ids: Rows = None,
-    positions: Rows = None,
-    source: SourceRows = None,
-    source_segment_ids: SourceRows = None,
-    token_types: Rows = None,
+    segment_ids: OptionalTokens = None,
+    positions: OptionalTokens = None,
+    source: OptionalSource = None,
+    source_segment_ids: OptionalSource = None,
+    token_types: OptionalTokens = None,
 ) -> Float[Array, "B *_ V"]:
     """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of each row; without a head
     (`model.head="none"`) the residual stream [B, T, D].
@@ -91,5 +91,5 @@ def logits_of(
     check_inputs(config, batch)
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, request=request)
-    logits = head(params, config, x, inputs.places)
+    logits = head(params, config, x, inputs.layout)
     return (logits[:, 0] if config.output == "classes" else logits), aux

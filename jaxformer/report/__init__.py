@@ -4,11 +4,11 @@ from jaxformer.report.banner import banner, closing
 from jaxformer.report.format import human_bytes, human_count, human_time, printable
 from jaxformer.report.metrics import MetricsLog, has_tensorboard, read_metrics
 from jaxformer.report.plot import plot_losses
-from jaxformer.report.progress import Progress
+from jaxformer.report.progress import ProgressBar
 
 __all__ = [
     "MetricsLog",
-    "Progress",
+    "ProgressBar",
     "banner",
     "closing",
     "has_tensorboard",

@@ -26,12 +26,12 @@ MOST_WEIGHTS = 2**25
 MOST_LABELS = 64
 
 Maps = Mapping[str, np.ndarray]
-Tokens = Mapping[str, Sequence[str]]
+TokenStrings = Mapping[str, Sequence[str]]
 
 
 def attention_page(
     maps: Maps,
-    tokens: Tokens,
+    tokens: TokenStrings,
     *,
     title: str,
     candidates: Sequence[Sequence[tuple[str, float]]] = (),
@@ -59,7 +59,7 @@ def attention_page(
 
 def attention_figure(
     maps: Maps,
-    tokens: Tokens,
+    tokens: TokenStrings,
     path: str | Path,
     *,
     title: str,
@@ -100,7 +100,7 @@ def _axes(maps: Maps) -> set[str]:
     return {axis for kind in maps for axis in AXES[kind]}
 
 
-def _checked(maps: Maps, tokens: Tokens) -> dict[str, np.ndarray]:
+def _checked(maps: Maps, tokens: TokenStrings) -> dict[str, np.ndarray]:
     """The maps as float32 in the order of AXES; ConfigError with everything that does not fit."""
     found = [f"{kind!r} is not a kind of map: {', '.join(map(repr, AXES))} are." for kind in maps if kind not in AXES]
     found += [] if maps else [f"there is none: pass any of {', '.join(map(repr, AXES))}."]
@@ -116,7 +116,7 @@ def _checked(maps: Maps, tokens: Tokens) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _misfits(kind: str, array: np.ndarray, tokens: Tokens) -> list[str]:
+def _misfits(kind: str, array: np.ndarray, tokens: TokenStrings) -> list[str]:
     query, key = AXES[kind]
     if array.ndim != 4 or array.shape[2:] != (len(tokens[query]), len(tokens[key])) or not array.size:
         wanted = f"(layers, heads, {len(tokens[query])} {query} tokens, {len(tokens[key])} {key} tokens)"

@@ -10,12 +10,12 @@ WIDTH = 100
 INDENT = "  "
 
 
-def banner(facts: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -> str:
+def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -> str:
     """A title and two aligned columns, names and facts; a fact of several lines stays in its column."""
-    margin = max((len(name) for name in facts), default=0)
+    margin = max((len(name) for name in summary), default=0)
     lines = [title]
-    for name, fact in facts.items():
-        paragraphs = [fact] if isinstance(fact, str) else fact
+    for name, value in summary.items():
+        paragraphs = [value] if isinstance(value, str) else value
         wrapped = [line for text in paragraphs for line in _wrap(text, WIDTH - margin - 2 * len(INDENT)) or [""]]
         heads = [name] + [""] * (len(wrapped) - 1)
         lines += [f"{INDENT}{head:<{margin}}{INDENT}{line}".rstrip() for head, line in zip(heads, wrapped, strict=True)]
@@ -38,15 +38,15 @@ def closing(
     `val_loss` is in nats per target, None where nothing was held out. `gzip_bits_per_byte` is that of `gzip -9` on the same
     held-out bytes.
     """
-    facts: dict[str, str | Sequence[str]] = {}
+    summary: dict[str, str | Sequence[str]] = {}
     if val_loss is not None:
-        facts["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {_perplexity(val_loss)})"
+        summary["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {_perplexity(val_loss)})"
     if accuracy is not None:
-        facts["accuracy"] = f"{accuracy:.2%} of the held-out targets"
+        summary["accuracy"] = f"{accuracy:.2%} of the held-out targets"
     if bits_per_byte is not None:
-        facts["bits per byte"] = f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
-    facts |= {"run directory": run_dir, "next": next_command}
-    blocks = [banner(facts, title=f"Done in {human_time(seconds)}")]
+        summary["bits per byte"] = f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
+    summary |= {"run directory": run_dir, "next": next_command}
+    blocks = [banner(summary, title=f"Done in {human_time(seconds)}")]
     if sample is not None:
         blocks.insert(0, _quote("Sample", printable("".join(sample))))
     return "\n\n".join(blocks)

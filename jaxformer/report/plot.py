@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, RED, INK, FAINT = "#2f6db5", "#c8502b", "#33373d", "#d9dce1"
-UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
+TIME_UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": FAINT,
@@ -85,7 +85,7 @@ def _above(axes: "Axes", lines: list[dict[str, Any]], scale: float) -> None:
     order = order[np.isfinite(seconds[order])]
     steps, seconds = np.append(0, steps[order]), np.append(0.0, seconds[order])
     timed = len(order) > 0
-    size, unit = next((row for row in UNITS if seconds[-1] >= 2 * row[0]), UNITS[-1])
+    size, unit = next((row for row in TIME_UNITS if seconds[-1] >= 2 * row[0]), TIME_UNITS[-1])
     named = ["steps"] * (scale != 1) + [unit] * timed
     if not named:
         return

@@ -18,10 +18,10 @@ REDRAWS_PER_SECOND = 4
 NARROW, NARROWER = 76, 64
 
 
-class Progress:
+class ProgressBar:
     """Shows where a run is; used as a context manager around the steps, it leaves the terminal as it found it.
 
-    `mode` is "bar", "lines", "none" (only what `say` says), or "auto": a bar if standard output is a terminal, else lines.
+    `mode` is "bar", "lines", "none" (only what `log` says), or "auto": a bar if standard output is a terminal, else lines.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=step)
         elif self._mode == "lines" and metrics and self._due(now, metrics):
             self._last_line = now
-            self.say(self.line(metrics))
+            self.log(self.line(metrics))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Prints a line above the bar, or among the lines; characters that the output cannot encode become `?`."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -109,7 +109,7 @@ def _draws() -> bool:
     return not Console().is_dumb_terminal
 
 
-def _bar(progress: Progress) -> "Bar":
+def _bar(progress: ProgressBar) -> "Bar":
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn
     from rich.progress import Progress as Bar
@@ -137,11 +137,11 @@ def _bar(progress: Progress) -> "Bar":
     return Bar(*columns, console=console, refresh_per_second=REDRAWS_PER_SECOND, expand=True)
 
 
-def _shown(progress: Progress, name: str) -> str:
+def _shown(progress: ProgressBar, name: str) -> str:
     return LINE_PARTS[name](progress.shown[name]) if name in progress.shown else ""
 
 
-def _left(progress: Progress) -> str:
+def _left(progress: ProgressBar) -> str:
     if progress._first is None:
         return "compiling"
     return "done" if progress.step >= progress.total else f"{human_time(progress.seconds_left())} left"

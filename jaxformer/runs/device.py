@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.layers import kernels
 from jaxformer.layers.dot_product import reference
-from jaxformer.layers.masks import View, places_of
+from jaxformer.layers.masks import AttentionMask, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.training.state import compiler_options
 
@@ -89,17 +89,17 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
     dtype = compute_dtype(config)
     sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[config.family]
 
-    def both(kernel: kernels.Kernel, view: View, arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
-        out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, view), *arrays[:3])
+    def both(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, mask), *arrays[:3])
         return out, *back(arrays[3].astype(out.dtype))
 
     def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> list[list[jax.Array]]:
-        places = places_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
+        layout = layout_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
         errors = []
         for causal in sides:
-            view = View(places, places, causal=causal, window=config.window, scale=config.attention_scale)
-            found = both(kernels.KERNELS[name].run, view, arrays)
-            expected = both(reference, view, [a.astype(jnp.float32) for a in arrays])
+            mask = AttentionMask(layout, layout, causal=causal, window=config.window, scale=config.attention_scale)
+            found = both(kernels.KERNELS[name].run, mask, arrays)
+            expected = both(reference, mask, [a.astype(jnp.float32) for a in arrays])
             pairs = zip(found, expected, strict=True)
             errors.append([jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in pairs])
         return errors

@@ -16,7 +16,7 @@ from jaxformer.runs.config import OWN
 from jaxformer.tokenizer.files import tokenizer_file
 
 HEADS = ("head", "pooler", "next_sentence")
-Shapes = dict[str, tuple[int, ...]]
+LeafShapes = dict[str, tuple[int, ...]]
 
 
 def check_base(run: RunConfig) -> RunConfig:
@@ -48,7 +48,7 @@ def check_base(run: RunConfig) -> RunConfig:
     )
 
 
-def trunk_of(model: ModelConfig) -> Shapes:
+def trunk_of(model: ModelConfig) -> LeafShapes:
     """The shape of each parameter outside of the heads, by its path."""
     known = dataclasses.replace(model, n_classes=model.n_classes or 2)  # not known before the data is
     table = rows({name: part for name, part in model_specs(known).items() if name not in HEADS})
@@ -76,7 +76,7 @@ def _reason(name: str, model: ModelConfig, there: ModelConfig) -> str:
     return f"{line} ({path}: {there_shape} there, {here} asked for)"
 
 
-def _apart(wanted: Shapes, found: Shapes) -> list[str]:
+def _apart(wanted: LeafShapes, found: LeafShapes) -> list[str]:
     return [path for path in {**wanted, **found} if wanted.get(path) != found.get(path)]
 
 

@@ -29,13 +29,13 @@ from jaxformer.runs.init_from import check_base, with_classes
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
 
-Say = Callable[[str], None]
-Fact = str | list[str]
+Log = Callable[[str], None]
+SummaryValue = str | list[str]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A run made ready. `run` has every choice made; `facts` is the start banner.
+class RunSetup:
+    """A run made ready. `run` has every choice made; `summary` is the start banner.
 
     `runs` is the run as it is with each length of its rows, of which there are several where data.length_warmup says so.
     """
@@ -50,7 +50,7 @@ class Job:
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
     peak: float
-    facts: dict[str, Fact]
+    summary: dict[str, SummaryValue]
 
     @property
     def tokens_per_step(self) -> int:
@@ -98,7 +98,7 @@ class Job:
         )
 
 
-def make_job(run: RunConfig, say: Say) -> Job:
+def make_setup(run: RunConfig, log: Log) -> RunSetup:
     """Prepares text, tokenizer and optimizer, picks the kernel, and claims the run directory when all is well.
 
     Raises ConfigError at the door.
@@ -107,7 +107,7 @@ def make_job(run: RunConfig, say: Say) -> Job:
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache)
-    corpus = corpus_of(run, say=say)
+    corpus = corpus_of(run, log=log)
     if run.run.sample_tokens:
         corpus.tokenizer.encode(run.run.sample_prompt)  # one that it cannot is said now, not at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
@@ -122,11 +122,13 @@ def make_job(run: RunConfig, say: Say) -> Job:
     runs = {length: ready for length, (ready, _) in kernels.items()}
     peak = peak_flops(str(compute_dtype(run.model)))
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    job = Job(runs[run.data.sequence_length], runs, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {})
-    job.facts.update(_facts(job, {length: reason for length, (_, reason) in kernels.items()}, split))
+    setup = RunSetup(
+        runs[run.data.sequence_length], runs, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {}
+    )
+    setup.summary.update(_summary(setup, {length: reason for length, (_, reason) in kernels.items()}, split))
     texts = {"train": corpus.train, "validation": corpus.validation}
     claim(run, corpus.tokenizer, {name: rows.fingerprint for name, rows in texts.items() if rows}, corpus.labels)
-    return job
+    return setup
 
 
 def keep_compiled(folder: str) -> None:
@@ -137,49 +139,49 @@ def keep_compiled(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _facts(job: Job, kernels: dict[int, str], undivided: list[str]) -> dict[str, Fact]:
-    run, mesh, device = job.run, job.mesh, jax.devices()[0]
-    train, validation = job.corpus.train, job.corpus.validation
-    state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(job.target))
-    epoch = job.batches.examples / run.train.batch_size
-    groups = decay_groups(run.optimizer, job.specs)
+def _summary(setup: RunSetup, kernels: dict[int, str], undivided: list[str]) -> dict[str, SummaryValue]:
+    run, mesh, device = setup.run, setup.mesh, jax.devices()[0]
+    train, validation = setup.corpus.train, setup.corpus.validation
+    state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(setup.target))
+    epoch = setup.batches.examples / run.train.batch_size
+    groups = decay_groups(run.optimizer, setup.specs)
     return {
         "device": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
-        f"best product {job.peak / 1e12:.3g} TFLOP/s each",
+        f"best product {setup.peak / 1e12:.3g} TFLOP/s each",
         "mesh": [", ".join(f"{name} {size}" for name, size in mesh.shape.items()), *undivided],
-        "model": f"{run.model.family}, {human_count(count(job.specs))} parameters, {_layers(run.model)} layers, "
+        "model": f"{run.model.family}, {human_count(count(setup.specs))} parameters, {_layers(run.model)} layers, "
         f"{run.model.d_model} wide, "
         f"{run.model.n_heads} heads ({run.model.kv_heads} key-value), {compute_dtype(run.model)} products",
         "weight decay": "; ".join(
             f"{name}: {n} tensors, {human_count(size)} parameters" for name, (n, size) in groups.items()
         ),
         "memory": f"{human_bytes(state)} of parameters and optimizer state a device",
-        "FLOPs": f"{human_count(job.flops_per_token[run.data.sequence_length])} a token, forward and backward",
+        "FLOPs": f"{human_count(setup.flops_per_token[run.data.sequence_length])} a token, forward and backward",
         "attention": [f"rows of {length}: {reason}" for length, reason in kernels.items()]
         if len({*kernels.values()}) > 1
         else next(iter(kernels.values())),
-        "data": f"{job.corpus.task.name}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
+        "data": f"{setup.corpus.task.name}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
         + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
-        **_plan(job),
-        "tokenizer": f"{job.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
-        "one epoch": f"{epoch:,.1f} steps of {human_count(job.tokens_per_step)} tokens; "
+        **_plan(setup),
+        "tokenizer": f"{setup.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
+        "one epoch": f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; "
         f"the run is {run.train.steps / epoch:.2f} epochs",
         "run directory": str(Path(run.run.dir)),
     }
 
 
-def _plan(job: Job) -> dict[str, Fact]:
+def _plan(setup: RunSetup) -> dict[str, SummaryValue]:
     """What is read of each source, where there are several, and the lengths of rows and how full they are."""
-    found: dict[str, Fact] = {}
-    train, settings = job.corpus.train, job.run.train
+    found: dict[str, SummaryValue] = {}
+    train, settings = setup.corpus.train, setup.run.train
     if isinstance(train, data.Mixture):
         found["mixture"] = [
             f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs of it"
             for drawn in train.shares(settings.steps, settings.batch_size)
         ]
     lengths = [
-        f"{job.runs[length].train.batch_size:,} of {length} tokens {f'after step {step:,}' if step else 'at first'}"
-        for step, length in job.batches.lengths
+        f"{setup.runs[length].train.batch_size:,} of {length} tokens {f'after step {step:,}' if step else 'at first'}"
+        for step, length in setup.batches.lengths
     ]
     rows = lengths * (len(lengths) > 1) + [f"{train.filled:.2%} filled"] * (train.filled < 1)
     return found | ({"rows": "; ".join(rows)} if rows else {})

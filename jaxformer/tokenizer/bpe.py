@@ -15,11 +15,11 @@ from functools import partial
 
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer.pieces import check_special_tokens
-from jaxformer.tokenizer.words import BLOCK, PATTERNS, count_words, parts
+from jaxformer.tokenizer.words import BLOCK_CHARACTERS, WORD_PATTERNS, count_words, parts
 
 Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
-Places = dict[str, "array[int]"]  # of each pair the numbers of the words that hold it, as often as they do
+Occurrences = dict[str, "array[int]"]  # of each pair the numbers of the words that hold it, as often as they do
 
 COMPLEMENT = bytes(range(255, -1, -1))
 
@@ -63,8 +63,8 @@ def _check(vocab_size: int, special_tokens: Sequence[str], pattern: str, process
         names = f" and {len(special_tokens)} special token{'s' * (len(special_tokens) > 1)}" if special_tokens else ""
         count = f"the 256 bytes{names} take {least}"
         raise ConfigError(f"vocab_size={vocab_size!r} must be a whole number from {least} to {most:,}: {count}.")
-    if pattern not in PATTERNS:
-        raise ConfigError(f"pattern={pattern!r} is not known: take one of {', '.join(PATTERNS)}.")
+    if pattern not in WORD_PATTERNS:
+        raise ConfigError(f"pattern={pattern!r} is not known: take one of {', '.join(WORD_PATTERNS)}.")
     if processes is not None and processes < 1:
         raise ConfigError(f"processes={processes} must be at least 1; None takes all cores.")
 
@@ -74,7 +74,7 @@ def _read(path: str | os.PathLike[str]) -> Iterator[str]:
     decoder, end = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open(path, "rb", buffering=0) as file:
-            while block := file.read(BLOCK):
+            while block := file.read(BLOCK_CHARACTERS):
                 end += len(block)
                 yield decoder.decode(block)
         decoder.decode(b"", final=True)
@@ -111,7 +111,7 @@ def merge_words(words: list[str], times: Sequence[int], most: int) -> Merges:
     words holds a pair, and pairs that are rarer than the last of `most` such words need not be followed.
     """
     least = sorted(times)[-most] if 0 < most <= len(times) else 1
-    places = _places(words)
+    places = _occurrences(words)
     counts = {pair: count for pair, found in places.items() if (count := _total(found, times)) >= least}
     tokens = [bytes([byte]) for byte in range(256)]
     order = [_descending(token) for token in tokens]
@@ -139,8 +139,8 @@ def merge_words(words: list[str], times: Sequence[int], most: int) -> Merges:
     return merges
 
 
-def _places(words: Sequence[str]) -> Places:
-    places: Places = defaultdict(partial(array, "I"))
+def _occurrences(words: Sequence[str]) -> Occurrences:
+    places: Occurrences = defaultdict(partial(array, "I"))
     for place, word in enumerate(words):
         for pair in map(str.__add__, word, word[1:]):
             places[pair].append(place)
@@ -159,8 +159,8 @@ def _descending(token: bytes) -> str:
 def _merge(pair: str, token: str, words: list[str], places: Sequence[int]) -> Iterator[tuple[str, str, "array[int]"]]:
     """Writes the token for a pair; each pair that so comes to be, the one that it was, and the places where."""
     first, second = pair[0], pair[1]
-    before: Places = defaultdict(partial(array, "I"))
-    after: Places = defaultdict(partial(array, "I"))
+    before: Occurrences = defaultdict(partial(array, "I"))
+    after: Occurrences = defaultdict(partial(array, "I"))
     for place in places:
         pieces = words[place].split(pair)
         if len(pieces) == 1:  # it held the pair until another merge

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.tokenizer.pieces import ANY_CHARACTER
-from jaxformer.tokenizer.words import PATTERNS
+from jaxformer.tokenizer.words import WORD_PATTERNS
 
-BLOCK = 1 << 16  # characters of a part, where the text has a place to cut
+PART_CHARACTERS = 1 << 16  # characters of a part, where the text has a place to cut
 
 SPACES = r"(?<=\S)(?=[ \t\r\n])"
 
@@ -17,7 +17,7 @@ CHARACTER_BY_CHARACTER = {"type": "Split", "pattern": {"Regex": ANY_CHARACTER}, 
 
 
 def pattern_of(spec: dict[str, Any]) -> str | None:
-    """Which of `PATTERNS` the words of a byte-level tokenizer.json are; None where they are others."""
+    """Which of `WORD_PATTERNS` the words of a byte-level tokenizer.json are; None where they are others."""
     words = spec["pre_tokenizer"] or {}
     if words.get("type") == "ByteLevel":
         return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
@@ -25,7 +25,7 @@ def pattern_of(spec: dict[str, Any]) -> str | None:
     if [step["type"] for step in steps] != ["Split", "ByteLevel"] or steps[1]["use_regex"] or steps[1]["add_prefix_space"]:
         return None
     kind = (steps[0]["behavior"], steps[0]["invert"])
-    named = {pattern.words: name for name, pattern in PATTERNS.items()}
+    named = {pattern.words: name for name, pattern in WORD_PATTERNS.items()}
     return named.get(steps[0]["pattern"].get("Regex")) if kind == ("Isolated", False) else None
 
 
@@ -45,7 +45,7 @@ class Cuts:
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
         """The parts of a text that comes in chunks of any size, in the memory of a few."""
         held: list[str] = []
-        size, enough = 0, 2 * BLOCK
+        size, enough = 0, 2 * PART_CHARACTERS
         for chunk in chunks:
             held.append(chunk)
             size += len(chunk)
@@ -53,16 +53,16 @@ class Cuts:
                 *parts, rest = self.parts("".join(held))
                 yield from parts
                 held, size = [rest], len(rest)
-                enough = max(2 * BLOCK, 2 * size)
+                enough = max(2 * PART_CHARACTERS, 2 * size)
         yield from self.parts("".join(held))
 
     def parts(self, text: str) -> Iterator[str]:
         """The parts of a text, each of about BLOCK characters; more only where there is no place to cut."""
-        start, reach = 0, BLOCK
+        start, reach = 0, PART_CHARACTERS
         while self.places and start + 2 * reach < len(text):
             if cut := self._last(text, start + 1, start + reach):
                 yield text[start:cut]
-                start, reach = cut, BLOCK
+                start, reach = cut, PART_CHARACTERS
             else:
                 reach *= 2
         yield text[start:]
@@ -89,7 +89,7 @@ class Cuts:
 def _places(spec: dict[str, Any], added: Sequence[dict[str, Any]]) -> str:
     normalizer, words, model = spec["normalizer"], spec["pre_tokenizer"] or {}, spec["model"]
     if normalizer is None and (pattern := pattern_of(spec)):
-        return PATTERNS[pattern].cuts
+        return WORD_PATTERNS[pattern].cuts
     alone = words.get("type") == "ByteLevel" and not words["use_regex"] and not words["add_prefix_space"]
     singly = words == CHARACTER_BY_CHARACTER or (alone and model["type"] == "BPE" and not model["merges"])
     by_word = words.get("type") in WORD_BY_WORD

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.config import ConfigError
-from jaxformer.tokenizer.cuts import BLOCK, Cuts
-from jaxformer.tokenizer.fast import LONGEST, Fast
+from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
+from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
 
 if TYPE_CHECKING:
     import tokenizers
 
-Row = list[int] | np.ndarray
+TokenIds = list[int] | np.ndarray
 
 MUCH = 1 << 14  # characters that are worth to look whether tiktoken can be had
-AT_ONCE = 16  # blocks of a stream that are encoded together
+BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
 SHARE = 1 << 15  # characters that a thread encodes before it takes the next
 
 
@@ -42,19 +42,19 @@ class Encoder:
         backend.encode_special_tokens = self._split_names
         return backend
 
-    def rows(self, texts: Sequence[str], named: bool) -> list[Row]:
+    def rows(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
         """The ids of each text. Raises ConfigError for what the tokenizer cannot encode."""
         cores = len(texts) > 1  # one text alone starts no threads: its caller may have little memory to give, or none
-        if max(map(len, texts), default=0) <= 2 * BLOCK:
+        if max(map(len, texts), default=0) <= 2 * PART_CHARACTERS:
             return self._rows(texts, named, cores)
         parts = [[*self._cuts[named].parts(text)] for text in texts]
         rows = iter(self._rows([*itertools.chain.from_iterable(parts)], named, cores))
         return [_joined([*itertools.islice(rows, len(of_text))]) for of_text in parts]
 
-    def stream(self, chunks: Iterable[str], named: bool) -> Iterator[Row]:
+    def stream(self, chunks: Iterable[str], named: bool) -> Iterator[TokenIds]:
         """The ids of a text that comes in chunks of any size, a part after the other, in the memory of a few."""
         blocks = self._cuts[named].blocks(_checked(chunks))
-        while several := [*itertools.islice(blocks, AT_ONCE)]:
+        while several := [*itertools.islice(blocks, BLOCKS_IN_FLIGHT)]:
             yield from self._rows(several, named, False)
 
     @functools.cached_property
@@ -66,7 +66,7 @@ class Encoder:
     def _fast(self) -> Fast | None:
         return Fast.of(self.spec(), self._backend)
 
-    def _rows(self, texts: Sequence[str], named: bool, cores: bool) -> list[Row]:
+    def _rows(self, texts: Sequence[str], named: bool, cores: bool) -> list[TokenIds]:
         fast = self._fast if sum(map(len, texts)) >= MUCH else None
         names = named and not self._split_names
         try:
@@ -77,10 +77,10 @@ class Encoder:
         except Exception as error:  # the libraries raise nothing narrower
             raise self._unencodable(texts, error) from None
 
-    def _row(self, fast: Fast, names: bool, text: str) -> Row:
-        return fast.encode(text, names) if len(text) <= LONGEST else self._slow([text], names)[0]
+    def _row(self, fast: Fast, names: bool, text: str) -> TokenIds:
+        return fast.encode(text, names) if len(text) <= MOST_CHARACTERS else self._slow([text], names)[0]
 
-    def _slow(self, texts: Sequence[str], named: bool) -> list[Row]:
+    def _slow(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
         backend = self.marking if named else self._backend
         return [encoding.ids for encoding in backend.encode_batch_fast([*texts], add_special_tokens=False)]
 
@@ -104,13 +104,13 @@ class Encoder:
 def _checked(chunks: Iterable[str]) -> Iterator[str]:
     """The strings of an iterable; those of a file handle not by lines, which may be long."""
     read: Callable[[int], str] | None = getattr(chunks, "read", None)
-    for chunk in iter(lambda: read(2 * BLOCK) or None, None) if read else chunks:
+    for chunk in iter(lambda: read(2 * PART_CHARACTERS) or None, None) if read else chunks:
         if not isinstance(chunk, str):
             raise ConfigError(f"a piece of the text is {type(chunk).__name__}, not str: open the file as text.")
         yield chunk
 
 
-def _joined(rows: list[Row]) -> Row:
+def _joined(rows: list[TokenIds]) -> TokenIds:
     if len(rows) == 1:
         return rows[0]
     if all(isinstance(row, list) for row in rows):
@@ -118,7 +118,7 @@ def _joined(rows: list[Row]) -> Row:
     return np.concatenate([np.asarray(row, np.uint32) for row in rows])
 
 
-def _on_all_cores(encode: Callable[[str], Row], texts: Sequence[str]) -> list[Row]:
+def _on_all_cores(encode: Callable[[str], TokenIds], texts: Sequence[str]) -> list[TokenIds]:
     """Each text's row, by threads that take some texts at a time."""
     ends = itertools.accumulate(map(len, texts))
     groups = [[text for _, text in group] for _, group in itertools.groupby(zip(ends, texts, strict=True), _share)]

@@ -7,13 +7,13 @@ import numpy as np
 
 from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.pieces import BYTES
-from jaxformer.tokenizer.words import PATTERNS
+from jaxformer.tokenizer.words import WORD_PATTERNS
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-LONGEST = 1 << 18  # characters of a text: its regular expressions give up at a million white spaces in a row
+MOST_CHARACTERS = 1 << 18  # characters of a text: its regular expressions give up at a million white spaces in a row
 
 # A letter or digit that each version of Unicode from 13 to 17 brought: two libraries that agree on all have one table.
 NEWEST = "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940\U00011de0"
@@ -45,7 +45,7 @@ class Fast:
             return None
         # Never met: without a special token the core looks for the empty one, at every byte.
         unused = {"\0 not a token": max(backend.get_vocab().values()) + 1}
-        core = tiktoken.Encoding(pattern, pat_str=PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens=unused)
+        core = tiktoken.Encoding(pattern, pat_str=WORD_PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens=unused)
         added = spec["added_tokens"]
         flags = {(token["single_word"], token["lstrip"], token["rstrip"], token["normalized"]) for token in added}
         plain = len(flags) <= 1 and not any(flag for found in flags for flag in found[:3])

@@ -11,7 +11,7 @@ from jaxformer.tokenizer.files import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, byte_characters
 from jaxformer.tokenizer.table import byte_level_bpe
 from jaxformer.tokenizer.tokenizer import Tokenizer
-from jaxformer.tokenizer.words import BLOCK
+from jaxformer.tokenizer.words import BLOCK_CHARACTERS
 
 
 def train_bpe_tokenizer(
@@ -28,7 +28,9 @@ def train_bpe_tokenizer(
             f"the 256 bytes and the end of text{others}."
         )
     special_tokens = [END_OF_TEXT, *specials]
-    in_blocks = ((text[start : start + BLOCK] for start in range(0, len(text), BLOCK)) for text in texts)
+    in_blocks = (
+        (text[start : start + BLOCK_CHARACTERS] for start in range(0, len(text), BLOCK_CHARACTERS)) for text in texts
+    )
     vocab, merges = train_on(in_blocks, vocab_size, special_tokens, pattern=pattern)
     return Tokenizer(byte_level_bpe(vocab, merges, special_tokens, pattern))
 

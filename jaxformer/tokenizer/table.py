@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer.files import ADDED_FILE, SETTINGS_FILE, TOKENIZER_FILE, missing, read_object
 from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_special_tokens
-from jaxformer.tokenizer.words import PATTERNS
+from jaxformer.tokenizer.words import WORD_PATTERNS
 
 if TYPE_CHECKING:
     import tokenizers
 
 MERGES_FILE = "merges.txt"
-GPT2 = ("<|endoftext|>",)
+GPT2_SPECIAL = ("<|endoftext|>",)
 CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's
-ROBERTA = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
+ROBERTA_SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
 
 # Special tokens by the class or the model_type that a directory names, of those whose words are GPT-2's.
-FAMILIES = {
-    **dict.fromkeys(("gpt2", "gpt_neo", "gptj"), GPT2),
-    **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA),
+SPECIAL_TOKENS = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj"), GPT2_SPECIAL),
+    **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA_SPECIAL),
 }
 
 
@@ -35,8 +35,8 @@ def byte_level_bpe(
     Raises ConfigError for a byte that is no entry, for two entries of the same bytes, and for a merge whose parts or whole
     are none.
     """
-    if pattern not in PATTERNS:
-        raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(PATTERNS)}.")
+    if pattern not in WORD_PATTERNS:
+        raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(WORD_PATTERNS)}.")
     check_special_tokens(special_tokens)
     ids: dict[bytes, int] = {}
     for index, entry in vocab.items():
@@ -72,7 +72,7 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
         raise missing(file.with_name(TOKENIZER_FILE))
     family = _family(file.parent, settings, vocab)
     space = bool(settings.get("add_prefix_space", False))
-    names = [name for name in FAMILIES[family] if name in vocab]
+    names = [name for name in SPECIAL_TOKENS[family] if name in vocab]
     words = pre_tokenizers.ByteLevel(add_prefix_space=space)
     backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), [], words)
     for content, index in sorted(read_object(file.with_name(ADDED_FILE)).items(), key=lambda item: str(item[1]).zfill(20)):
@@ -80,7 +80,7 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
         if backend.token_to_id(content) != index:
             raise ConfigError(f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, and {file.name} leaves no such place.")
     backend.add_special_tokens(names)
-    if FAMILIES[family] == ROBERTA and {"<s>", "</s>"} <= {*names}:
+    if SPECIAL_TOKENS[family] == ROBERTA_SPECIAL and {"<s>", "</s>"} <= {*names}:
         end, start = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
         backend.post_processor = processors.RobertaProcessing(end, start, trim_offsets=True, add_prefix_space=space)
     return backend
@@ -89,7 +89,7 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
 def is_gpt2(file: Path) -> bool:
     """Whether a vocab.json, with what lies beside it, is one that `from_files` reads. Raises ConfigError for no JSON."""
     vocab, settings = _read_vocabulary(file), read_object(file.with_name(SETTINGS_FILE))
-    known = _family(file.parent, settings, vocab) in FAMILIES and not settings.get("add_bos_token")
+    known = _family(file.parent, settings, vocab) in SPECIAL_TOKENS and not settings.get("add_bos_token")
     return known and file.with_name(MERGES_FILE).is_file() and BYTES.keys() <= vocab.keys() and CLOSED not in vocab
 
 
@@ -105,7 +105,7 @@ def _words(pattern: str) -> Any:
 
     if pattern == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    split = pre_tokenizers.Split(Regex(PATTERNS[pattern].words), "isolated")
+    split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -124,7 +124,7 @@ def _backend(
 def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> str:
     named = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer").lower()
     said = named or read_object(folder / "config.json").get("model_type")
-    return str(said or ("roberta" if vocab.keys() >= {*ROBERTA} else "gpt2"))
+    return str(said or ("roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"))
 
 
 def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:

@@ -153,11 +153,11 @@ class Tokenizer:
         """What tokenizer_config.json is to hold: what was read, or else the special tokens that are known by name."""
         added = self._backend.get_added_tokens_decoder()
         roles = {f"{role}_token": added[self._roles[role]].content for role in ROLES if self._roles.get(role) in added}
-        room = {} if max_length is None else {"model_max_length": max_length}
+        space = {} if max_length is None else {"model_max_length": max_length}
         read = self._beside.settings
         own = {} if "tokenizer_class" in read else roles  # else its class knows them
         clean = {} if read else {"clean_up_tokenization_spaces": False}
-        return {"tokenizer_class": "PreTrainedTokenizerFast"} | room | clean | own | read
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | space | clean | own | read
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, without an end token. Raises ConfigError for a character that the tokenizer does not have.

@@ -16,11 +16,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-BLOCK = 1 << 19  # characters that are parted at a time
-FEW = 24  # jobs of a block each that one process has counted before others have started
+BLOCK_CHARACTERS = 1 << 19  # characters that are parted at a time
+FEW = 24  # blocks that one process has counted before others have started
 
 
-class Pattern(NamedTuple):
+class WordPattern(NamedTuple):
     """How text becomes words, as the `regex` module reads it, and where text can be cut without changing a word."""
 
     words: str
@@ -30,12 +30,12 @@ class Pattern(NamedTuple):
 # A run of letters or of digits ends with no look at what follows it.
 RUNS = r"|(?<=\p{L})(?=\P{L})|(?<=\p{N})(?=\P{N})"
 
-PATTERNS = {
-    "gpt2": Pattern(
+WORD_PATTERNS = {
+    "gpt2": WordPattern(
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         r"(?<=\S)(?=\s)" + RUNS,
     ),
-    "llama3": Pattern(
+    "llama3": WordPattern(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
         r"(?<=\S)(?=[^\S\r\n])|(?<=[\r\n])(?=\S)" + RUNS,
@@ -45,7 +45,7 @@ PATTERNS = {
 # What the classes of a pattern are in ASCII, where the standard library's `re`, twice as fast, can stand for `regex`.
 ASCII = {r"\p{L}\p{N}]": "A-Za-z0-9]", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
 
-Job = list[str]
+Block = list[str]  # texts that are counted together
 
 
 def split_words(text: str, pattern: str) -> list[str]:
@@ -55,13 +55,13 @@ def split_words(text: str, pattern: str) -> list[str]:
 
 @functools.cache
 def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
-    words = PATTERNS[pattern].words
+    words = WORD_PATTERNS[pattern].words
     if not ascii_only:
         import regex
 
         return regex.compile(words).findall  # type: ignore[no-any-return]
-    for theirs, ours in ASCII.items():
-        words = words.replace(theirs, ours)
+    for classes, ascii_classes in ASCII.items():
+        words = words.replace(classes, ascii_classes)
     return re.compile(words, re.ASCII).findall
 
 
@@ -89,28 +89,28 @@ def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) ->
 
 def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
     """The last place before `stop` where text can be cut; `start` where there is none, or not much to cut."""
-    if stop - start < BLOCK // 2:
+    if stop - start < BLOCK_CHARACTERS // 2:
         return start
     import regex
 
-    found = regex.search(f"(?r){PATTERNS[pattern].cuts}", text, pos=start, endpos=stop)
+    found = regex.search(f"(?r){WORD_PATTERNS[pattern].cuts}", text, pos=start, endpos=stop)
     return found.start() if found else start
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
     """How often each word is in the texts, counted by so many processes; None takes all cores where that is sooner."""
-    jobs = _jobs(texts)
-    first = list(itertools.islice(jobs, FEW))
+    blocks = _blocks(texts)
+    first = list(itertools.islice(blocks, FEW))
     if processes is None:
         processes = _cores() if len(first) == FEW else 1
-    jobs = itertools.chain(first, jobs)
+    blocks = itertools.chain(first, blocks)
     del first
     total: Counter[str] = Counter()
     if processes == 1:
-        for words in (split_words(text, pattern) for job in jobs for text in job):
+        for words in (split_words(text, pattern) for block in blocks for text in block):
             total.update(words)
     else:
-        for counted in _counted_beside(jobs, pattern, processes):
+        for counted in _counted_beside(blocks, pattern, processes):
             total.update(counted)
     return total
 
@@ -119,29 +119,29 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _jobs(texts: Iterable[str]) -> Iterator[Job]:
-    job, size = [], 0
+def _blocks(texts: Iterable[str]) -> Iterator[Block]:
+    block, size = [], 0
     for text in filter(None, texts):
-        job.append(text)
+        block.append(text)
         size += len(text)
-        if size >= BLOCK:
-            yield job
-            job, size = [], 0
-    if job:
-        yield job
+        if size >= BLOCK_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
-def _counted_beside(jobs: Iterable[Job], pattern: str, processes: int) -> Iterator[dict[str, int]]:
-    """The counts of each job, in order; jobs are dealt to so many processes in turn."""
+def _counted_beside(blocks: Iterable[Block], pattern: str, processes: int) -> Iterator[dict[str, int]]:
+    """The counts of each block, in order; blocks are dealt to `processes` processes in turn."""
     with contextlib.ExitStack() as stack:
         busy: deque[_Process] = deque()
-        for job in jobs:
+        for block in blocks:
             if len(busy) < processes:
                 process, counted = stack.enter_context(_Process(pattern)), {}
             else:
                 process = busy.popleft()
                 counted = process.answer()
-            process.ask(job)
+            process.ask(block)
             busy.append(process)
             yield counted
         while busy:
@@ -156,10 +156,10 @@ class _Process(subprocess.Popen[bytes]):
         command = [sys.executable, "-P", __file__, pattern]
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | paths)
 
-    def ask(self, job: Job) -> None:
+    def ask(self, block: Block) -> None:
         assert self.stdin is not None
         with self._alive():
-            pickle.dump(job, self.stdin)
+            pickle.dump(block, self.stdin)
             self.stdin.flush()
 
     def answer(self) -> dict[str, int]:
@@ -177,7 +177,7 @@ class _Process(subprocess.Popen[bytes]):
 
 
 def _serve(pattern: str) -> None:
-    """Answers each job with its counts, until there are no more."""
+    """Answers each block with its counts, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's business, who then closes the pipes
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:

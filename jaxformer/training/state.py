@@ -61,8 +61,8 @@ def init_state(
         return TrainState(jnp.int32(0), start, optimizer.init(learning(start, frozen)), frozen)
 
     given = None if is_table(tree) else tree
-    places = None if mesh is None and given is None else state_places(tree, optimizer, mesh, frozen)
-    program = jax.jit(make, out_shardings=places, compiler_options=compiler_options())
+    shardings = None if mesh is None and given is None else state_shardings(tree, optimizer, mesh, frozen)
+    program = jax.jit(make, out_shardings=shardings, compiler_options=compiler_options())
     return program(given)  # type: ignore[no-any-return]
 
 
@@ -74,7 +74,7 @@ def abstract_state(
     return jax.tree.map(  # type: ignore[no-any-return]
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         _shapes(tree, optimizer, frozen),
-        state_places(tree, optimizer, mesh, frozen),
+        state_shardings(tree, optimizer, mesh, frozen),
     )
 
 
@@ -126,13 +126,13 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
     return whole
 
 
-def state_places(
+def state_shardings(
     tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None, frozen: tuple[str, ...]
 ) -> TrainState:
     """A sharding a leaf: a moment lies as the parameter at whose path its own path ends, all else is on every device."""
     shapes = _shapes(tree, optimizer, frozen)
     table = {path: (tuple(leaf.shape), _place(leaf, mesh)) for path, leaf in jax.tree.leaves_with_path(tree)}
-    whole: Sharding = replicated(mesh) if mesh is not None else _everywhere(place for _, place in table.values())
+    whole: Sharding = replicated(mesh) if mesh is not None else _replicated_like(place for _, place in table.values())
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
         for start in range(len(path) + 1):
@@ -158,9 +158,9 @@ def _default() -> Sharding:
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _everywhere(places: Iterator[Sharding]) -> Sharding:
+def _replicated_like(shardings: Iterator[Sharding]) -> Sharding:
     """A copy on each device that the parameters lie on."""
-    found = next((place for place in places if isinstance(place, NamedSharding)), None)
+    found = next((place for place in shardings if isinstance(place, NamedSharding)), None)
     return NamedSharding(found.mesh, PartitionSpec()) if found is not None else _default()
 
 

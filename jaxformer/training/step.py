@@ -59,12 +59,12 @@ class Step:
         key = (structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
         if key not in self._programs:
             # The new state lies where the old one does, so that it takes the old one's memory.
-            places = jax.tree.unflatten(structure, key[1])
+            shardings = jax.tree.unflatten(structure, key[1])
             self._programs[key] = jax.jit(
                 self._advance,
                 donate_argnums=0,
-                in_shardings=(places, None),
-                out_shardings=(places, None),
+                in_shardings=(shardings, None),
+                out_shardings=(shardings, None),
                 compiler_options=compiler_options(),
             )
         return self._programs[key]

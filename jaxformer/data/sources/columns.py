@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources.lenience import Judge
+from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.reading import PACKED, SourceFile, read_blocks, unreadable
 from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256
 BUFFER_BYTES = 1 << 20
 
-Batches = Callable[[Path, Fields], Iterator["pyarrow.RecordBatch"]]
+RecordBatches = Callable[[Path, Fields], Iterator["pyarrow.RecordBatch"]]
 
 
-def parquet_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
+def parquet_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """The records of a .parquet file, of which only the columns of `fields` are read. Raises ConfigError with the row."""
-    return checked_records(_rows(file.path, _parquet_batches, fields, judge), dict, fields, judge, f"{file.path}, row")
+    return checked_records(_rows(file.path, _parquet_batches, fields, handler), dict, fields, handler, f"{file.path}, row")
 
 
-def arrow_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
+def arrow_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """The records of an Arrow file in the streaming format. Raises ConfigError with the row."""
-    return checked_records(_rows(file.path, _arrow_batches, fields, judge), dict, fields, judge, f"{file.path}, row")
+    return checked_records(_rows(file.path, _arrow_batches, fields, handler), dict, fields, handler, f"{file.path}, row")
 
 
-def _rows(path: Path, batches: Batches, fields: Fields, judge: Judge) -> Iterator[tuple[int, Any]]:
+def _rows(path: Path, batches: RecordBatches, fields: Fields, handler: ErrorHandler) -> Iterator[tuple[int, Any]]:
     """Each row's number from 1, and its names and values; without those of which a value is to be left out."""
     names, number = list(dict.fromkeys(field.name for field in fields)), 0
     with _told(path):
@@ -37,7 +37,7 @@ def _rows(path: Path, batches: Batches, fields: Fields, judge: Judge) -> Iterato
             for row in zip(*(_values(batch.column(name)) for name in names), strict=True):
                 number += 1
                 raw = [value for value in row if isinstance(value, bytes)]
-                texts = [judge.decoded(value, f"{path}, row {number}", 0) for value in raw]
+                texts = [handler.decoded(value, f"{path}, row {number}", 0) for value in raw]
                 if None not in texts:
                     decoded = iter(texts)
                     values = [next(decoded) if isinstance(value, bytes) else value for value in row] if raw else row

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from jaxformer.data.sources.lenience import Judge
+from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.reading import SourceFile, python_document
 from jaxformer.data.sources.records import Fields, Record
 
@@ -50,10 +50,10 @@ def packages() -> tuple[SourceFile, ...]:
     return tuple(sorted(placed, key=lambda file: file.name))
 
 
-def snippets(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
+def snippets(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """Pieces of 10 to 40 lines of a module with its package's name, which no line that is kept contains."""
     package = file.name.partition("/")[0]
-    text = "".join(piece for piece, _ in python_document(file, judge))
+    text = "".join(piece for piece, _ in python_document(file, handler))
     lines = [line for line in text.splitlines(keepends=True) if package.lower() not in line.lower()]
     start = number = 0
     while len(lines) - start >= FEWEST_LINES:

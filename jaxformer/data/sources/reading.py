@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources.lenience import Judge
+from jaxformer.data.sources.error_policy import ErrorHandler
 
 SEPARATOR = "<|endoftext|>"
 LONGEST_SEPARATOR = len(SEPARATOR) + 4  # with a line break on either side
 PIECE_CHARACTERS = 1 << 16
-BLOCK_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
 PACKED_BLOCK_BYTES = 1 << 16
 
@@ -62,7 +62,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
     suffix = path.suffix.lower()
     try:
         with open(path, "rb") as file:
-            size = PACKED_BLOCK_BYTES if suffix in PACKED else BLOCK_BYTES
+            size = PACKED_BLOCK_BYTES if suffix in PACKED else READ_BYTES
             blocks = iter(lambda: file.read(size), b"")
             yield from _unpacked(blocks, path, suffix) if suffix in PACKED else blocks
     except OSError as error:
@@ -92,33 +92,33 @@ def read_text(path: Path, mend: Callable[[bytes, int], str]) -> Iterator[str]:
     yield decoded(held, True)[0]
 
 
-def text_documents(file: SourceFile, judge: Judge) -> Iterator[TextPiece]:
+def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
     """The documents of a text file, parted by a literal <|endoftext|> (one line break on either side belongs to it).
 
     What is parted off and holds nothing but white space is no document.
     """
-    if judge.lenience.undecodable == "skip":
-        return _decodable_documents(file.path, judge)
-    return _documents(file.path, judge, lambda raw, offset: str(judge.decoded(raw, str(file.path), offset)))
+    if handler.policy.undecodable == "skip":
+        return _decodable_documents(file.path, handler)
+    return _documents(file.path, handler, lambda raw, offset: str(handler.decoded(raw, str(file.path), offset)))
 
 
-def python_document(file: SourceFile, judge: Judge) -> Iterator[TextPiece]:
+def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
     """A Python file as one document; one that is not UTF-8 is passed over."""
     try:
-        with open(file.path, encoding="utf-8", newline="", buffering=BLOCK_BYTES) as opened:
+        with open(file.path, encoding="utf-8", newline="", buffering=READ_BYTES) as opened:
             text = opened.read()
     except UnicodeDecodeError:
-        judge.skipped.add("files that are not UTF-8", str(file.path))
+        handler.skipped.add("files that are not UTF-8", str(file.path))
         return
     except OSError as error:
         raise unreadable(file.path, error) from None
     if is_blank(text):
-        judge.blank(str(file.path))
+        handler.blank(str(file.path))
     else:
         yield from in_pieces(text)
 
 
-def text_lines(path: Path, judge: Judge) -> Iterator[tuple[int, str | None]]:
+def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
     """Each line of a file with its number from 1, without its line break; None for one that is to be left out."""
     number, offset = 1, 0
     for raw in _whole_lines(path):
@@ -128,7 +128,7 @@ def text_lines(path: Path, judge: Judge) -> Iterator[tuple[int, str | None]]:
         except UnicodeDecodeError:
             lines, start = [], offset
             for count, line in enumerate(raw.removesuffix(b"\n").split(b"\n")):
-                lines.append(judge.decoded(line, f"{path}, line {number + count}", start))
+                lines.append(handler.decoded(line, f"{path}, line {number + count}", start))
                 start += len(line) + 1
         for line_number, text in enumerate(lines, number):
             yield line_number, text and text.removeprefix("\ufeff").removesuffix("\r")
@@ -154,7 +154,7 @@ def unreadable(what: Path | str, error: OSError) -> ConfigError:
     )
 
 
-def _decodable_documents(path: Path, judge: Judge) -> Iterator[TextPiece]:
+def _decodable_documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
     """Documents without those that hold bytes that are not UTF-8; a second reading runs ahead, so that none is held."""
     first: list[int] = []
 
@@ -165,9 +165,9 @@ def _decodable_documents(path: Path, judge: Judge) -> Iterator[TextPiece]:
             first[:] = first or [offset + error.start]
             return raw.decode(errors="surrogateescape")
 
-    ahead, left_out = _documents(path, Judge(), escaped), 0
+    ahead, left_out = _documents(path, ErrorHandler(), escaped), 0
     good, ending = True, True
-    for text, ends in _documents(path, judge, escaped):
+    for text, ends in _documents(path, handler, escaped):
         if ending:
             good = all([_is_whole(piece) for piece in _one_document(ahead)])
             left_out += not good
@@ -175,7 +175,7 @@ def _decodable_documents(path: Path, judge: Judge) -> Iterator[TextPiece]:
             yield text, ends
         ending = ends
     if left_out:
-        judge.skipped.add("documents with bytes that are not UTF-8", f"{path}, byte {first[0]}", left_out)
+        handler.skipped.add("documents with bytes that are not UTF-8", f"{path}, byte {first[0]}", left_out)
 
 
 def _one_document(pieces: Iterator[TextPiece]) -> Iterator[str]:
@@ -193,29 +193,29 @@ def _is_whole(text: str) -> bool:
         return False
 
 
-def _documents(path: Path, judge: Judge, mend: Callable[[bytes, int], str]) -> Iterator[TextPiece]:
+def _documents(path: Path, handler: ErrorHandler, mend: Callable[[bytes, int], str]) -> Iterator[TextPiece]:
     held, begun, parts = "", False, 0
     for text in read_text(path, mend):
         whole, held = _split_off(held + text)
         for document in whole:
-            yield from _parted_off(document, begun, judge, path, parts and parts + 1)
+            yield from _parted_off(document, begun, handler, path, parts and parts + 1)
             begun, parts = False, parts + 1
         *ready, held = _cut_up(held, spare=LONGEST_SEPARATOR)
         begun = begun or bool(ready)
         yield from ((piece, False) for piece in ready)
     *whole, last = held.split(SEPARATOR)  # one at the very end of the file is still there
     for document in whole:
-        yield from _parted_off(_without_last_break(document), begun, judge, path, parts and parts + 1)
+        yield from _parted_off(_without_last_break(document), begun, handler, path, parts and parts + 1)
         begun, parts = False, parts + 1
-    yield from _parted_off(last, begun, judge, path, 0 if parts else 1)
+    yield from _parted_off(last, begun, handler, path, 0 if parts else 1)
 
 
-def _parted_off(document: str, begun: bool, judge: Judge, path: Path, number: int) -> Iterator[TextPiece]:
+def _parted_off(document: str, begun: bool, handler: ErrorHandler, path: Path, number: int) -> Iterator[TextPiece]:
     """A document, or its end. Number 0: nothing before the first separator or after the last is no document missing."""
     if begun or not is_blank(document):
         yield from in_pieces(document)
     elif number:
-        judge.blank(f"{path}, document {number}")
+        handler.blank(f"{path}, document {number}")
 
 
 def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources.lenience import Fault, Judge
+from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
 # A text, a label, or the words of a text or their tags; a record has one for each field that was asked for.
@@ -15,7 +15,7 @@ Record = tuple[Value, ...]
 Kind = Literal["text", "label", "words", "tags"]
 
 
-class Field(NamedTuple):
+class RecordField(NamedTuple):
     """A field of a record: the setting that names it, its name, and what it holds.
 
     `setting` is empty for a field that an objective reads and no setting names.
@@ -29,18 +29,18 @@ class Field(NamedTuple):
         return f"{self.kind} ({f'{self.setting}={self.name}' if self.setting else self.name})"
 
 
-Fields = tuple[Field, ...]
+Fields = tuple[RecordField, ...]
 
 
-def json_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
+def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """The records of a .jsonl file: one object on each line. Raises ConfigError with the line number."""
-    lines = ((number, line) for number, line in text_lines(file.path, judge) if line and not line.isspace())
-    return checked_records(lines, _json_object, fields, judge, f"{file.path}, line")
+    lines = ((number, line) for number, line in text_lines(file.path, handler) if line and not line.isspace())
+    return checked_records(lines, _json_object, fields, handler, f"{file.path}, line")
 
 
-def tsv_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
+def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """The records of a .tsv file: columns apart by tabs, never quoted, named by the first line. Raises ConfigError."""
-    lines = text_lines(file.path, judge)
+    lines = text_lines(file.path, handler)
     if (first := next(lines, None)) is None:
         return iter(())
     names = (first[1] or "").split("\t")
@@ -49,7 +49,7 @@ def tsv_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Reco
     def columns(line: str) -> dict[str, str]:
         found = line.split("\t")
         if len(found) != len(names):
-            raise Fault(
+            raise RecordError(
                 "lines with another number of columns",
                 f" has {len(found)} columns, and the first line names {len(names)} "
                 f"({', '.join(map(repr, names))}): give each line as many, apart by single tabs.",
@@ -58,24 +58,24 @@ def tsv_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Reco
 
     # Tabs alone are fields, all of them empty.
     full = ((number, line) for number, line in lines if line and ("\t" in line or not line.isspace()))
-    return checked_records(full, columns, fields, judge, f"{file.path}, line")
+    return checked_records(full, columns, fields, handler, f"{file.path}, line")
 
 
-def parallel_records(file: SourceFile, fields: Fields, judge: Judge) -> Iterator[Record]:
+def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """Line n of each of as many files as there are fields, in their order. Raises ConfigError where one has fewer lines."""
     paths = (file.path, *file.beside)
     names = [field.name for field in fields]
     return checked_records(
-        _aligned(file, judge),
+        _aligned(file, handler),
         lambda lines: dict(zip(names, lines, strict=True)),
         fields,
-        judge,
+        handler,
         f"{' and '.join(map(str, paths))}, line",
     )
 
 
 def checked_records(
-    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], Any], fields: Fields, judge: Judge, where: str
+    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], Any], fields: Fields, handler: ErrorHandler, where: str
 ) -> Iterator[Record]:
     """The fields of each row, which comes with its number; `parse` makes an object of it, or raises a Fault.
 
@@ -85,11 +85,11 @@ def checked_records(
     for number, row in rows:
         try:
             record = _record(parse(row), fields)
-        except Fault as fault:
-            judge.malformed(fault, f"{where} {number}")
+        except RecordError as record_error:
+            handler.malformed(record_error, f"{where} {number}")
             continue
         if alone and is_blank(str(record[0])):
-            judge.blank(f"{where} {number}")
+            handler.blank(f"{where} {number}")
         else:
             yield record
 
@@ -98,8 +98,8 @@ def check_names(names: Iterable[str], fields: Fields, where: str) -> None:
     """Raises ConfigError where a table has no column for a field."""
     try:
         _record(dict.fromkeys(names, ""), fields)
-    except Fault as fault:
-        raise ConfigError(f"{where}{fault}") from None
+    except RecordError as record_error:
+        raise ConfigError(f"{where}{record_error}") from None
 
 
 def _json_object(line: str) -> Any:
@@ -107,13 +107,13 @@ def _json_object(line: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         message = f" is not JSON ({error}): a .jsonl file holds one JSON object on each line."
-        raise Fault("lines that are not JSON", message) from None
+        raise RecordError("lines that are not JSON", message) from None
 
 
-def _aligned(file: SourceFile, judge: Judge) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _aligned(file: SourceFile, handler: ErrorHandler) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Lines that belong together, with their number; those of which one is to be left out are."""
     paths = (file.path, *file.beside)
-    readers = [text_lines(path, judge) for path in paths]
+    readers = [text_lines(path, handler) for path in paths]
     for lines in itertools.zip_longest(*readers):
         if None in lines:
             longest = max(line[0] for line in lines if line)
@@ -127,7 +127,7 @@ def _aligned(file: SourceFile, judge: Judge) -> Iterator[tuple[int, tuple[str, .
         if len(texts) < len(paths):
             continue
         if all(map(is_blank, texts)):
-            judge.blank(f"{' and '.join(map(str, paths))}, line {lines[0][0]}")
+            handler.blank(f"{' and '.join(map(str, paths))}, line {lines[0][0]}")
         else:
             yield lines[0][0], texts
 
@@ -137,14 +137,14 @@ def _record(found: Any, fields: Fields) -> Record:
     for field in fields:
         if not isinstance(found, dict) or field.name not in found:
             shown = f"its fields are {', '.join(map(repr, found))}" if isinstance(found, dict) else "it is no object"
-            raise Fault(
+            raise RecordError(
                 f"records without the field {field.name!r}",
                 f" has no field {field.name!r} ({shown}): {_remedy(field)}.",
             )
-        value = KINDS[field.kind](found[field.name])
+        value = CONVERTERS[field.kind](found[field.name])
         if value is None:
             given = "null" if found[field.name] is None else type(found[field.name]).__name__
-            raise Fault(
+            raise RecordError(
                 f"records whose field {field.name!r} is {given}",
                 f": the field {field.name!r} is {given}, not {EXPECTED[field.kind]}; "
                 f"see {field.setting or 'data.objective'}.",
@@ -156,24 +156,24 @@ def _record(found: Any, fields: Fields) -> Record:
     ]
     if len({count for _, count in counts}) > 1:
         told = " and ".join(f"the field {name!r} {count}" for name, count in counts)
-        raise Fault("records with more tags than words, or fewer", f": {told} entries: give one tag for each word.")
+        raise RecordError("records with more tags than words, or fewer", f": {told} entries: give one tag for each word.")
     return tuple(values)
 
 
-def _remedy(field: Field) -> str:
+def _remedy(field: RecordField) -> str:
     if field.setting:
         return f"set {field.setting} to the one that holds the {field.kind}"
     return f"data.objective reads the {field.kind} there, so give it that name"
 
 
-def _check_characters(field: Field, value: Value) -> None:
+def _check_characters(field: RecordField, value: Value) -> None:
     text = "".join(value) if isinstance(value, tuple) else value
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Fault(
+        raise RecordError(
             "records with half a surrogate pair",
             f": the field {field.name!r} holds half a surrogate pair ({error}): no text has one alone.",
         ) from None
@@ -198,7 +198,7 @@ def _tags(value: Any) -> Value | None:
     return tuple(known) if known is not None and len(known) == len(tags) else None
 
 
-KINDS: dict[Kind, Callable[[Any], Value | None]] = {"text": _text, "label": _label, "words": _words, "tags": _tags}
+CONVERTERS: dict[Kind, Callable[[Any], Value | None]] = {"text": _text, "label": _label, "words": _words, "tags": _tags}
 EXPECTED: dict[Kind, str] = {
     "text": "a string",
     "label": "a string or a whole number",

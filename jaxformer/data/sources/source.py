@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.sources.columns import arrow_records, parquet_records
+from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import find_files
-from jaxformer.data.sources.lenience import STRICT, Judge, Lenience, Skipped
 from jaxformer.data.sources.packages import hashed, snippets
 from jaxformer.data.sources.reading import (
     Format,
@@ -23,13 +23,16 @@ from jaxformer.data.sources.reading import (
     text_documents,
     unreadable,
 )
-from jaxformer.data.sources.records import Field, Fields, Record, json_records, parallel_records, tsv_records
+from jaxformer.data.sources.records import Fields, Record, RecordField, json_records, parallel_records, tsv_records
 
 # A source of one field gives documents of text; one of several gives records.
-TEXT: Fields = (Field("data.text_field", "text", "text"),)
+TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
 
-TEXTS: dict[Format, Callable[[SourceFile, Judge], Iterator[TextPiece]]] = {"text": text_documents, "python": python_document}
-RECORDS: dict[Format, Callable[[SourceFile, Fields, Judge], Iterator[Record]]] = {
+TEXTS: dict[Format, Callable[[SourceFile, ErrorHandler], Iterator[TextPiece]]] = {
+    "text": text_documents,
+    "python": python_document,
+}
+RECORDS: dict[Format, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]]] = {
     "jsonl": json_records,
     "tsv": tsv_records,
     "parallel": parallel_records,
@@ -69,7 +72,7 @@ class Source:
     spec: str
     files: tuple[SourceFile, ...]
     fields: Fields = TEXT
-    lenience: Lenience = STRICT
+    policy: ErrorPolicy = STRICT
     left_out: str = ""
 
     def __str__(self) -> str:
@@ -88,24 +91,24 @@ class Source:
 
         Raises ConfigError for what cannot be read.
         """
-        judge = Judge(self.lenience, Skipped() if skipped is None else skipped)
+        handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
         for file in self.files:
-            yield from self._records(file, judge) if self.of_records else self._documents(file, judge)
+            yield from self._records(file, handler) if self.of_records else self._documents(file, handler)
 
-    def _documents(self, file: SourceFile, judge: Judge) -> Iterator[Piece]:
+    def _documents(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         if file.format in TEXTS:
-            found = TEXTS[file.format](file, judge)
+            found = TEXTS[file.format](file, handler)
         else:
-            records = RECORDS[file.format](file, self.fields, judge)
+            records = RECORDS[file.format](file, self.fields, handler)
             found = (piece for (text,) in records for piece in in_pieces(str(text)))
         index = 0
         for text, ends in found:
             yield Piece(text, file.document(index), ends)
             index += ends
 
-    def _records(self, file: SourceFile, judge: Judge) -> Iterator[Piece]:
+    def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         shown = [index for index, field in enumerate(self.fields) if field.kind in ("text", "words")]
-        for index, record in enumerate(RECORDS[file.format](file, self.fields, judge)):
+        for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
             texts = (record[field] for field in shown)
             text = "\n".join(text if isinstance(text, str) else " ".join(text) for text in texts)
             yield Piece(text, file.document(index), True, record)
@@ -126,14 +129,14 @@ class Source:
     def signature(self) -> str:
         """Changes when a file does, as far as its path, size and time of change tell; reads no content."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
-        return fingerprint(self.fields, astuple(self.lenience), files)
+        return fingerprint(self.fields, astuple(self.policy), files)
 
 
 def find_source(
     spec: str,
     setting: str,
     fields: Fields = TEXT,
-    lenience: Lenience = STRICT,
+    policy: ErrorPolicy = STRICT,
     cache: str | Path = DataConfig.cache_dir,
 ) -> Source:
     """What one spec names: a named source, a file, a directory, a glob, line-aligned files by braces ('train.{de,en}.gz'),
@@ -147,7 +150,7 @@ def find_source(
         raise unreadable(f"{setting}: {spec}", error) from None
     for file in files:
         _check(file, f"{setting}={spec}", fields)
-    return Source(setting, spec, files, fields, lenience, left_out)
+    return Source(setting, spec, files, fields, policy, left_out)
 
 
 def _check(file: SourceFile, where: str, fields: Fields) -> None:
@@ -168,6 +171,6 @@ def _check(file: SourceFile, where: str, fields: Fields) -> None:
         )
 
 
-def fingerprint(*facts: object) -> str:
+def fingerprint(*summary: object) -> str:
     """A short digest of plain facts: numbers, strings, lists of them."""
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(summary).encode(), digest_size=16).hexdigest()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources.reading import BLOCK_BYTES
+from jaxformer.data.sources.reading import READ_BYTES
 from jaxformer.data.writing import make_folder
 
 # What stands for standard input, and the suffix of the file it is kept in.
@@ -31,7 +31,7 @@ def _spooled(stream: BinaryIO, where: str, folder: Path, suffix: str) -> Path:
     draft, digest = folder / f"{uuid.uuid4().hex}.tmp", hashlib.blake2b(digest_size=16)
     try:
         with open(draft, "wb") as file:
-            while block := stream.read(BLOCK_BYTES):
+            while block := stream.read(READ_BYTES):
                 digest.update(block)
                 file.write(block)
             size = file.tell()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jaxlib
 import numpy as np
-from jax_peer import Trainer
+from jax_baseline import Trainer
 from steps import kernel_holds
 from workloads import SMOKE_FIELDS, WORKLOADS, shrunk, with_sizes, words_file
 

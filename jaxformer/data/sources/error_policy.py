@@ -10,14 +10,14 @@ REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Lenience:
+class ErrorPolicy:
     """The settings data.undecodable and data.malformed."""
 
     undecodable: Undecodable = "refuse"
     malformed: Malformed = "refuse"
 
 
-STRICT = Lenience()
+STRICT = ErrorPolicy()
 
 
 class Skipped(dict[str, tuple[int, str]]):
@@ -38,7 +38,7 @@ class Skipped(dict[str, tuple[int, str]]):
         return [f"{reason}: {count:,}, the first in {place}" for reason, (count, place) in self.items()]
 
 
-class Fault(Exception):
+class RecordError(Exception):
     """A record that cannot be used: the reason it is counted by, and the message, which follows upon the place."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -47,17 +47,17 @@ class Fault(Exception):
 
 
 @dataclass(frozen=True)
-class Judge:
+class ErrorHandler:
     """What one reading of a source does about faults."""
 
-    lenience: Lenience = STRICT
+    policy: ErrorPolicy = STRICT
     skipped: Skipped = field(default_factory=Skipped)
 
-    def malformed(self, fault: Fault, place: str) -> None:
+    def malformed(self, record_error: RecordError, place: str) -> None:
         """Raises ConfigError, or counts."""
-        if self.lenience.malformed == "refuse":
-            raise ConfigError(f"{place}{fault} Or leave such records out by data.malformed=skip.")
-        self.skipped.add(fault.reason, place)
+        if self.policy.malformed == "refuse":
+            raise ConfigError(f"{place}{record_error} Or leave such records out by data.malformed=skip.")
+        self.skipped.add(record_error.reason, place)
 
     def blank(self, place: str) -> None:
         """Counts a document without text."""
@@ -69,9 +69,9 @@ class Judge:
             return raw.decode()
         except UnicodeDecodeError as error:
             place = f"{where}, byte {offset + error.start}"
-            if self.lenience.undecodable == "refuse":
+            if self.policy.undecodable == "refuse":
                 raise _not_utf8(where, offset + error.start, error) from None
-        if self.lenience.undecodable == "skip":
+        if self.policy.undecodable == "skip":
             self.skipped.add("records with bytes that are not UTF-8", place)
             return None
         text = raw.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The laws a decoder obeys, each over models that use every row of every table."""
+"""The invariants of a decoder, each over models that use every row of every table."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from shapes import LENGTH, MODELS, VOCABULARY, forward, made, model, strong, wei
 import jaxformer as jf
 from jaxformer.layers.cache import empty_cache
 from jaxformer.layers.head import head
-from jaxformer.layers.masks import Places, places_of
+from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 
@@ -82,9 +82,9 @@ def test_padding_changes_nothing(name, side):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def extend(params, config, row, places, cache):
-    x, cache, _ = hidden(params, config, Inputs(row, places), cache)
-    return head(params, config, x, places), cache
+def extend(params, config, row, layout, cache):
+    x, cache, _ = hidden(params, config, Inputs(row, layout), cache)
+    return head(params, config, x, layout), cache
 
 
 @pytest.mark.parametrize("pieces", [(10, 1, 1, 12), (1,) * LENGTH], ids=str)
@@ -94,7 +94,7 @@ def test_cached_decoding_equals_the_full_forward(name, pieces):
     cache, logits, at = empty_cache(config, 2, LENGTH + 5, jnp.float32), [], 0
     for size in pieces:
         positions = jnp.broadcast_to(jnp.arange(at, at + size, dtype=jnp.int32), (2, size))
-        piece, cache = extend(params, config, row[:, at : at + size], Places(positions), cache)
+        piece, cache = extend(params, config, row[:, at : at + size], TokenLayout(positions), cache)
         logits.append(piece)
         at += size
     close(jnp.concatenate(logits, 1), forward(params, config, row))
@@ -154,16 +154,16 @@ def test_bfloat16_products_give_float32_logits_near_the_float32_ones(name):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def residual(params, config, row, places, key=None):
-    return hidden(params, config, Inputs(row, places), key=key)[0]
+def residual(params, config, row, layout, key=None):
+    return hidden(params, config, Inputs(row, layout), key=key)[0]
 
 
 def test_dropout_needs_a_key_and_keeps_the_mean():
     params, config, row = weights_and_tokens("llama", dropout=0.3)
-    places = places_of(row, None, None)
-    still = residual(params, config, row, places)
-    close(still, residual(params, dataclasses.replace(config, dropout=0.0), row, places))
-    drop = [residual(params, config, row, places, key=jax.random.key(k)) for k in (0, 0, 1)]
+    layout = layout_of(row, None, None)
+    still = residual(params, config, row, layout)
+    close(still, residual(params, dataclasses.replace(config, dropout=0.0), row, layout))
+    drop = [residual(params, config, row, layout, key=jax.random.key(k)) for k in (0, 0, 1)]
     np.testing.assert_array_equal(drop[0], drop[1])
     assert (jnp.abs(drop[0] - drop[2]) > 1e-3).mean() > 0.5
     from jaxformer.layers.linear import dropout
@@ -174,9 +174,9 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
 
 def test_dropout_is_the_same_scanned_and_unrolled():
     params, config, row = weights_and_tokens("llama", dropout=0.3)
-    places, key = places_of(row, None, None), jax.random.key(3)
+    layout, key = layout_of(row, None, None), jax.random.key(3)
     scanned = dataclasses.replace(config, layer_loop="scan")
-    close(residual(params, scanned, row, places, key=key), residual(params, config, row, places, key=key))
+    close(residual(params, scanned, row, layout, key=key), residual(params, config, row, layout, key=key))
 
 
 def test_positions_given_move_a_token():

@@ -1,4 +1,4 @@
-"""PyTorch's side of train_gpu.py: torch_peer's model compiled, in bfloat16 as ours is, with the device's best attention."""
+"""PyTorch's side of train_gpu.py: torch_baseline's model compiled, in bfloat16 as ours is, with the device's best attention."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch_peer import Trainer
+from torch_baseline import Trainer
 
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 

@@ -37,7 +37,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class Theirs:
+class HFConfig:
     """The keys of one config.json, and the names of the tensors beside it, which some settings follow."""
 
     values: Mapping[str, Any]

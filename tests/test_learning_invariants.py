@@ -17,7 +17,7 @@ from jaxformer.models import transformer
 from jaxformer.objectives import loss_of
 from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
 from jaxformer.params import rows
-from jaxformer.training.state import TrainState, init_state, state_places
+from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
 
 pytestmark = pytest.mark.fast
@@ -179,7 +179,7 @@ def test_moments_are_sharded_as_their_parameters():
     run = a_run(optimizer={"name": "muon"})
     specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
-    placed = state_places(specs, optimizer, make_mesh(), ())
+    placed = state_shardings(specs, optimizer, make_mesh(), ())
     moments = [path for path, place in jax.tree.leaves_with_path(placed.optimizer) if "fsdp" in str(place.spec)]
     matrices = sum(spec.is_matrix for spec in rows(specs).values())
     assert len(moments) >= matrices

@@ -1,4 +1,4 @@
-"""One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_peer.py SIDE`, a name of `SIDES`
+"""One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_baseline.py SIDE`, a name of `SIDES`
 
 Each line read is a command (`train FILE ENTRIES`, `encode TOKENIZER FILE`, `iterate TOKENIZER FILE`, `quit`), each line
 written a JSON object. A TOKENIZER is a tokenizer.json of a byte-level BPE whose merges are in the order of their ids.
@@ -79,7 +79,7 @@ class Tiktoken:
         model = json.loads(Path(path).read_text(encoding="utf-8"))["model"]
         tokens = [*BYTES, *("".join(pair) for pair in model["merges"])]
         ranks = {bytes(BYTES[character] for character in token): model["vocab"][token] for token in tokens}
-        core = tiktoken.Encoding("peer", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20})
+        core = tiktoken.Encoding("baseline", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20})
         return functools.partial(core.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
 
 

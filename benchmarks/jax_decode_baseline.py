@@ -12,7 +12,7 @@ keep_memory()
 import jax  # noqa: E402  (what comes before must come before JAX)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax_peer import save_arrays  # noqa: E402
+from jax_baseline import save_arrays  # noqa: E402
 from workloads import DECODED, SMOKE_DECODED  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
