@@ -1,4 +1,5 @@
-"""Trains a model: `python train.py CONFIG [--section.field value ...]`. The same line again continues the run."""
+"""Trains a model: `python train.py CONFIG [--section.field value ...]`. The same line again
+continues the run."""
 
 import sys
 

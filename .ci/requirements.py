@@ -15,7 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "lm_eval", "accelerate"}  # PyTorch and what needs it
-CHECKS = {"ruff", "mypy", "import-linter"}  # read the code and are never imported: always the newest
+CHECKS = {
+    "ruff",
+    "mypy",
+    "import-linter",
+}  # read the code and are never imported: always the newest
 NEWEST = {"jax": "jax>=0.12,<0.13"}
 
 
@@ -55,7 +59,9 @@ def tests_without_torch() -> list[str]:
     heavy = set(HEAVY)
     while more := {name for name, used in modules.items() if used & heavy} - heavy:
         heavy |= more
-    return sorted(f"tests/{name}.py" for name in modules if name.startswith("test_") and name not in heavy)
+    return sorted(
+        f"tests/{name}.py" for name in modules if name.startswith("test_") and name not in heavy
+    )
 
 
 def main() -> None:

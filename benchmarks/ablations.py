@@ -1,4 +1,5 @@
-"""What norm, its place, positions and gating are worth: four ablations beside their base, to docs/ablations.md.
+"""What norm, its place, positions and gating are worth: four ablations beside their base, to
+docs/ablations.md.
 
     python benchmarks/ablations.py --text tinyshakespeare.txt
 
@@ -51,8 +52,11 @@ def arguments(settings: dict[str, object]) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
-def trained(changes: dict[str, object], rate: float, run_dir: Path, options: argparse.Namespace) -> tuple[float, str]:
-    """Validation loss over all held-out text (infinite where training diverged), and the parameters."""
+def trained(
+    changes: dict[str, object], rate: float, run_dir: Path, options: argparse.Namespace
+) -> tuple[float, str]:
+    """Validation loss over all held-out text (infinite where training diverged), and the
+    parameters."""
     settings = BASE | changes | {"optimizer.learning_rate": rate, "train.steps": options.steps}
     settings |= {"data.train": options.text, "run.dir": run_dir}
     if options.smoke:
@@ -64,12 +68,18 @@ def trained(changes: dict[str, object], rate: float, run_dir: Path, options: arg
     if done.returncode == 1:
         return float("inf"), ""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    count = next(line for line in done.stdout.splitlines() if " parameters, " in line).split(" parameters, ")[0].split()[-1]
+    count = (
+        next(line for line in done.stdout.splitlines() if " parameters, " in line)
+        .split(" parameters, ")[0]
+        .split()[-1]
+    )
     return next(line["val_loss"] for line in reversed(lines) if "val_loss" in line), count
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", help="the text to learn, as data.train takes it")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3])
@@ -96,7 +106,9 @@ def measure(options: argparse.Namespace, variants: list[str]) -> None:
     for i, name in enumerate(variants):
         changes, found = VARIANTS[name], {}
         for rate in options.rates:
-            found[rate] = trained(changes, rate, (options.runs / f"{i}-{rate:g}-{int(begin)}").resolve(), options)
+            found[rate] = trained(
+                changes, rate, (options.runs / f"{i}-{rate:g}-{int(begin)}").resolve(), options
+            )
             print(f"{name}, learning rate {rate:g}: {found[rate][0]:.4f}", flush=True)
         table.append((name, changes, found))
     options.output.write_text(page(table, options))
@@ -110,15 +122,20 @@ def page(table: list[Any], options: argparse.Namespace) -> str:
     lines = [
         "# Ablations",
         "",
-        f"Validation loss, nats per character, over all held-out text of {Path(options.text).name} after {tokens:,} tokens "
-        f"({options.steps} steps), by learning rate; the best of a row stands for it. Made by "
-        f"`benchmarks/ablations.py` with jax {version('jax')} on {platform.machine()} CPU cores, one seed each.",
+        (
+            "Validation loss, nats per character, over all held-out text of"
+            f" {Path(options.text).name} after {tokens:,} tokens ({options.steps} steps), by"
+            " learning rate; the best of a row stands for it. Made by `benchmarks/ablations.py`"
+            f" with jax {version('jax')} on {platform.machine()} CPU cores, one seed each."
+        ),
         "",
         f"| variant | parameters | {rates} | best against base |",
         "|---|---|" + "---|" * (len(options.rates) + 1),
     ]
     for (name, _, found), loss in zip(table, best, strict=True):
-        shown = " | ".join(f"{value:.4f}" if value < float("inf") else "diverged" for value, _ in found.values())
+        shown = " | ".join(
+            f"{value:.4f}" if value < float("inf") else "diverged" for value, _ in found.values()
+        )
         size = next((count for _, count in found.values() if count), "?")
         lines.append(f"| {name} | {size} | {shown} | {loss - best[0]:+.4f} |")
     lines += ["", "Each is one command line, the base's with what is named here added:", "", "```"]

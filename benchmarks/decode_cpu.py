@@ -1,9 +1,10 @@
-"""Greedy decoding of GPT-2 124M on this CPU, batch 1, beside transformers' generate, in turn, from the same weights.
+"""Greedy decoding of GPT-2 124M on this CPU, batch 1, beside transformers' generate, in turn, from
+the same weights.
 
     python benchmarks/decode_cpu.py [--torch-python /path/to/python-with-torch-and-transformers]
 
-The limit is that of memory: every new token reads every parameter once, so it is the read bandwidth, measured in the
-same run, over the bytes of the parameters.
+The limit is that of memory: every new token reads every parameter once, so it is the read
+bandwidth, measured in the same run, over the bytes of the parameters.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from pairing import (
 )
 from workloads import DECODED, SMOKE_DECODED
 
-SURE = 8  # first tokens that must agree; later ones may part where two logits are equal but for rounding
+# first tokens that must agree; later ones may part where two logits are equal but for rounding
+SURE = 8
 
 
 def measure(options: argparse.Namespace) -> Answer:
@@ -36,15 +38,27 @@ def measure(options: argparse.Namespace) -> Answer:
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=options.prompt)
     prompt = ("--prompt", ",".join(map(str, tokens)))
     shape = {"layers": config.n_layers, "d_model": config.d_model, "heads": config.n_heads}
-    shape |= {"vocab": config.vocab_size, "length": config.max_length, "threads": os.cpu_count() or 1}
+    shape |= {
+        "vocab": config.vocab_size,
+        "length": config.max_length,
+        "threads": os.cpu_count() or 1,
+    }
     flags = [text for name, size in shape.items() for text in (f"--{name}", str(size))]
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
         small = ["--smoke"] if options.smoke else []
-        ours = python_worker("jax", "jax_decode_baseline.py", *prompt, "--save-weights", weights, *small)
+        ours = python_worker(
+            "jax", "jax_decode_baseline.py", *prompt, "--save-weights", weights, *small
+        )
         baseline = options.torch_python
         baseline = python_worker(
-            "transformers", "torch_decode_baseline.py", *prompt, *flags, "--weights", weights, python=baseline
+            "transformers",
+            "torch_decode_baseline.py",
+            *prompt,
+            *flags,
+            "--weights",
+            weights,
+            python=baseline,
         )
     workers = [ours, baseline]
     with ours, baseline:
@@ -54,11 +68,17 @@ def measure(options: argparse.Namespace) -> Answer:
         first = alternate(workers, "generate 1", options.samples, warmups=1)
         reads = [worker.ask("read")["bytes_per_second"] for _ in range(5) for worker in workers]
     if whole[0][0]["tokens"][:SURE] != whole[1][0]["tokens"][:SURE]:
-        raise SystemExit(f"the two do not compute the same: {whole[0][0]['tokens'][:SURE]}, {whole[1][0]['tokens'][:SURE]}")
+        raise SystemExit(
+            f"the two do not compute the same: {whole[0][0]['tokens'][:SURE]},"
+            f" {whole[1][0]['tokens'][:SURE]}"
+        )
     seconds = [column(answers, "seconds") for answers in whole]
     starts = [statistics.median(column(answers, "seconds")) for answers in first]
     limit = max(reads) / ours.about["parameter_bytes"]
-    rates = [(options.new - 1) / (statistics.median(s) - start) for s, start in zip(seconds, starts, strict=True)]
+    rates = [
+        (options.new - 1) / (statistics.median(s) - start)
+        for s, start in zip(seconds, starts, strict=True)
+    ]
     return {
         "prompt": options.prompt,
         "new": options.new,
@@ -75,8 +95,12 @@ def measure(options: argparse.Namespace) -> Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python with PyTorch and transformers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--torch-python", default=sys.executable, help="a Python with PyTorch and transformers"
+    )
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=128, help="new tokens")
     parser.add_argument("--samples", type=int, default=8, help="paired samples")
@@ -90,10 +114,15 @@ def main() -> None:
         whole, start = statistics.median(result["seconds"][i]), result["first_token_seconds"][i]
         rate, share = result["tokens_per_second_after_the_first"][i], result["share_of_limit"][i]
         ratio = ratio_text(result["ratio"]) if i == 0 else "1"
-        rows.append([name, f"{whole:.2f} s", ratio, f"{start:.2f} s", f"{rate:.1f}", f"{share:.0%}"])
-    print_table(["", "end to end", "ratio", "first token", "tokens/s after it", "of the limit"], rows)
+        rows.append(
+            [name, f"{whole:.2f} s", ratio, f"{start:.2f} s", f"{rate:.1f}", f"{share:.0%}"]
+        )
+    print_table(
+        ["", "end to end", "ratio", "first token", "tokens/s after it", "of the limit"], rows
+    )
     print(
-        f"Limit {result['limit_tokens_per_second']:.1f} tokens/s, at {result['read_bytes_per_second'] / 1e9:.1f} GB/s read."
+        f"Limit {result['limit_tokens_per_second']:.1f} tokens/s, at"
+        f" {result['read_bytes_per_second'] / 1e9:.1f} GB/s read."
     )
     print(verdict(result["neighbours"]))
     save("decode_cpu", result, options.smoke)

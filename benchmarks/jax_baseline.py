@@ -1,4 +1,5 @@
-"""Our side of the comparison: a worker that trains a run of workloads.py by the library's own step, as train.py does.
+"""Our side of the comparison: a worker that trains a run of workloads.py by the library's own step,
+as train.py does.
 
 Each line read is a command (`step`, `product`, `quit`), each line written a JSON object.
 """
@@ -50,7 +51,10 @@ class Trainer:
     def product(self) -> dict[str, float]:
         """FLOP/s of a large product of random matrices, the best of five."""
         n = 2048 if jax.default_backend() == "cpu" else 8192
-        a, b = (jax.random.normal(jax.random.key(i), (n, n), decoder.compute_dtype(self.run.model)) for i in range(2))
+        a, b = (
+            jax.random.normal(jax.random.key(i), (n, n), decoder.compute_dtype(self.run.model))
+            for i in range(2)
+        )
         multiply = jax.jit(jax.numpy.dot)
         times = []
         for _ in range(6):
@@ -63,14 +67,18 @@ class Trainer:
 def save_arrays(path: str, params: Any) -> None:
     """Writes params as an .npz of dotted paths."""
     leaves = jax.tree.leaves_with_path(params)
-    named = {jax.tree_util.keystr(place, simple=True, separator="."): leaf for place, leaf in leaves}
+    named = {
+        jax.tree_util.keystr(place, simple=True, separator="."): leaf for place, leaf in leaves
+    }
     np.savez(path, allow_pickle=False, **{name: np.asarray(leaf) for name, leaf in named.items()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
-    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own")
+    parser.add_argument(
+        "--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own"
+    )
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--save-weights", default="", help="write the initial values to this .npz")
     parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
@@ -79,7 +87,12 @@ def main() -> None:
     run = with_sizes(run, options.batch, options.microbatches)
     trainer = Trainer(run, options.save_weights)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    print(json.dumps({"versions": versions, "kernel": trainer.kernel, "device": jax.devices()[0].device_kind}), flush=True)
+    print(
+        json.dumps(
+            {"versions": versions, "kernel": trainer.kernel, "device": jax.devices()[0].device_kind}
+        ),
+        flush=True,
+    )
     commands = {"step": trainer.step, "product": trainer.product}
     for line in sys.stdin:
         if line.strip() == "quit":

@@ -1,4 +1,5 @@
-"""Our side of train_gpu.py: a worker that trains a workload by the library's own step, or checks the device first."""
+"""Our side of train_gpu.py: a worker that trains a workload by the library's own step, or checks
+the device first."""
 
 import argparse
 import json
@@ -22,7 +23,8 @@ STEPS, BREAK = 10, 6  # of the run that is stopped and continued
 
 
 def compile_step(trainer: Trainer, options: dict[str, str]) -> str:
-    """Compiles the step with these XLA options, or without where XLA knows them not; what happened, in words."""
+    """Compiles the step with these XLA options, or without where XLA knows them not; what happened,
+    in words."""
     with jax.set_mesh(trainer.mesh):
         lowered = trainer.advance.lower(trainer.state, trainer.batch)
         try:
@@ -40,7 +42,8 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def resumes(smoke: bool) -> dict[str, Any]:
-    """Trains on the standard library's source twice, once stopped half-way and continued; how far the two are apart."""
+    """Trains on the standard library's source twice, once stopped half-way and continued; how far
+    the two are apart."""
     with tempfile.TemporaryDirectory(prefix="jaxformer-gpu-") as folder:
         fields: dict[str, object] = {
             "run.progress": "none",
@@ -61,26 +64,49 @@ def resumes(smoke: bool) -> dict[str, Any]:
         whole = train("whole", STEPS)
         train("stopped", BREAK)
         continued = train("stopped", STEPS)
-        losses = [[line["loss"] for line in result.metrics if "loss" in line] for result in (whole, continued)]
+        losses = [
+            [line["loss"] for line in result.metrics if "loss" in line]
+            for result in (whole, continued)
+        ]
         pairs = zip(jax.tree.leaves(whole.params), jax.tree.leaves(continued.params), strict=True)
         gap = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
-    return {"losses": losses, "bitwise": losses[0] == losses[1] and gap == 0, "largest_parameter_gap": gap}
+    return {
+        "losses": losses,
+        "bitwise": losses[0] == losses[1] and gap == 0,
+        "largest_parameter_gap": gap,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="train this; without it, check the device")
-    parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS), help="whose kernels to check")
-    parser.add_argument("--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own")
+    parser.add_argument(
+        "--workload", choices=sorted(WORKLOADS), help="train this; without it, check the device"
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="*",
+        default=[],
+        choices=sorted(WORKLOADS),
+        help="whose kernels to check",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own"
+    )
     parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
-    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of the step")
+    parser.add_argument(
+        "--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of the step"
+    )
     options = parser.parse_args()
     size = shrunk if options.smoke else lambda run: run
     device = jax.devices()[0]
     about: dict[str, Any] = {
         "device": device.device_kind,
         "platform": device.platform,
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "runtime": device.client.platform_version},
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "runtime": device.client.platform_version,
+        },
     }
     if not options.workload:
         print(json.dumps(about), flush=True)
@@ -97,7 +123,9 @@ def main() -> None:
             break
         try:
             if command == "compile":
-                answer: dict[str, Any] = {"xla": compile_step(trainer, dict(o.split("=", 1) for o in options.xla))}
+                answer: dict[str, Any] = {
+                    "xla": compile_step(trainer, dict(o.split("=", 1) for o in options.xla))
+                }
             else:
                 answer = {"step": trainer.step, "product": trainer.product}[command]()
         except jax.errors.JaxRuntimeError as error:

@@ -1,8 +1,10 @@
-"""What the loop costs beside its own compiled step: data, metrics, bar, checkpoint. `python benchmarks/loop_overhead.py`
+"""What the loop costs beside its own compiled step: data, metrics, bar, checkpoint. `python
+benchmarks/loop_overhead.py`
 
-The quickstart's model is trained by `jf.train` (no evaluation, one checkpoint on the way) and by calling the same compiled
-step on the same batches, placed beforehand; the two alternate, in turns first, and each pair gives a ratio of tokens/s.
-Seconds are of the wall, from the end of the first step to the end of the last, so a checkpoint's time counts.
+The quickstart's model is trained by `jf.train` (no evaluation, one checkpoint on the way) and by
+calling the same compiled step on the same batches, placed beforehand; the two alternate, in turns
+first, and each pair gives a ratio of tokens/s. Seconds are of the wall, from the end of the first
+step to the end of the last, so a checkpoint's time counts.
 """
 
 from jaxformer.cli import keep_memory
@@ -30,7 +32,8 @@ STAMPS: dict[int, float] = {}
 
 
 def bare_seconds(bare: Ready, steps: int) -> float:
-    """From the end of the first step to that of the last, from a fresh state on batches placed beforehand."""
+    """From the end of the first step to that of the last, from a fresh state on batches placed
+    beforehand."""
     batches, state, begin = [bare.batch(i) for i in range(steps)], bare.state(), 0.0
     with jax.set_mesh(bare.mesh):
         for i, batch in enumerate(batches):
@@ -63,11 +66,15 @@ def benchmark_run(options: argparse.Namespace, scratch: str) -> jf.RunConfig:
     if options.smoke:
         fields |= SMOKE_FIELDS | {"data.train": words_file(Path(scratch))}
     fields["data.validation_fraction"] = 0
-    return jf.load_config(options.config, [*(f"{name}={value}" for name, value in fields.items()), *options.rest])
+    return jf.load_config(
+        options.config, [*(f"{name}={value}" for name, value in fields.items()), *options.rest]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps of each sample")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--config", default=str(HERE.parent / "configs/quickstart.py"))
@@ -93,12 +100,27 @@ def main() -> None:
                     taken[name].append(seconds)
     tokens = bare.tokens_per_step * (run.train.steps - 1)
     rates = {name: [tokens / value for value in seconds] for name, seconds in taken.items()}
-    rows = [[n, f"{statistics.median(r):,.0f}", f"{min(r):,.0f} - {max(r):,.0f}"] for n, r in rates.items()]
+    rows = [
+        [n, f"{statistics.median(r):,.0f}", f"{min(r):,.0f} - {max(r):,.0f}"]
+        for n, r in rates.items()
+    ]
     print_table(["", "tokens/s", "range"], rows)
     ratio = paired_ratio(taken["loop"], taken["bare"])
-    print(f"loop over bare: {ratio_text(ratio)}, must {TARGET}; {options.pairs} pairs of {options.steps} steps; ", end="")
-    print(f"load average {load:.1f} before; jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
-    result = {"ratio": ratio, "tokens_per_second": rates, "load_before": load, "steps": options.steps}
+    print(
+        f"loop over bare: {ratio_text(ratio)}, must {TARGET}; {options.pairs} pairs of"
+        f" {options.steps} steps; ",
+        end="",
+    )
+    print(
+        f"load average {load:.1f} before; jax {jax.__version__}, {jax.device_count()} x"
+        f" {jax.devices()[0].device_kind}"
+    )
+    result = {
+        "ratio": ratio,
+        "tokens_per_second": rates,
+        "load_before": load,
+        "steps": options.steps,
+    }
     save("loop_overhead", result, options.smoke)
 
 

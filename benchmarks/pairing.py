@@ -1,4 +1,5 @@
-"""Workers in processes of their own, asked in turn, and ratios of what they took at nearly the same moment."""
+"""Workers in processes of their own, asked in turn, and ratios of what they took at nearly the same
+moment."""
 
 import argparse
 import datetime
@@ -17,18 +18,24 @@ Answer = dict[str, Any]
 
 
 class Worker:
-    """A process that answers each line it reads with one line of JSON; its first line says what it is."""
+    """A process that answers each line it reads with one line of JSON; its first line says what it
+    is."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
         self.about = self.read()
 
     def read(self) -> Answer:
         """The next line that the process writes."""
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
-            raise SystemExit(f"worker {self.name} ended with status {self.process.wait()}; its message stands above.")
+            raise SystemExit(
+                f"worker {self.name} ended with status {self.process.wait()}; its message stands"
+                " above."
+            )
         answer: Answer = json.loads(line)
         return answer
 
@@ -50,9 +57,11 @@ class Worker:
 
 
 class Neighbours:
-    """How much of this machine's CPU time went to other processes than the workers, since this was made (Linux)."""
+    """How much of this machine's CPU time went to other processes than the workers, since this was
+    made (Linux)."""
 
-    QUIET = 0.03  # above this share of the time a comparison flatters the side that waits less for its threads
+    # above this share of the time a comparison flatters the side that waits less for its threads
+    QUIET = 0.03
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
@@ -60,9 +69,17 @@ class Neighbours:
 
     def _ticks(self) -> tuple[int, int, int]:
         """(all, busy, the workers') clock ticks so far."""
-        fields = [int(field) for field in Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:9]]
-        stats = [Path(f"/proc/{w.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2] for w in self.workers]
-        own = sum(sum(map(int, stat.split()[11:15])) for stat in stats)  # with children that have ended
+        fields = [
+            int(field)
+            for field in Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:9]
+        ]
+        stats = [
+            Path(f"/proc/{w.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2]
+            for w in self.workers
+        ]
+        own = sum(
+            sum(map(int, stat.split()[11:15])) for stat in stats
+        )  # with children that have ended
         return sum(fields), sum(fields) - fields[3] - fields[4], own
 
     def share(self) -> float:
@@ -73,14 +90,18 @@ class Neighbours:
 def verdict(share: float) -> str:
     """A sentence about the neighbours' share of the CPU during a measurement."""
     quiet = share <= Neighbours.QUIET
-    return f"Other processes took {share:.0%} of the CPU" + ("." if quiet else ": do not trust these ratios, measure again.")
+    return f"Other processes took {share:.0%} of the CPU" + (
+        "." if quiet else ": do not trust these ratios, measure again."
+    )
 
 
 def python_worker(name: str, script: str, *flags: str, python: str = sys.executable) -> Worker:
     return Worker(name, [python, str(HERE / script), *flags])
 
 
-def alternate(workers: Sequence[Worker], command: str, samples: int, warmups: int) -> list[list[Answer]]:
+def alternate(
+    workers: Sequence[Worker], command: str, samples: int, warmups: int
+) -> list[list[Answer]]:
     """Each worker's answers, asked one after the other, `warmups` rounds first and dropped."""
     rounds = [[worker.ask(command) for worker in workers] for _ in range(warmups + samples)]
     return [list(answers) for answers in zip(*rounds[warmups:], strict=True)]
@@ -104,7 +125,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A Markdown table."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, ["-" * width for width in widths], *rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
+        print(
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            + " |",
+            flush=True,
+        )
 
 
 def add_smoke(parser: argparse.ArgumentParser) -> None:
@@ -116,14 +142,24 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
 def save(name: str, result: Answer, smoke: bool) -> None:
     """Writes `results/NAME.json` with the date and the machine, but nothing of a smoke test."""
     if smoke:
-        print("A smoke test proves that the benchmark runs; its numbers say nothing and are not saved.")
+        print(
+            "A smoke test proves that the benchmark runs; its numbers say nothing and are not"
+            " saved."
+        )
         return
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     load = os.getloadavg()[0]
-    machine = {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(load, 1), "python": platform.python_version()}
-    path.write_text(json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n", encoding="utf-8")
+    machine = {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load_average": round(load, 1),
+        "python": platform.python_version(),
+    }
+    path.write_text(
+        json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n", encoding="utf-8"
+    )
     print(f"written to {path}")
 
 
@@ -132,4 +168,7 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )

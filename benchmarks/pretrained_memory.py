@@ -1,10 +1,12 @@
-"""Host memory of reading and writing a Hugging Face directory. `python benchmarks/pretrained_memory.py`
+"""Host memory of reading and writing a Hugging Face directory. `python
+benchmarks/pretrained_memory.py`
 
-A Llama of about 2 GB is made on the spot, then read by `jf.load` and written by `jf.save_pretrained`, in processes of their
-own. Every few milliseconds the resident memory is taken, anonymous and file pages both, less what the process had after a
-tiny computation, and less the bytes of the arrays that live then where their device is the CPU. The largest of these is the
-excess, and may reach the largest leaf on the host plus 1 GiB. The kernel's own high-water mark, less the whole model,
-stands beside it.
+A Llama of about 2 GB is made on the spot, then read by `jf.load` and written by
+`jf.save_pretrained`, in processes of their own. Every few milliseconds the resident memory is
+taken, anonymous and file pages both, less what the process had after a tiny computation, and less
+the bytes of the arrays that live then where their device is the CPU. The largest of these is the
+excess, and may reach the largest leaf on the host plus 1 GiB. The kernel's own high-water mark,
+less the whole model, stands beside it.
 """
 
 import argparse
@@ -25,12 +27,25 @@ ALLOWED = 1 << 30  # beyond the largest leaf
 SAMPLE_SECONDS = 0.002
 SHARD_BYTES = 500 * MIB
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors")
-# Where most of the weights lie: in the layers' stacked matrices, or in one table that is not stacked.
+# Where most of the weights lie: in the layers' stacked matrices, or in one table that is not
+# stacked.
 SHAPES = {
-    "layers": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 32_000},
-    "vocabulary": {"hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 120_000},
+    "layers": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 8,
+        "vocab_size": 32_000,
+    },
+    "vocabulary": {
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 2,
+        "vocab_size": 120_000,
+    },
 }
-SMOKE = {"smoke": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}}
+SMOKE = {
+    "smoke": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+}
 # What is done, the dtype in the files that are read or written, and that of the params.
 CASES = (
     ("load", "float32", "float32"),
@@ -39,7 +54,18 @@ CASES = (
     ("save", "float32", "float32"),
     ("save", "bfloat16", "float32"),
 )
-HEADER = ["model", "what", "files", "params", "model MiB", "largest leaf", "bound", "excess", "high-water mark", "seconds"]
+HEADER = [
+    "model",
+    "what",
+    "files",
+    "params",
+    "model MiB",
+    "largest leaf",
+    "bound",
+    "excess",
+    "high-water mark",
+    "seconds",
+]
 
 
 def make_model(folder: Path, sizes: dict[str, int], dtype: str) -> None:
@@ -53,17 +79,28 @@ def make_model(folder: Path, sizes: dict[str, int], dtype: str) -> None:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for layer in range(sizes["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        shapes |= {f"{at}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {
+            f"{at}{name}.weight": (width,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
         shapes |= {f"{at}self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
         shapes |= {f"{at}mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
         shapes[f"{at}mlp.down_proj.weight"] = (width, inner)
     shapes |= {"model.norm.weight": (width,), "lm_head.weight": (vocab, width)}
     random = np.random.default_rng(0)
     table = {name: (shape, np.dtype(dtype)) for name, shape in shapes.items()}
-    write_tensors(folder, table, lambda name: random.standard_normal(shapes[name], np.float32), SHARD_BYTES)
+    write_tensors(
+        folder, table, lambda name: random.standard_normal(shapes[name], np.float32), SHARD_BYTES
+    )
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 256}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False} | sizes | heads
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    config = (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+        | sizes
+        | heads
+    )
+    (folder / "config.json").write_text(
+        json.dumps(config | {"rms_norm_eps": 1e-5, "rope_theta": 10000.0})
+    )
 
 
 def status(name: str) -> int:
@@ -77,20 +114,25 @@ def resident() -> int:
 
 
 class Watch:
-    """Takes this process's memory on a thread while the block runs, less what it had when this was made, and less arrays."""
+    """Takes this process's memory on a thread while the block runs, less what it had when this was
+    made, and less arrays."""
 
     def __init__(self) -> None:
         import jax
 
         self._on_host = jax.default_backend() == "cpu"
-        self._live = lambda: sum(array.nbytes for array in jax.live_arrays()) if self._on_host else 0
+        self._live = lambda: (
+            sum(array.nbytes for array in jax.live_arrays()) if self._on_host else 0
+        )
         self._before = resident()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self.excess = self.samples = 0
 
     def __enter__(self) -> "Watch":
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the high-water mark begins anew
+        Path("/proc/self/clear_refs").write_text(
+            "5", encoding="ascii"
+        )  # the high-water mark begins anew
         self._thread.start()
         return self
 
@@ -101,7 +143,9 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._done.wait(SAMPLE_SECONDS):
-            live = self._live()  # before the memory: an array that comes to life between the two is counted as excess
+            live = (
+                self._live()
+            )  # before the memory: an array that comes to life between the two is counted as excess
             self.excess = max(self.excess, resident() - self._before - live)
             self.samples += 1
 
@@ -122,7 +166,9 @@ def work(what: str, source: Path, target: Path, files: str, dtype: str) -> Answe
     begin = time.perf_counter()
     with watch:
         if what == "save":
-            jf.save_pretrained(target, loaded.params, loaded.config, dtype=files, shard_bytes=SHARD_BYTES)
+            jf.save_pretrained(
+                target, loaded.params, loaded.config, dtype=files, shard_bytes=SHARD_BYTES
+            )
         else:
             loaded = jf.load(source, dtype=dtype)
             jax.block_until_ready(loaded.params)
@@ -141,13 +187,29 @@ def work(what: str, source: Path, target: Path, files: str, dtype: str) -> Answe
 def measure(options: argparse.Namespace) -> list[Answer]:
     found = []
     for shape in options.shapes:
-        with tempfile.TemporaryDirectory(prefix="jaxformer-pretrained-", dir=options.scratch) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="jaxformer-pretrained-", dir=options.scratch
+        ) as folder:
             for what, files, dtype in CASES[2:4] if options.smoke else CASES:
-                source, target = Path(folder) / (files if what == "load" else "float32"), Path(folder) / "saved"
+                source, target = (
+                    Path(folder) / (files if what == "load" else "float32"),
+                    Path(folder) / "saved",
+                )
                 if not source.is_dir():
                     make_model(source, (SHAPES | SMOKE)[shape], source.name)
-                command = [sys.executable, __file__, "--work", what, str(source), str(target), files, dtype]
-                answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--work",
+                    what,
+                    str(source),
+                    str(target),
+                    files,
+                    dtype,
+                ]
+                answer = subprocess.run(
+                    command, check=True, stdout=subprocess.PIPE, text=True
+                ).stdout
                 case = {"shape": shape, "what": what, "files": files, "params": dtype}
                 found.append(case | json.loads(answer.splitlines()[-1]))
     return found
@@ -157,13 +219,21 @@ def table_row(answer: Answer) -> list[str]:
     leaf, bound = answer["largest_leaf"], answer["largest_leaf"] + ALLOWED
     verdict = "" if answer["excess"] <= bound else " OVER"
     sizes = [f"{size / MIB:,.0f}" for size in (answer["model"], leaf, bound)]
-    measured = [f"{answer['excess'] / MIB:,.0f}{verdict}", f"{answer['high_water'] / MIB:,.0f}", f"{answer['seconds']:.1f}"]
+    measured = [
+        f"{answer['excess'] / MIB:,.0f}{verdict}",
+        f"{answer['high_water'] / MIB:,.0f}",
+        f"{answer['seconds']:.1f}",
+    ]
     return [*(answer[name] for name in ("shape", "what", "files", "params")), *sizes, *measured]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scratch", help="where the models are made: room for 10 GB (default: the system's place)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scratch", help="where the models are made: room for 10 GB (default: the system's place)"
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     add_smoke(parser)
     parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
@@ -177,7 +247,13 @@ def main() -> None:
     found = measure(options)
     print_table(HEADER, [table_row(answer) for answer in found])
     versions = {name: version(name) for name in PACKAGES}
-    print("MiB of host memory, ", found[0]["device"], ", ", ", ".join(f"{k} {v}" for k, v in versions.items()), sep="")
+    print(
+        "MiB of host memory, ",
+        found[0]["device"],
+        ", ",
+        ", ".join(f"{k} {v}" for k, v in versions.items()),
+        sep="",
+    )
     result = {"versions": versions, "sizes": SHAPES, "shard_bytes": SHARD_BYTES, "cases": found}
     save("pretrained_memory", result, options.smoke)
 

@@ -1,9 +1,11 @@
-"""How soon a user sees something: import time, and the time to the first logged step. `python benchmarks/startup.py`
+"""How soon a user sees something: import time, and the time to the first logged step. `python
+benchmarks/startup.py`
 
-Every sample is a fresh process. `import jax` alternates with `import jax, jaxformer`. The quickstart is started with nothing
-prepared (once), with the text prepared and no compiled program (cold), and again with its programs in the cache (warm); the
-time runs from the start of the process to the first line of metrics.jsonl, after which it is ended. On a machine that does
-other work too, the processor time beside it tells more than the wall time.
+Every sample is a fresh process. `import jax` alternates with `import jax, jaxformer`. The
+quickstart is started with nothing prepared (once), with the text prepared and no compiled program
+(cold), and again with its programs in the cache (warm); the time runs from the start of the process
+to the first line of metrics.jsonl, after which it is ended. On a machine that does other work too,
+the processor time beside it tells more than the wall time.
 """
 
 import argparse
@@ -25,7 +27,11 @@ ROOT = HERE.parent
 POLL_SECONDS = 0.005
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 FIRST, COLD, WARM = "nothing prepared", "no compiled program", "compiled programs cached"
-TARGETS = {FIRST: ("", ""), COLD: ("10", "6"), WARM: ("6", "3")}  # must and goal, in seconds on two cores
+TARGETS = {
+    FIRST: ("", ""),
+    COLD: ("10", "6"),
+    WARM: ("6", "3"),
+}  # must and goal, in seconds on two cores
 HEADER = ["what", "median", "range", "processor", "samples", "must", "goal"]
 
 Sample = tuple[float, float]  # wall and processor seconds
@@ -42,18 +48,29 @@ def first_step_seconds(scratch: Path, config: str, extra: Sequence[str]) -> Samp
     """From the start of a run, in a new run directory, to its first logged step."""
     run_dir, output = scratch / "run", scratch / "output.txt"
     shutil.rmtree(run_dir, ignore_errors=True)
-    fields = {"run.dir": run_dir, "data.cache_dir": scratch / "data", "run.compilation_cache": scratch / "programs"}
+    fields = {
+        "run.dir": run_dir,
+        "data.cache_dir": scratch / "data",
+        "run.compilation_cache": scratch / "programs",
+    }
     flags = [text for name, value in fields.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "train.py", config, *flags, *extra]
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
     metrics = run_dir / "metrics.jsonl"
     with output.open("w") as sink:
         begin = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT
+        )
         try:
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None:
-                    raise SystemExit(f"{' '.join(command)} ended before its first step:\n{output.read_text()[-4000:]}")
+                    raise SystemExit(
+                        f"{' '.join(command)} ended before its first"
+                        f" step:\n{output.read_text()[-4000:]}"
+                    )
                 time.sleep(POLL_SECONDS)
             seconds = time.perf_counter() - begin
         finally:
@@ -61,12 +78,19 @@ def first_step_seconds(scratch: Path, config: str, extra: Sequence[str]) -> Samp
             process.kill()
             process.wait()
         after = os.times()
-    return seconds, after.children_user - before.children_user + after.children_system - before.children_system
+    return (
+        seconds,
+        after.children_user - before.children_user + after.children_system - before.children_system,
+    )
 
 
 def measure_imports(samples: int) -> tuple[list[float], list[float]]:
-    """Samples of (`import jax`, what `import jaxformer` takes beyond it), after one pair unmeasured."""
-    pairs = [(import_seconds("import jax"), import_seconds("import jax, jaxformer")) for _ in range(samples + 1)][1:]
+    """Samples of (`import jax`, what `import jaxformer` takes beyond it), after one pair
+    unmeasured."""
+    pairs = [
+        (import_seconds("import jax"), import_seconds("import jax, jaxformer"))
+        for _ in range(samples + 1)
+    ][1:]
     return [jax for jax, _ in pairs], [both - jax for jax, both in pairs]
 
 
@@ -85,18 +109,24 @@ def measure_starts(options: argparse.Namespace) -> dict[str, list[Sample]]:
     return found
 
 
-def row(name: str, seconds: Sequence[float], processor: Sequence[float], targets: tuple[str, str]) -> list[str]:
+def row(
+    name: str, seconds: Sequence[float], processor: Sequence[float], targets: tuple[str, str]
+) -> list[str]:
     used = f"{statistics.median(processor):.1f} s" if processor else ""
     spread = f"{min(seconds):.2f} - {max(seconds):.2f}"
     return [name, f"{statistics.median(seconds):.2f} s", spread, used, str(len(seconds)), *targets]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=7, help="pairs of imports")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of a cold and a warm start")
     parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("rest", nargs="*", help="fields of the config, after --, as train.py takes them")
+    parser.add_argument(
+        "rest", nargs="*", help="fields of the config, after --, as train.py takes them"
+    )
     add_smoke(parser)
     options = parser.parse_args()
     if options.smoke:
@@ -105,16 +135,24 @@ def main() -> None:
     load = os.getloadavg()[0]
     plain, extra = measure_imports(options.samples)
     starts = measure_starts(options)
-    table = [row("import jax", plain, (), ("", "")), row("import jaxformer, over import jax", extra, (), ("0.5", "0.1"))]
+    table = [
+        row("import jax", plain, (), ("", "")),
+        row("import jaxformer, over import jax", extra, (), ("0.5", "0.1")),
+    ]
     for name, targets in TARGETS.items():
         wall, processor = zip(*starts[name], strict=True)
         table.append(row(f"first logged step, {name}", wall, processor, targets))
     print_table(HEADER, table)
     versions = {name: version(name) for name in PACKAGES}
     print(
-        f"{options.config}, {os.cpu_count()} cores; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; ", end=""
+        f"{options.config}, {os.cpu_count()} cores; load average {load:.1f} before,"
+        f" {os.getloadavg()[0]:.1f} after; ",
+        end="",
     )
-    print(f"Python {sys.version.split()[0]}, " + ", ".join(f"{name} {number}" for name, number in versions.items()))
+    print(
+        f"Python {sys.version.split()[0]}, "
+        + ", ".join(f"{name} {number}" for name, number in versions.items())
+    )
     found = {"import jax": plain, "jaxformer over jax": extra, "first step": starts}
     result = {"config": options.config, "load_before": load, "versions": versions, "seconds": found}
     save("startup", result, options.smoke)

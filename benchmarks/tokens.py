@@ -1,6 +1,8 @@
-"""Text to batches beside its baselines: training a BPE, encoding, the memory of both, loading. `python benchmarks/tokens.py`
+"""Text to batches beside its baselines: training a BPE, encoding, the memory of both, loading.
+`python benchmarks/tokens.py`
 
-Names of parts after it choose some of them. Each part prints its table and is one call of the function that `PARTS` names.
+Names of parts after it choose some of them. Each part prints its table and is one call of the
+function that `PARTS` names.
 """
 
 import argparse
@@ -18,8 +20,12 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all where none is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all where none is named"
+    )
     add_smoke(parser)
     options = parser.parse_args()
     chosen = options.parts or [*PARTS]

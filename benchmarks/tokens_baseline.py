@@ -1,7 +1,9 @@
-"""One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_baseline.py SIDE`, a name of `SIDES`
+"""One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_baseline.py SIDE`, a
+name of `SIDES`
 
-Each line read is a command (`train FILE ENTRIES`, `encode TOKENIZER FILE`, `iterate TOKENIZER FILE`, `quit`), each line
-written a JSON object. A TOKENIZER is a tokenizer.json of a byte-level BPE whose merges are in the order of their ids.
+Each line read is a command (`train FILE ENTRIES`, `encode TOKENIZER FILE`, `iterate TOKENIZER
+FILE`, `quit`), each line written a JSON object. A TOKENIZER is a tokenizer.json of a byte-level BPE
+whose merges are in the order of their ids.
 """
 
 import functools
@@ -21,7 +23,9 @@ import numpy as np
 
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
-WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, which all sides part text by
+WORDS = (  # GPT-2's, which all sides part text by
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
 
 Encode = Callable[[Sequence[str]], Iterable[Sequence[int]]]
 
@@ -55,7 +59,9 @@ class Tokenizers:
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        )
         documents = Path(path).read_bytes().decode().split(END)
         backend.train_from_iterator(documents, trainer, len(documents))
         return backend.get_vocab_size()
@@ -64,7 +70,9 @@ class Tokenizers:
         import tokenizers
 
         backend = tokenizers.Tokenizer.from_file(path)
-        return lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return lambda texts: [
+            found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
 
 class Tiktoken:
@@ -78,8 +86,13 @@ class Tiktoken:
 
         model = json.loads(Path(path).read_text(encoding="utf-8"))["model"]
         tokens = [*BYTES, *("".join(pair) for pair in model["merges"])]
-        ranks = {bytes(BYTES[character] for character in token): model["vocab"][token] for token in tokens}
-        core = tiktoken.Encoding("baseline", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20})
+        ranks = {
+            bytes(BYTES[character] for character in token): model["vocab"][token]
+            for token in tokens
+        }
+        core = tiktoken.Encoding(
+            "baseline", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={"<unused>": 1 << 20}
+        )
         return functools.partial(core.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
 
 
@@ -105,11 +118,16 @@ def encode(side: Any, tokenizer: str, path: str) -> dict[str, Any]:
     rows = load(texts)
     seconds = time.perf_counter() - begin
     ids = np.fromiter(itertools.chain.from_iterable(rows), np.uint32)
-    return {"seconds": seconds, "tokens": len(ids), "digest": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()}
+    return {
+        "seconds": seconds,
+        "tokens": len(ids),
+        "digest": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest(),
+    }
 
 
 def iterate(side: Any, tokenizer: str, path: str) -> dict[str, Any]:
-    """Seconds for a file's stream of ids, and the bytes of memory that it took above those before (Linux)."""
+    """Seconds for a file's stream of ids, and the bytes of memory that it took above those before
+    (Linux)."""
     from jaxformer.tokenizer import Tokenizer
 
     loaded = Tokenizer.load(tokenizer)
@@ -118,7 +136,11 @@ def iterate(side: Any, tokenizer: str, path: str) -> dict[str, Any]:
     begin = time.perf_counter()
     with open(path, encoding="utf-8", newline="") as file:
         tokens = sum(1 for _ in loaded.encode_iterable(file))
-    return {"seconds": time.perf_counter() - begin, "tokens": tokens, "above": _memory("VmHWM") - before}
+    return {
+        "seconds": time.perf_counter() - begin,
+        "tokens": tokens,
+        "above": _memory("VmHWM") - before,
+    }
 
 
 def _memory(name: str) -> int:

@@ -1,6 +1,8 @@
-"""Encoding beside the tokenizers library and tiktoken, all cores each; and the memory of a stream of ids of a large file.
+"""Encoding beside the tokenizers library and tiktoken, all cores each; and the memory of a stream
+of ids of a large file.
 
-All sides have the same byte-level BPE, trained here on Python source, and must give the same ids of each text.
+All sides have the same byte-level BPE, trained here on Python source, and must give the same ids of
+each text.
 """
 
 import os
@@ -8,7 +10,17 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from pairing import Neighbours, alternate, column, paired_ratio, print_table, python_worker, ratio_text, save, verdict
+from pairing import (
+    Neighbours,
+    alternate,
+    column,
+    paired_ratio,
+    print_table,
+    python_worker,
+    ratio_text,
+    save,
+    verdict,
+)
 from tokens_baseline import END
 from tokens_training import cases, make_texts
 
@@ -42,14 +54,18 @@ def encoding(smoke: bool = False) -> None:
                     raise SystemExit(f"{case}: the ids differ")
                 seconds = [column(found, "seconds") for found in answers]
                 ratios = [
-                    paired_ratio(ours, baseline) for ours, baseline in ((seconds[0], seconds[2]), (seconds[1], seconds[2]))
+                    paired_ratio(ours, baseline)
+                    for ours, baseline in ((seconds[0], seconds[2]), (seconds[1], seconds[2]))
                 ]
                 results[case] = {
                     "bytes": path.stat().st_size,
                     "seconds": dict(zip(SIDES, seconds, strict=True)),
                     "ratios": ratios,
                 }
-                rates = [f"{path.stat().st_size / 1e6 / statistics.median(found):.1f} MB/s" for found in seconds]
+                rates = [
+                    f"{path.stat().st_size / 1e6 / statistics.median(found):.1f} MB/s"
+                    for found in seconds
+                ]
                 rows.append([case, *rates, *map(ratio_text, ratios)])
             share = neighbours.share()
         finally:
@@ -57,13 +73,17 @@ def encoding(smoke: bool = False) -> None:
                 side.close()
     versions = {key: value for side in sides for key, value in side.about["versions"].items()}
     print_table(["text", *SIDES, "ours over tokenizers", "without tiktoken over tokenizers"], rows)
-    print(f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}; equal ids. {verdict(share)}")
+    print(
+        f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}; equal ids."
+        f" {verdict(share)}"
+    )
     result = {"versions": versions, "entries": entries, "cases": results, "neighbours": share}
     save("tokens_encoding", result, smoke)
 
 
 def iterable(smoke: bool = False) -> None:
-    """Prints the memory that `encode_iterable` takes above what was there, over a file of 1 GB, of lines and of one line."""
+    """Prints the memory that `encode_iterable` takes above what was there, over a file of 1 GB, of
+    lines and of one line."""
     results, rows = {}, []
     entries, total = (SMOKE_ENTRIES, SMOKE_BYTES) if smoke else (ENTRIES, STREAM_BYTES)
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as name:

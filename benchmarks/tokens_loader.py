@@ -1,7 +1,9 @@
-"""How many tokens a second the batches give, beside what the quickstart trains at. `python benchmarks/tokens.py loader`
+"""How many tokens a second the batches give, beside what the quickstart trains at. `python
+benchmarks/tokens.py loader`
 
-Training and loading take turns in one process. Loading is what the loop asks for, batches made ahead on a thread; while a
-model trains it has only what the step leaves of the cores, so a rate 20 times that of training is asked of it alone.
+Training and loading take turns in one process. Loading is what the loop asks for, batches made
+ahead on a thread; while a model trains it has only what the step leaves of the cores, so a rate 20
+times that of training is asked of it alone.
 """
 
 from jaxformer.cli import keep_memory
@@ -63,8 +65,13 @@ def batches_of(run: jf.RunConfig) -> dict[str, data.Batches]:
         task = task_of(run.model, configs[way])
         rows[way] = data.prepare(configs[way], run.tokenizer, task, seed=run.run.seed).train
     configs[MIXED] = dataclasses.replace(configs["documents"], weights="0.7 0.3; 1000: 0.5 0.5")
-    rows[MIXED] = data.Mixture([("once", rows["documents"]), ("again", rows["documents"])], configs[MIXED])
-    return {way: data.Batches(rows[way], configs[way], run.train.batch_size, run.run.seed) for way in rows}
+    rows[MIXED] = data.Mixture(
+        [("once", rows["documents"]), ("again", rows["documents"])], configs[MIXED]
+    )
+    return {
+        way: data.Batches(rows[way], configs[way], run.train.batch_size, run.run.seed)
+        for way in rows
+    }
 
 
 def loading(batches: data.Batches, count: int) -> float:
@@ -80,7 +87,10 @@ def loader(smoke: bool = False) -> None:
     """Prints tokens a second of each way to make batches, and how many times training's that is."""
     rounds, steps, count = (1, 1, 5) if smoke else (5, 5, 400)
     with tempfile.TemporaryDirectory(prefix="jaxformer-loader-") as scratch:
-        fields: dict[str, object] = {"run.dir": f"{scratch}/run", "data.cache_dir": f"{scratch}/data"}
+        fields: dict[str, object] = {
+            "run.dir": f"{scratch}/run",
+            "data.cache_dir": f"{scratch}/data",
+        }
         if smoke:
             fields |= SMOKE_FIELDS | {"data.train": words_file(Path(scratch))}
         changes = [f"{name}={value}" for name, value in fields.items()]
@@ -94,7 +104,12 @@ def loader(smoke: bool = False) -> None:
                 rates[way].append(loading(batches, count))
     middle = {name: statistics.median(found) for name, found in rates.items()}
     rows = [
-        [name, f"{middle[name]:,.0f}", f"{min(found):,.0f} - {max(found):,.0f}", f"{middle[name] / middle['training']:,.0f}"]
+        [
+            name,
+            f"{middle[name]:,.0f}",
+            f"{min(found):,.0f} - {max(found):,.0f}",
+            f"{middle[name] / middle['training']:,.0f}",
+        ]
         for name, found in rates.items()
     ]
     print_table(["batches", "tokens/s", "range", f"times training, must {TIMES}"], rows)

@@ -1,8 +1,10 @@
-"""Training a byte-level BPE beside the tokenizers library's trainer: time, and the memory of it with all its processes.
+"""Training a byte-level BPE beside the tokenizers library's trainer: time, and the memory of it
+with all its processes.
 
-The two sides are processes that are asked in turn, from a file to a vocabulary. The texts are made on the spot: English of
-the running Python's own help, the standard library's source, and that with the sources of what is installed. Both sides part
-text by GPT-2's pattern; merges differ where pairs are as frequent, and are not compared.
+The two sides are processes that are asked in turn, from a file to a vocabulary. The texts are made
+on the spot: English of the running Python's own help, the standard library's source, and that with
+the sources of what is installed. Both sides part text by GPT-2's pattern; merges differ where pairs
+are as frequent, and are not compared.
 """
 
 import os
@@ -48,7 +50,8 @@ def sources(*folders: str) -> Iterator[str]:
 
 
 class Case(NamedTuple):
-    """A text and its size in bytes, the entries learnt of it, and what is asked: seconds, or a ratio of the baseline's time."""
+    """A text and its size in bytes, the entries learnt of it, and what is asked: seconds, or a
+    ratio of the baseline's time."""
 
     documents: Iterator[str]
     size: int
@@ -90,7 +93,9 @@ def training(smoke: bool = False) -> None:
     chosen, samples = cases(smoke), 2 if smoke else SAMPLES
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as folder:
         paths = make_texts(Path(folder), chosen)
-        sides = [python_worker(side, "tokens_baseline.py", side) for side in ("jaxformer", "tokenizers")]
+        sides = [
+            python_worker(side, "tokens_baseline.py", side) for side in ("jaxformer", "tokenizers")
+        ]
         with sides[0], sides[1]:
             neighbours = Neighbours(sides)
             for case, (_, _, entries, asked) in chosen.items():
@@ -105,20 +110,33 @@ def training(smoke: bool = False) -> None:
                 medians = [f"{statistics.median(seconds):.2f} s" for seconds in (ours, baseline)]
                 rows.append([case, f"{entries:,}", *medians, ratio_text(ratio), asked])
             share, versions = neighbours.share(), sides[1].about["versions"]
-    print_table(["text", "entries", "jaxformer", "tokenizers", "our time over theirs", "at most"], rows)
-    print(f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}. {verdict(share)}")
+    print_table(
+        ["text", "entries", "jaxformer", "tokenizers", "our time over theirs", "at most"], rows
+    )
+    print(
+        f"{os.cpu_count()} cores, {', '.join(f'{k} {v}' for k, v in versions.items())}."
+        f" {verdict(share)}"
+    )
     save("tokens_training", {"versions": versions, "cases": results, "neighbours": share}, smoke)
 
 
 def memory(smoke: bool = False) -> None:
-    """Prints the largest resident memory of each case, ours with its counting processes and theirs, and our bound."""
+    """Prints the largest resident memory of each case, ours with its counting processes and theirs,
+    and our bound."""
     results, rows = {}, []
     chosen = cases(smoke)
     with tempfile.TemporaryDirectory(prefix="jaxformer-tokens-") as folder:
         for case, path in make_texts(Path(folder), chosen).items():
-            distinct = {word for part in path.read_text("utf-8").split(END) for word in regex.findall(WORDS, part)}
+            distinct = {
+                word
+                for part in path.read_text("utf-8").split(END)
+                for word in regex.findall(WORDS, part)
+            }
             words = sum(len(word.encode()) for word in distinct)
-            peaks = [peak(side, f"train {path} {chosen[case].entries}") for side in ("jaxformer", "tokenizers")]
+            peaks = [
+                peak(side, f"train {path} {chosen[case].entries}")
+                for side in ("jaxformer", "tokenizers")
+            ]
             bound = TIMES * words + ALLOWED
             results[case] = {"distinct_words_bytes": words, "peak_bytes": peaks, "bound": bound}
             sizes = [f"{size / 1e6:,.1f} MB" for size in (words, *peaks, bound)]
@@ -148,7 +166,9 @@ def resident(process: int) -> int:
     """Bytes of a process and its children; none of one that has ended meanwhile (Linux)."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
-        children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()
+        children = (
+            Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()
+        )
     except (OSError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident(int(child)) for child in children)

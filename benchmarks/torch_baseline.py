@@ -1,7 +1,8 @@
-"""The PyTorch side of the comparison: a worker that trains GPT-2's or Llama's mathematics a step at a time.
+"""The PyTorch side of the comparison: a worker that trains GPT-2's or Llama's mathematics a step at
+a time.
 
-It needs PyTorch and NumPy only, so it can run under another Python than the one that has JAX. Each line read is a
-command (`step`, `product`, `quit`), each line written a JSON object.
+It needs PyTorch and NumPy only, so it can run under another Python than the one that has JAX. Each
+line read is a command (`step`, `product`, `quit`), each line written a JSON object.
 """
 
 import argparse
@@ -31,10 +32,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(options.d_model, options.d_model, bias=bias)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = (a.unflatten(-1, (-1, self.width)).transpose(1, 2) for a in self.qkv(x).split(self.split, dim=-1))
+        q, k, v = (
+            a.unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for a in self.qkv(x).split(self.split, dim=-1)
+        )
         if self.rope:
             q, k = rotated(q, angles), rotated(k, angles)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -61,7 +67,11 @@ class FeedForward(nn.Module):
 
 
 def norm(options: argparse.Namespace) -> nn.Module:
-    return nn.LayerNorm(options.d_model) if options.style == "gpt2" else nn.RMSNorm(options.d_model, eps=1e-5)
+    return (
+        nn.LayerNorm(options.d_model)
+        if options.style == "gpt2"
+        else nn.RMSNorm(options.d_model, eps=1e-5)
+    )
 
 
 class Block(nn.Module):
@@ -82,14 +92,22 @@ class Decoder(nn.Module):
         super().__init__()
         self.options = options
         self.tokens = nn.Embedding(options.vocab, options.d_model)
-        self.positions = nn.Embedding(options.length, options.d_model) if options.style == "gpt2" else None
+        self.positions = (
+            nn.Embedding(options.length, options.d_model) if options.style == "gpt2" else None
+        )
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.final_norm = norm(options)
-        self.head = None if options.style == "gpt2" else nn.Linear(options.d_model, options.vocab, bias=False)
+        self.head = (
+            None
+            if options.style == "gpt2"
+            else nn.Linear(options.d_model, options.vocab, bias=False)
+        )
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * options.layers) if residual else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / math.sqrt(2 * options.layers) if residual else 0.02
+                )
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -127,8 +145,14 @@ def load(model: Decoder, path: str) -> None:
                 put(getattr(block, name).weight, file[f"blocks.{name}.scale"][i])
                 put(getattr(block, name).bias, file[f"blocks.{name}.bias"][i])
             heads = [file[f"blocks.attention.{name}"][i] for name in "qkv"]
-            put(block.attention.qkv.weight, np.concatenate([w.reshape(d, -1) for w in heads], axis=1).T)
-            put(block.attention.qkv.bias, np.concatenate([file[f"blocks.attention.{n}_bias"][i].ravel() for n in "qkv"]))
+            put(
+                block.attention.qkv.weight,
+                np.concatenate([w.reshape(d, -1) for w in heads], axis=1).T,
+            )
+            put(
+                block.attention.qkv.bias,
+                np.concatenate([file[f"blocks.attention.{n}_bias"][i].ravel() for n in "qkv"]),
+            )
             put(block.attention.out.weight, file["blocks.attention.out"][i].reshape(-1, d).T)
             put(block.attention.out.bias, file["blocks.attention.out_bias"][i])
             for name in ("up", "down"):
@@ -155,7 +179,9 @@ class Trainer:
         self.model = model.to(self.device)
         self.optimizer = optimizer_of(self.model, options.rate)
         self.forward = torch.compile(self.model) if options.compile else self.model
-        rows = np.random.default_rng(0).integers(options.vocab, size=(options.batch, options.length + 1))
+        rows = np.random.default_rng(0).integers(
+            options.vocab, size=(options.batch, options.length + 1)
+        )
         self.data = torch.from_numpy(rows).to(self.device)
         self.half = torch.autocast(self.device.type, torch.bfloat16, enabled=options.bfloat16)
         self.dtype = torch.bfloat16 if options.bfloat16 else torch.float32
@@ -175,7 +201,11 @@ class Trainer:
         value = loss.item()
         self.wait()
         seconds = time.perf_counter() - begin
-        peak = torch.cuda.max_memory_allocated() if self.cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = (
+            torch.cuda.max_memory_allocated()
+            if self.cuda
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
         return {"seconds": seconds, "loss": value, "peak_bytes": peak}
 
     def product(self) -> dict[str, float]:
@@ -198,10 +228,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--style", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--rate", type=float, default=6e-4, help="learning rate")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bfloat16", action="store_true", help="products in bfloat16 by autocast")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the forward and backward pass")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the forward and backward pass"
+    )
     parser.add_argument("--weights", default="", help=".npz of initial values")
     options = parser.parse_args()
     if options.threads:
@@ -209,7 +243,12 @@ def main() -> None:
     trainer = Trainer(options)
     commands = {"step": trainer.step, "product": trainer.product}
     threads = torch.get_num_threads()
-    print(json.dumps({"versions": {"torch": torch.__version__}, "threads": threads, "device": options.device}), flush=True)
+    print(
+        json.dumps(
+            {"versions": {"torch": torch.__version__}, "threads": threads, "device": options.device}
+        ),
+        flush=True,
+    )
     for line in sys.stdin:
         if line.strip() == "quit":
             break

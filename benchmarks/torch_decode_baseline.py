@@ -1,4 +1,5 @@
-"""The transformers side of the decoding comparison: a worker around GPT2LMHeadModel.generate with its default cache."""
+"""The transformers side of the decoding comparison: a worker around GPT2LMHeadModel.generate with
+its default cache."""
 
 import argparse
 import json
@@ -17,7 +18,10 @@ def load(model: Any, path: str) -> None:
     d = model.config.n_embd
 
     def merged(i: int, suffix: str, rows: tuple[int, ...]) -> np.ndarray:
-        return np.concatenate([file[f"blocks.attention.{name}{suffix}"][i].reshape(*rows, d) for name in "qkv"], axis=-1)
+        return np.concatenate(
+            [file[f"blocks.attention.{name}{suffix}"][i].reshape(*rows, d) for name in "qkv"],
+            axis=-1,
+        )
 
     state = {
         "wte.weight": file["embed.tokens"],
@@ -40,7 +44,10 @@ def load(model: Any, path: str) -> None:
             f"h.{i}.mlp.c_proj.weight": file["blocks.ffn.down"][i],
             f"h.{i}.mlp.c_proj.bias": file["blocks.ffn.down_bias"][i],
         }
-    tensors = {f"transformer.{name}": torch.from_numpy(np.ascontiguousarray(value)) for name, value in state.items()}
+    tensors = {
+        f"transformer.{name}": torch.from_numpy(np.ascontiguousarray(value))
+        for name, value in state.items()
+    }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise SystemExit(f"weights do not fit: missing {missing}, unexpected {unexpected}")
@@ -62,7 +69,12 @@ def main() -> None:
     model.generation_config.pad_token_id = 0
     prompt = torch.tensor([[int(token) for token in options.prompt.split(",")]])
     big = torch.ones(2**26)
-    print(json.dumps({"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}), flush=True)
+    print(
+        json.dumps(
+            {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
+        ),
+        flush=True,
+    )
     for line in sys.stdin:
         command, _, number = line.strip().partition(" ")
         if command == "quit":
@@ -71,8 +83,13 @@ def main() -> None:
         if command == "generate":
             with torch.inference_mode():
                 mask = torch.ones_like(prompt)
-                made = model.generate(prompt, attention_mask=mask, max_new_tokens=int(number), do_sample=False)
-            answer = {"seconds": time.perf_counter() - begin, "tokens": made[0, prompt.shape[1] :].tolist()}
+                made = model.generate(
+                    prompt, attention_mask=mask, max_new_tokens=int(number), do_sample=False
+                )
+            answer = {
+                "seconds": time.perf_counter() - begin,
+                "tokens": made[0, prompt.shape[1] :].tolist(),
+            }
         else:
             big.sum()
             answer = {"bytes_per_second": 4 * big.numel() / (time.perf_counter() - begin)}

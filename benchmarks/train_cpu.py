@@ -1,6 +1,8 @@
-"""Trains the same mathematics in JAX and in PyTorch on this CPU, step by step in turn, and prints how they compare.
+"""Trains the same mathematics in JAX and in PyTorch on this CPU, step by step in turn, and prints
+how they compare.
 
-    python benchmarks/train_cpu.py [--torch-python PYTHON] [--workloads small gpt2_124m] [--samples 8]
+    python benchmarks/train_cpu.py [--torch-python PYTHON] [--workloads small gpt2_124m] [--samples
+    8]
 
 Both start from the same weights on the same tokens, so their losses must agree; that is checked.
 """
@@ -31,7 +33,18 @@ from jaxformer.config import RunConfig
 from jaxformer.models.cost import flops_per_token
 
 LOSS_TOLERANCE = 2e-3  # nats, over the first steps from the same weights
-HEADER = ["workload", "tokens/s", "PyTorch", "ratio", "fastest", "MFU", "PyTorch", "peak memory", "PyTorch", "ratio"]
+HEADER = [
+    "workload",
+    "tokens/s",
+    "PyTorch",
+    "ratio",
+    "fastest",
+    "MFU",
+    "PyTorch",
+    "peak memory",
+    "PyTorch",
+    "ratio",
+]
 
 
 def measure(workload: str, microbatches: int, options: argparse.Namespace) -> Answer:
@@ -60,10 +73,15 @@ def measure(workload: str, microbatches: int, options: argparse.Namespace) -> An
 def check_losses(ours: list[Answer], baseline: list[Answer]) -> None:
     gaps = [abs(a - b) for a, b in zip(column(ours, "loss"), column(baseline, "loss"), strict=True)]
     if not max(gaps) < LOSS_TOLERANCE:
-        raise SystemExit(f"the two do not compute the same: losses {column(ours, 'loss')} and {column(baseline, 'loss')}")
+        raise SystemExit(
+            f"the two do not compute the same: losses {column(ours, 'loss')} and"
+            f" {column(baseline, 'loss')}"
+        )
 
 
-def summary(run: RunConfig, steps: list[list[Answer]], product: float, workers: list[Worker]) -> Answer:
+def summary(
+    run: RunConfig, steps: list[list[Answer]], product: float, workers: list[Worker]
+) -> Answer:
     tokens = run.train.batch_size * run.data.sequence_length
     seconds = [column(answers, "seconds") for answers in steps]
     rates = [tokens / statistics.median(times) for times in seconds]
@@ -83,7 +101,9 @@ def summary(run: RunConfig, steps: list[list[Answer]], product: float, workers: 
 
 def row(result: Answer, product: float) -> list[str]:
     ours, baseline = result["peak_bytes"]
-    name = result["workload"] + (f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else "")
+    name = result["workload"] + (
+        f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else ""
+    )
     rates = [f"{rate:,.0f}" for rate in result["tokens_per_second"]]
     mfu = [f"{flops / product:.0%}" for flops in result["flops_per_second"]]
     ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
@@ -92,7 +112,9 @@ def row(result: Answer, product: float) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     default = ["small", "small:4", "gpt2_124m"]
     parser.add_argument("--workloads", nargs="+", default=default, help="NAME or NAME:MICROBATCHES")
@@ -109,7 +131,9 @@ def main() -> None:
     best = max(result["product_flops"] for result in results)
     print()
     print_table(HEADER, [row(result, best) for result in results])
-    print(f"Ratio: median (range) of {options.samples} pairs; fastest: that of the two fastest steps.")
+    print(
+        f"Ratio: median (range) of {options.samples} pairs; fastest: that of the two fastest steps."
+    )
     print(f"MFU: over the best product seen in this run, {best / 1e9:.0f} GFLOP/s.")
     print(verdict(max(result["neighbours"] for result in results)))
     save("train_cpu", {"results": results}, options.smoke)

@@ -1,10 +1,13 @@
-"""GPT-2 124M and a 1.1B Llama on a GPU, beside torch.compile. `python benchmarks/train_gpu.py [--torch-python PYTHON]`
+"""GPT-2 124M and a 1.1B Llama on a GPU, beside torch.compile. `python benchmarks/train_gpu.py
+[--torch-python PYTHON]`
 
-Needs only a GPU, jax[cuda] and, for the baseline, PyTorch. First the device is checked: the attention kernel against float32,
-forward and backward, on each workload's shapes, and a run that is stopped and continued against one that is not. Then each
-is trained on random tokens by the library's own step and by the baseline: the same mathematics (bfloat16 products and residual
-stream, float32 master weights, fused AdamW, clipping) in separate processes one after the other, 5 steps of warm-up, each
-timed step waited for, twice. `--smoke` runs the same code in small, on a CPU too, and says nothing about a GPU.
+Needs only a GPU, jax[cuda] and, for the baseline, PyTorch. First the device is checked: the
+attention kernel against float32, forward and backward, on each workload's shapes, and a run that is
+stopped and continued against one that is not. Then each is trained on random tokens by the
+library's own step and by the baseline: the same mathematics (bfloat16 products and residual stream,
+float32 master weights, fused AdamW, clipping) in separate processes one after the other, 5 steps of
+warm-up, each timed step waited for, twice. `--smoke` runs the same code in small, on a CPU too, and
+says nothing about a GPU.
 """
 
 import argparse
@@ -22,7 +25,10 @@ from jaxformer.models.cost import flops_per_token
 
 WARMUPS = 5
 FEWEST = 20  # timed steps
-BATCHES = {"gpt2_124m_gpu": (64, 32, 16), "llama_1b_gpu": (16, 8, 4, 2)}  # sequences a step, the first that fits both
+BATCHES = {
+    "gpt2_124m_gpu": (64, 32, 16),
+    "llama_1b_gpu": (16, 8, 4, 2),
+}  # sequences a step, the first that fits both
 HEADER = [
     "workload",
     "with",
@@ -64,7 +70,13 @@ def ours(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer |
 
 
 def baseline(workload: str, run: RunConfig, options: argparse.Namespace) -> Answer | None:
-    flags = [*torch_flags(run), "--device", options.torch_device, "--torch-mode", options.torch_mode]
+    flags = [
+        *torch_flags(run),
+        "--device",
+        options.torch_device,
+        "--torch-mode",
+        options.torch_mode,
+    ]
     worker = python_worker("torch", "torch_gpu_baseline.py", *flags, python=options.torch_python)
     return measure(worker, options)
 
@@ -93,7 +105,9 @@ def compare(workload: str, options: argparse.Namespace) -> tuple[RunConfig, list
             found.append({"with": NAMES[side]} | result)
         else:
             return run, found
-    raise SystemExit(f"{workload}: not one of the batches {list(batches)} fits; give smaller ones by --batches.")
+    raise SystemExit(
+        f"{workload}: not one of the batches {list(batches)} fits; give smaller ones by --batches."
+    )
 
 
 def row(workload: str, run: RunConfig, result: Answer, peak: float, ceiling: float) -> list[str]:
@@ -104,7 +118,11 @@ def row(workload: str, run: RunConfig, result: Answer, peak: float, ceiling: flo
     cuts = statistics.quantiles(result["seconds"], n=10)
     full = flops_per_token(run.model, length)
     scores = flops_per_token(run.model, 2 * length) - full  # they alone grow with the length
-    shares = [f"{rate * flops / limit:.1%}" for limit in (peak, ceiling) for flops in (full, full - scores / 2)]
+    shares = [
+        f"{rate * flops / limit:.1%}"
+        for limit in (peak, ceiling)
+        for flops in (full, full - scores / 2)
+    ]
     size = [
         workload,
         result["with"],
@@ -112,7 +130,12 @@ def row(workload: str, run: RunConfig, result: Answer, peak: float, ceiling: flo
         f"{rate:,.0f}",
         f"{tokens / cuts[-1]:,.0f} - {tokens / cuts[0]:,.0f}",
     ]
-    return [*size, *shares, f"{result['peak_bytes'] / 2**30:.1f} GiB", result["kernel"].partition(" (")[0]]
+    return [
+        *size,
+        *shares,
+        f"{result['peak_bytes'] / 2**30:.1f} GiB",
+        result["kernel"].partition(" (")[0],
+    ]
 
 
 def checked(options: argparse.Namespace) -> Answer:
@@ -121,7 +144,10 @@ def checked(options: argparse.Namespace) -> Answer:
     worker = python_worker("check", "jax_gpu_baseline.py", *flags)
     if worker.about["platform"] != "gpu" and not options.smoke:
         worker.process.kill()
-        raise SystemExit(f"jax sees no GPU here but {worker.about['device']}; `--smoke` proves the code without one.")
+        raise SystemExit(
+            f"jax sees no GPU here but {worker.about['device']}; `--smoke` proves the code without"
+            " one."
+        )
     found = worker.about | worker.read()
     for workload, kernel in found["kernels"].items():
         print(f"{workload}: attention {kernel}")
@@ -139,17 +165,35 @@ def checked(options: argparse.Namespace) -> Answer:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[], help="sequences a step, tried in order until one fits")
-    parser.add_argument("--steps", type=int, default=30, help=f"timed steps of a round, at least {FEWEST}")
-    parser.add_argument("--rounds", type=int, default=0, help="default 2, or 1 with --smoke")
-    parser.add_argument("--peak", type=float, default=989.0, help="the GPU's dense bfloat16 TFLOP/s")
-    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of our step")
-    parser.add_argument(
-        "--torch-python", default=sys.executable, help="a Python that has PyTorch; empty leaves the baseline out"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--torch-mode", default="default", help="mode of torch.compile; none runs eagerly")
+    parser.add_argument("--workloads", nargs="+", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=[],
+        help="sequences a step, tried in order until one fits",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help=f"timed steps of a round, at least {FEWEST}"
+    )
+    parser.add_argument("--rounds", type=int, default=0, help="default 2, or 1 with --smoke")
+    parser.add_argument(
+        "--peak", type=float, default=989.0, help="the GPU's dense bfloat16 TFLOP/s"
+    )
+    parser.add_argument(
+        "--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of our step"
+    )
+    parser.add_argument(
+        "--torch-python",
+        default=sys.executable,
+        help="a Python that has PyTorch; empty leaves the baseline out",
+    )
+    parser.add_argument(
+        "--torch-mode", default="default", help="mode of torch.compile; none runs eagerly"
+    )
     add_smoke(parser)
     options = parser.parse_args()
     options.warmups, options.rounds = WARMUPS, options.rounds or (1 if options.smoke else 2)
@@ -159,7 +203,10 @@ def parse() -> argparse.Namespace:
     elif options.steps < FEWEST:
         parser.error(f"--steps must be at least {FEWEST}, or the median says little")
     if options.torch_python == sys.executable and importlib.util.find_spec("torch") is None:
-        print("No PyTorch in this Python, so the baseline is left out; --torch-python names another.", flush=True)
+        print(
+            "No PyTorch in this Python, so the baseline is left out; --torch-python names another.",
+            flush=True,
+        )
         options.torch_python = ""
     return options
 
@@ -174,13 +221,23 @@ def main() -> None:
         results[workload] = rounds
         ceiling = max(result["product_flops"] for result in rounds)
         table += [row(workload, run, result, options.peak * 1e12, ceiling) for result in rounds]
-        losses = "; ".join(f"{r['with']} {r['losses'][0]:.3f} to {r['losses'][-1]:.3f}" for r in rounds)
-        print(f"{workload}: ceiling {ceiling / 1e12:.3g} TFLOP/s, the best large bfloat16 product", end="")
+        losses = "; ".join(
+            f"{r['with']} {r['losses'][0]:.3f} to {r['losses'][-1]:.3f}" for r in rounds
+        )
+        print(
+            f"{workload}: ceiling {ceiling / 1e12:.3g} TFLOP/s, the best large bfloat16 product",
+            end="",
+        )
         print(f" of random data; loss {losses}")
     print_table(HEADER, table)
-    print(f"MFU over {options.peak:g} TFLOP/s and over the ceiling; causal counts half of the scores.")
+    print(
+        f"MFU over {options.peak:g} TFLOP/s and over the ceiling; causal counts half of the scores."
+    )
     versions = {
-        name: value for rounds in results.values() for result in rounds for name, value in result["versions"].items()
+        name: value
+        for rounds in results.values()
+        for result in rounds
+        for name, value in result["versions"].items()
     }
     print(", ".join(f"{name} {value}" for name, value in versions.items()))
     device = re.sub(r"[^a-z0-9]+", "-", check["device"].lower()).strip("-")

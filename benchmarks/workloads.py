@@ -35,7 +35,9 @@ SMOKE_FIELDS: dict[str, object] = {  # of a run of train.py, for a smoke test
     "train.batch_size": 4,
 }
 WORKLOADS = {
-    "small": _run(replace(GPT2, n_layers=6, n_heads=6, d_model=384), vocab=4096, length=256, batch=16),
+    "small": _run(
+        replace(GPT2, n_layers=6, n_heads=6, d_model=384), vocab=4096, length=256, batch=16
+    ),
     "gpt2_124m": _run(GPT2_124M, vocab=50_304, length=512, batch=2),
     "gpt2_124m_gpu": _run(GPT2_124M, vocab=50_304, length=1024, batch=64),
     "llama_1b_gpu": _run(TINY_LLAMA, vocab=32_000, length=2048, batch=16),
@@ -44,14 +46,33 @@ WORKLOADS = {
 
 def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
     """`run` with another batch (0: its own) in so many microbatches."""
-    return replace(run, train=replace(run.train, batch_size=batch or run.train.batch_size, microbatches=microbatches))
+    return replace(
+        run,
+        train=replace(
+            run.train, batch_size=batch or run.train.batch_size, microbatches=microbatches
+        ),
+    )
 
 
 def shrunk(run: RunConfig) -> RunConfig:
     """`run` in a size that any machine trains at once, for a smoke test."""
     heads = 2 if run.model.kv_heads < run.model.n_heads else 4
-    model = replace(run.model, n_layers=2, d_model=64, n_heads=4, n_kv_heads=heads, d_ff=128, vocab_size=512, max_length=64)
-    return replace(run, model=model, data=DataConfig(sequence_length=64), train=replace(run.train, batch_size=4))
+    model = replace(
+        run.model,
+        n_layers=2,
+        d_model=64,
+        n_heads=4,
+        n_kv_heads=heads,
+        d_ff=128,
+        vocab_size=512,
+        max_length=64,
+    )
+    return replace(
+        run,
+        model=model,
+        data=DataConfig(sequence_length=64),
+        train=replace(run.train, batch_size=4),
+    )
 
 
 def torch_flags(run: RunConfig) -> list[str]:

@@ -41,5 +41,12 @@ config = replace(
         eps=1e-6,
         weight_decay=0.01,
     ),
-    train=replace(base.train, steps=1_000_000, batch_size=256, eval_every=5000, eval_batches=50, checkpoint_every=5000),
+    train=replace(
+        base.train,
+        steps=1_000_000,
+        batch_size=256,
+        eval_every=5000,
+        eval_batches=50,
+        checkpoint_every=5000,
+    ),
 )

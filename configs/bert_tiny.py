@@ -1,4 +1,5 @@
-"""A small BERT on the standard library's source, in a few minutes on two CPU cores; `classifier` tells packages apart.
+"""A small BERT on the standard library's source, in a few minutes on two CPU cores; `classifier`
+tells packages apart.
 
 python train.py configs/bert_tiny.py && python train.py configs/bert_tiny.py:classifier
 """
@@ -31,9 +32,22 @@ config = replace(
     data=replace(base.data, train="stdlib", sequence_length=128),
     tokenizer=replace(base.tokenizer, vocab_size=4096, training_bytes=4_000_000),
     optimizer=replace(
-        base.optimizer, name="muon", learning_rate=4e-3, schedule="linear", warmup_steps=50, final_fraction=0.0
+        base.optimizer,
+        name="muon",
+        learning_rate=4e-3,
+        schedule="linear",
+        warmup_steps=50,
+        final_fraction=0.0,
     ),
-    train=replace(base.train, steps=800, batch_size=32, log_every=20, eval_every=200, eval_batches=20, checkpoint_every=200),
+    train=replace(
+        base.train,
+        steps=800,
+        batch_size=32,
+        log_every=20,
+        eval_every=200,
+        eval_batches=20,
+        checkpoint_every=200,
+    ),
 )
 classifier = replace(
     config,

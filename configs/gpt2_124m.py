@@ -27,6 +27,12 @@ config = replace(
     tokenizer=replace(base.tokenizer, vocab_size=50_257, training_bytes=1_000_000_000),
     optimizer=replace(base.optimizer, learning_rate=6e-4, warmup_steps=700),
     train=replace(
-        base.train, steps=19_073, batch_size=512, microbatches=8, eval_every=500, eval_batches=20, checkpoint_every=1000
+        base.train,
+        steps=19_073,
+        batch_size=512,
+        microbatches=8,
+        eval_every=500,
+        eval_batches=20,
+        checkpoint_every=1000,
     ),
 )

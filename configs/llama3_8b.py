@@ -1,6 +1,7 @@
 """Llama 3 8B's shape (arXiv:2407.21783); set the mesh to your devices, as in --mesh.fsdp 8.
 
-Give it text and a tokenizer: --data.train 'corpus/*.jsonl.zst' --tokenizer.path llama3/tokenizer.json
+Give it text and a tokenizer: --data.train 'corpus/*.jsonl.zst' --tokenizer.path
+llama3/tokenizer.json
 """
 
 from dataclasses import replace

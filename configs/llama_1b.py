@@ -1,6 +1,7 @@
 """TinyLlama's shape, 1.1B parameters (arXiv:2401.02385).
 
-Give it text and a tokenizer: --data.train 'corpus/*.jsonl.zst' --tokenizer.path llama/tokenizer.json
+Give it text and a tokenizer: --data.train 'corpus/*.jsonl.zst' --tokenizer.path
+llama/tokenizer.json
 """
 
 from dataclasses import replace
@@ -24,6 +25,12 @@ config = replace(
     tokenizer=replace(base.tokenizer, vocab_size=32_000, training_bytes=1_000_000_000),
     optimizer=replace(base.optimizer, learning_rate=4e-4, warmup_steps=2000),
     train=replace(
-        base.train, steps=100_000, batch_size=256, microbatches=16, eval_every=1000, eval_batches=20, checkpoint_every=1000
+        base.train,
+        steps=100_000,
+        batch_size=256,
+        microbatches=16,
+        eval_every=1000,
+        eval_batches=20,
+        checkpoint_every=1000,
     ),
 )

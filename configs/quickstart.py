@@ -1,4 +1,5 @@
-"""The main job in under three minutes on two CPU cores: a small Llama learns Python from the standard library's source."""
+"""The main job in under three minutes on two CPU cores: a small Llama learns Python from the
+standard library's source."""
 
 from dataclasses import replace
 
@@ -12,7 +13,20 @@ config = replace(
     data=replace(base.data, train="stdlib", sequence_length=256),
     tokenizer=replace(base.tokenizer, kind="bpe", vocab_size=4096, training_bytes=4_000_000),
     optimizer=replace(
-        base.optimizer, name="muon", learning_rate=6e-3, warmup_steps=20, schedule="linear", final_fraction=0.0
+        base.optimizer,
+        name="muon",
+        learning_rate=6e-3,
+        warmup_steps=20,
+        schedule="linear",
+        final_fraction=0.0,
     ),
-    train=replace(base.train, steps=100, batch_size=16, log_every=2, eval_every=25, eval_batches=8, checkpoint_every=50),
+    train=replace(
+        base.train,
+        steps=100,
+        batch_size=16,
+        log_every=2,
+        eval_every=25,
+        eval_batches=8,
+        checkpoint_every=50,
+    ),
 )

@@ -1,4 +1,5 @@
-"""nanoGPT's character model of Shakespeare: `config` is its CPU size, `shakespeare_char.py:gpu` its GPU size.
+"""nanoGPT's character model of Shakespeare: `config` is its CPU size, `shakespeare_char.py:gpu` its
+GPU size.
 
 The CPU size learns at three times nanoGPT's rate, which its short run needs: 0.1 nats lower.
 
@@ -28,7 +29,13 @@ config = replace(
     tokenizer=replace(base.tokenizer, kind="characters"),
     optimizer=replace(base.optimizer, learning_rate=3e-3, b2=0.99, warmup_steps=100),
     train=replace(
-        base.train, steps=2000, batch_size=12, log_every=10, eval_every=500, eval_batches=50, checkpoint_every=1000
+        base.train,
+        steps=2000,
+        batch_size=12,
+        log_every=10,
+        eval_every=500,
+        eval_batches=50,
+        checkpoint_every=1000,
     ),
 )
 gpu = replace(

@@ -32,7 +32,19 @@ config = replace(
     data=replace(base.data, sequence_length=128, source_length=512),
     tokenizer=replace(base.tokenizer, vocab_size=32_128, training_bytes=1_000_000_000),
     optimizer=replace(
-        base.optimizer, name="adafactor", learning_rate=1e-2, schedule="inverse_sqrt", warmup_steps=10_000, weight_decay=0.0
+        base.optimizer,
+        name="adafactor",
+        learning_rate=1e-2,
+        schedule="inverse_sqrt",
+        warmup_steps=10_000,
+        weight_decay=0.0,
     ),
-    train=replace(base.train, steps=524_288, batch_size=128, eval_every=5000, eval_batches=50, checkpoint_every=5000),
+    train=replace(
+        base.train,
+        steps=524_288,
+        batch_size=128,
+        eval_every=5000,
+        eval_batches=50,
+        checkpoint_every=5000,
+    ),
 )

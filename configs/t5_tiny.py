@@ -8,7 +8,9 @@ base = RunConfig()
 config = replace(
     base,
     run=replace(
-        base.run, dir="runs/t5_tiny", sample_prompt="def __init__(self, <extra_id_0>):\n        self.<extra_id_1> = "
+        base.run,
+        dir="runs/t5_tiny",
+        sample_prompt="def __init__(self, <extra_id_0>):\n        self.<extra_id_1> = ",
     ),
     model=ModelConfig(
         family="encoder_decoder",
@@ -26,8 +28,21 @@ config = replace(
     ),
     data=replace(base.data, train="stdlib", sequence_length=32, source_length=128),
     tokenizer=replace(base.tokenizer, vocab_size=4096, training_bytes=4_000_000),
-    optimizer=replace(base.optimizer, learning_rate=2e-3, schedule="linear", warmup_steps=100, final_fraction=0.0, b2=0.98),
+    optimizer=replace(
+        base.optimizer,
+        learning_rate=2e-3,
+        schedule="linear",
+        warmup_steps=100,
+        final_fraction=0.0,
+        b2=0.98,
+    ),
     train=replace(
-        base.train, steps=1500, batch_size=32, log_every=20, eval_every=500, eval_batches=20, checkpoint_every=500
+        base.train,
+        steps=1500,
+        batch_size=32,
+        log_every=20,
+        eval_every=500,
+        eval_batches=20,
+        checkpoint_every=500,
     ),
 )

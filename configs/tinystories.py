@@ -1,6 +1,7 @@
 """A 17M-parameter Llama on TinyStories, 327.68M tokens: 256 rows of 256 tokens for 5,000 steps.
 
-Give it the text, documents apart by <|endoftext|>: --data.train TinyStoriesV2-GPT4-train.txt --data.validation ...-valid.txt
+Give it the text, documents apart by <|endoftext|>: --data.train TinyStoriesV2-GPT4-train.txt
+--data.validation ...-valid.txt
 """
 
 from dataclasses import replace
@@ -11,7 +12,9 @@ base = RunConfig()
 config = replace(
     base,
     run=replace(base.run, dir="runs/tinystories", sample_prompt="Once upon a time"),
-    model=ModelConfig(d_model=512, n_layers=4, n_heads=16, d_ff=1344, max_length=256, init="truncated_normal"),
+    model=ModelConfig(
+        d_model=512, n_layers=4, n_heads=16, d_ff=1344, max_length=256, init="truncated_normal"
+    ),
     data=replace(
         base.data,
         train="TinyStoriesV2-GPT4-train.txt",
@@ -20,5 +23,12 @@ config = replace(
     ),
     tokenizer=replace(base.tokenizer, kind="bpe", vocab_size=10_000, training_bytes=100_000_000),
     optimizer=replace(base.optimizer, learning_rate=1e-3, warmup_steps=250),
-    train=replace(base.train, steps=5000, batch_size=256, eval_every=500, eval_batches=20, checkpoint_every=500),
+    train=replace(
+        base.train,
+        steps=5000,
+        batch_size=256,
+        eval_every=500,
+        eval_batches=20,
+        checkpoint_every=500,
+    ),
 )

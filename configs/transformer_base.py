@@ -1,6 +1,8 @@
-"""The original Transformer's base model (arXiv:1706.03762): 65M parameters, post-norm, with its schedule and smoothing.
+"""The original Transformer's base model (arXiv:1706.03762): 65M parameters, post-norm, with its
+schedule and smoothing.
 
-Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --data.validation 'wmt/dev.{en,de}.gz'
+Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --data.validation
+'wmt/dev.{en,de}.gz'
 """
 
 from dataclasses import replace
@@ -32,7 +34,8 @@ config = replace(
     tokenizer=replace(base.tokenizer, vocab_size=37_000, training_bytes=1_000_000_000),
     optimizer=replace(
         base.optimizer,
-        learning_rate=(512 * 4000) ** -0.5,  # the paper's d_model^-0.5 min(step^-0.5, step warmup^-1.5) at its top
+        learning_rate=(512 * 4000)
+        ** -0.5,  # the paper's d_model^-0.5 min(step^-0.5, step warmup^-1.5) at its top
         schedule="inverse_sqrt",
         warmup_steps=4000,
         b2=0.98,
@@ -40,5 +43,12 @@ config = replace(
         weight_decay=0.0,
         clip_norm=0.0,
     ),
-    train=replace(base.train, steps=100_000, batch_size=56, label_smoothing=0.1, eval_every=1000, checkpoint_every=1000),
+    train=replace(
+        base.train,
+        steps=100_000,
+        batch_size=56,
+        label_smoothing=0.1,
+        eval_every=1000,
+        checkpoint_every=1000,
+    ),
 )

@@ -1,6 +1,8 @@
-"""The original Transformer, small, on German to English: 29,000 pairs of Multi30k (arXiv:1605.00459).
+"""The original Transformer, small, on German to English: 29,000 pairs of Multi30k
+(arXiv:1605.00459).
 
-Give it the files: --data.train 'multi30k/train.{de,en}.gz' --data.validation 'multi30k/val.{de,en}.gz'
+Give it the files: --data.train 'multi30k/train.{de,en}.gz' --data.validation
+'multi30k/val.{de,en}.gz'
 """
 
 from dataclasses import replace
@@ -10,7 +12,9 @@ from jaxformer import ModelConfig, RunConfig
 base = RunConfig()
 config = replace(
     base,
-    run=replace(base.run, dir="runs/transformer_multi30k", sample_prompt="Ein Hund läuft über eine Wiese."),
+    run=replace(
+        base.run, dir="runs/transformer_multi30k", sample_prompt="Ein Hund läuft über eine Wiese."
+    ),
     model=ModelConfig(
         family="encoder_decoder",
         d_model=256,
@@ -33,7 +37,9 @@ config = replace(
     optimizer=replace(
         base.optimizer,
         learning_rate=2e-3,
-        schedule="linear",  # down to zero: in so few epochs a BLEU better than the paper's inverse_sqrt (transformer_base)
+        # down to zero: in so few epochs a BLEU better than the paper's inverse_sqrt
+        # (transformer_base)
+        schedule="linear",
         warmup_steps=200,
         final_fraction=0.0,
         b2=0.98,
@@ -41,6 +47,12 @@ config = replace(
         weight_decay=0.0,
     ),
     train=replace(
-        base.train, steps=1600, batch_size=32, label_smoothing=0.1, log_every=20, eval_every=200, checkpoint_every=200
+        base.train,
+        steps=1600,
+        batch_size=32,
+        label_smoothing=0.1,
+        log_every=20,
+        eval_every=200,
+        checkpoint_every=200,
     ),
 )

@@ -1,4 +1,5 @@
-"""A loss of your own: a small decoder learns the next-byte distribution of a larger one (distillation, arXiv:1503.02531).
+"""A loss of your own: a small decoder learns the next-byte distribution of a larger one
+(distillation, arXiv:1503.02531).
 
 python examples/own_loss.py [RUN_DIRECTORY]        # the same line continues what the directory holds
 """
@@ -15,7 +16,9 @@ import optax
 
 import jaxformer as jf
 
-TEXT = np.frombuffer(Path(optax.__file__).read_bytes(), np.uint8).astype(np.int32)  # any array of token ids
+TEXT = np.frombuffer(Path(optax.__file__).read_bytes(), np.uint8).astype(
+    np.int32
+)  # any array of token ids
 TEACHER = jf.ModelConfig(vocab_size=256, d_model=64, n_layers=2, n_heads=4, max_length=64)
 STUDENT = jf.ModelConfig(vocab_size=256, d_model=32, n_layers=1, n_heads=2, max_length=64)
 
@@ -26,7 +29,11 @@ class Windows:
     def __getitem__(self, step: int) -> dict[str, Any]:
         starts = np.random.default_rng(step).integers(0, len(TEXT) - 65, 16)
         rows = np.stack([TEXT[start : start + 65] for start in starts])
-        return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones((16, 64), np.float32)}
+        return {
+            "tokens": rows[:, :-1],
+            "targets": rows[:, 1:],
+            "weights": np.ones((16, 64), np.float32),
+        }
 
 
 def main(directory: str) -> jf.TrainState:
@@ -45,11 +52,20 @@ def main(directory: str) -> jf.TrainState:
 
     def show(step: int, state: Any, metrics: Any) -> None:
         if step % 20 == 0:
-            print(step, {name: round(float(value), 4) for name, value in metrics.items()}, flush=True)
+            print(
+                step, {name: round(float(value), 4) for name, value in metrics.items()}, flush=True
+            )
 
     step = jf.make_step(distill, optimizer)
     state = jf.init_state(jf.specs(STUDENT), optimizer)
-    return jf.fit(step, state, Windows(), steps=100, checkpoints=jf.Checkpoints(directory, every=50), hooks=[show])
+    return jf.fit(
+        step,
+        state,
+        Windows(),
+        steps=100,
+        checkpoints=jf.Checkpoints(directory, every=50),
+        hooks=[show],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A model of your own: an MLP that learns a curve, through the same step, sharding, resume and evaluation as train.py.
+"""A model of your own: an MLP that learns a curve, through the same step, sharding, resume and
+evaluation as train.py.
 
 python examples/own_model.py [RUN_DIRECTORY]       # the same line continues what the directory holds
 """
@@ -26,7 +27,10 @@ class Points:
 def init(key: jax.Array) -> list[dict[str, jax.Array]]:
     """Any pytree will do: here a list of layers, [1, 64], [64, 64] and [64, 1]."""
     sizes, keys = [(1, 64), (64, 64), (64, 1)], jax.random.split(key, 3)
-    return [{"w": jax.random.normal(k, s) / s[0] ** 0.5, "b": jnp.zeros(s[1])} for k, s in zip(keys, sizes, strict=True)]
+    return [
+        {"w": jax.random.normal(k, s) / s[0] ** 0.5, "b": jnp.zeros(s[1])}
+        for k, s in zip(keys, sizes, strict=True)
+    ]
 
 
 def loss(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
@@ -34,11 +38,16 @@ def loss(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
     for layer in params[:-1]:
         x = jnp.tanh(x @ layer["w"] + layer["b"])  # [B, width]
     error = x @ params[-1]["w"] + params[-1]["b"] - batch["y"]  # [B, 1]
-    return {"loss": (jnp.sum(error**2), error.size), "absolute": (jnp.sum(jnp.abs(error)), error.size)}
+    return {
+        "loss": (jnp.sum(error**2), error.size),
+        "absolute": (jnp.sum(jnp.abs(error)), error.size),
+    }
 
 
 def main(directory: str) -> jf.TrainState:
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, 500)))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, 500))
+    )
     state = jf.init_state(init(jax.random.key(0)), optimizer, mesh=jf.make_mesh())
     step = jf.make_step(loss, optimizer, microbatches=2)
     heldout = [Points()[10_000 + k] for k in range(4)]
@@ -50,7 +59,9 @@ def main(directory: str) -> jf.TrainState:
         evaluate=jf.make_evaluate(loss, heldout),
         evaluate_every=100,
         checkpoints=jf.Checkpoints(directory, every=100),
-        hooks=[lambda number, state, metrics: print(number, metrics) if "val_loss" in metrics else None],
+        hooks=[
+            lambda number, state, metrics: print(number, metrics) if "val_loss" in metrics else None
+        ],
     )
 
 

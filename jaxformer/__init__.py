@@ -50,7 +50,9 @@ _NAMES = {
     "training.state": "TrainState init_state",
     "training.step": "make_step",
 }
-_MODULES = {name: f"jaxformer.{module}" for module, names in _NAMES.items() for name in names.split()}
+_MODULES = {
+    name: f"jaxformer.{module}" for module, names in _NAMES.items() for name in names.split()
+}
 _PACKAGES = ("layers", "tokenizer")
 
 __all__ = [

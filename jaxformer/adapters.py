@@ -1,7 +1,8 @@
-"""Transforms of the table of parameters: other leaves in the place of some, from which all else follows.
+"""Transforms of the table of parameters: other leaves in the place of some, from which all else
+follows.
 
-A leaf that is a `CustomLeaf` contracts itself wherever a weight is used; initial values, shardings, counts, decay and
-what trains are those of its `Spec`s.
+A leaf that is a `CustomLeaf` contracts itself wherever a weight is used; initial values, shardings,
+counts, decay and what trains are those of its `Spec`s.
 """
 
 import fnmatch
@@ -14,12 +15,14 @@ from jaxformer.settings import ConfigError
 
 
 def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
-    """The table with other leaves in the place of some: `{pattern: make}`, e.g. `{"blocks.attention.*": low_rank}`.
+    """The table with other leaves in the place of some: `{pattern: make}`, e.g.
+    `{"blocks.attention.*": low_rank}`.
 
-    A pattern is one of fnmatch on the dotted path of a leaf, and the first that fits is taken. `make(spec)` returns a
-    pytree node whose leaves are `Spec`s (a `CustomLeaf`), or another `Spec` (one that is not trainable). The spec of a leaf
-    of stacked layers is given without the axis of the layers, and what is made of it is stacked again. Raises ConfigError
-    for a pattern that fits no leaf.
+    A pattern is one of fnmatch on the dotted path of a leaf, and the first that fits is taken.
+    `make(spec)` returns a pytree node whose leaves are `Spec`s (a `CustomLeaf`), or another `Spec`
+    (one that is not trainable). The spec of a leaf of stacked layers is given without the axis of
+    the layers, and what is made of it is stacked again. Raises ConfigError for a pattern that fits
+    no leaf.
     """
     paths = list(rows(specs))
     for pattern in changes:
@@ -30,7 +33,9 @@ def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
             )
 
     def changed(path: str, spec: Spec) -> Any:
-        make = next((changes[pattern] for pattern in changes if fnmatch.fnmatchcase(path, pattern)), None)
+        make = next(
+            (changes[pattern] for pattern in changes if fnmatch.fnmatchcase(path, pattern)), None
+        )
         if make is None:
             return spec
         if spec.axes[:1] != ("layers",):

@@ -18,11 +18,30 @@ from jaxformer.config_json import from_json
 from jaxformer.settings import choices
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
-VOLATILE = (  # fields that say nothing about the numbers of a run, so a continued run may change them
-    *("data.train", "data.validation", "tokenizer.path"),  # these may move; what they hold is held against data.json
+# fields that say nothing about the numbers of a run, so a continued run may change them
+VOLATILE = (
+    *(
+        "data.train",
+        "data.validation",
+        "tokenizer.path",
+    ),  # these may move; what they hold is held against data.json
     *("run.dir", "run.compilation_cache", "run.progress", "run.sample_prompt", "run.sample_tokens"),
-    *("data.cache_dir", "data.prefetch", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.attention_kernel"),
-    *("model.layer_loop", "model.remat", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches"),
+    *(
+        "data.cache_dir",
+        "data.prefetch",
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.tensor",
+        "model.attention_kernel",
+    ),
+    *(
+        "model.layer_loop",
+        "model.remat",
+        "train.steps",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_batches",
+    ),
     *("train.checkpoint_every", "train.keep_checkpoints"),
 )
 
@@ -80,12 +99,15 @@ def read_config(path: str | Path) -> RunConfig:
     source = Path(file)
     if not source.is_file():
         raise ConfigError(
-            f"config {file}: no such file. Give a Python file that defines `config`, as in configs/quickstart.py."
+            f"config {file}: no such file. Give a Python file that defines `config`, as in"
+            " configs/quickstart.py."
         )
     if source.suffix == ".json":
         return from_json(source.read_text(encoding="utf-8"), str(source))
     if source.suffix != ".py":
-        raise ConfigError(f"config {file}: neither a Python file (.py) nor the config.json of a run.")
+        raise ConfigError(
+            f"config {file}: neither a Python file (.py) nor the config.json of a run."
+        )
     try:
         with _importable(source.parent):
             spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
@@ -95,15 +117,24 @@ def read_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"config {file}: {error}") from error
     except Exception as error:
         line = next(
-            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(source)), "?"
+            (
+                f.lineno
+                for f in reversed(traceback.extract_tb(error.__traceback__))
+                if f.filename == str(source)
+            ),
+            "?",
         )
         raise ConfigError(
-            f"config {file}, line {getattr(error, 'lineno', line)}: {type(error).__name__}: {error}{_meant(error)}"
+            f"config {file}, line {getattr(error, 'lineno', line)}: {type(error).__name__}:"
+            f" {error}{_meant(error)}"
         ) from error
     found = getattr(module, name or "config", None)
     if not isinstance(found, RunConfig):
         named = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
-        raise ConfigError(f"config {file} defines no RunConfig named {name or 'config'!r}; it defines {named or 'none'}.")
+        raise ConfigError(
+            f"config {file} defines no RunConfig named {name or 'config'!r}; it defines"
+            f" {named or 'none'}."
+        )
     return found
 
 
@@ -132,8 +163,15 @@ def _instead_of(unknown: str) -> str:
     ]
     if not close:
         sections = dict.fromkeys(name.partition(".")[0] for name in fields)
-        return f"Settings are named section.field, in the sections {', '.join(sections)}; CONFIG --help lists them."
-    meant = f"Perhaps you meant {' or '.join(close[:3])}" if near else f"Those of {section} are {', '.join(close)}"
+        return (
+            f"Settings are named section.field, in the sections {', '.join(sections)}; CONFIG"
+            " --help lists them."
+        )
+    meant = (
+        f"Perhaps you meant {' or '.join(close[:3])}"
+        if near
+        else f"Those of {section} are {', '.join(close)}"
+    )
     return f"{meant}; CONFIG --help tells of each."
 
 
@@ -147,7 +185,8 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
-    """`config` with model.vocab_size filled where it is 0 and the tokenizer's size is known (or given as `size`)."""
+    """`config` with model.vocab_size filled where it is 0 and the tokenizer's size is known (or
+    given as `size`)."""
     kind = "given" if _has_tokenizer(config) else config.tokenizer.kind
     known = size or {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}.get(kind, 0)
     if config.model.vocab_size or not known:
@@ -156,9 +195,11 @@ def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
 
 
 def _has_tokenizer(config: RunConfig) -> bool:
-    """Whether the tokenizer is there already: named, or in a prepared directory that data.train names."""
+    """Whether the tokenizer is there already: named, or in a prepared directory that data.train
+    names."""
     return bool(config.tokenizer.path) or any(
-        os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json")) for spec in named_sources(config.data.train)
+        os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json"))
+        for spec in named_sources(config.data.train)
     )
 
 
@@ -167,14 +208,16 @@ def check(config: RunConfig) -> RunConfig:
     problems = []
     if config.data.sequence_length > config.model.max_length:
         problems.append(
-            f"data.sequence_length={config.data.sequence_length} is longer than model.max_length={config.model.max_length}: "
-            "raise model.max_length or shorten the sequences."
+            f"data.sequence_length={config.data.sequence_length} is longer than"
+            f" model.max_length={config.model.max_length}: raise model.max_length or shorten the"
+            " sequences."
         )
     trained = config.tokenizer.kind == "bpe" and not _has_tokenizer(config)
     if trained and 0 < config.model.vocab_size < config.tokenizer.vocab_size:
         problems.append(
-            f"tokenizer.vocab_size={config.tokenizer.vocab_size} exceeds model.vocab_size={config.model.vocab_size}: "
-            "raise model.vocab_size, or set it to 0 to follow the tokenizer."
+            f"tokenizer.vocab_size={config.tokenizer.vocab_size} exceeds"
+            f" model.vocab_size={config.model.vocab_size}: raise model.vocab_size, or set it to 0"
+            " to follow the tokenizer."
         )
     if problems:
         raise ConfigError("\n".join(problems))

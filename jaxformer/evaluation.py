@@ -26,10 +26,12 @@ Evaluation = dict[str, float]
 def make_evaluation(
     objective: str, config: ModelConfig, token_bytes: np.ndarray | None = None
 ) -> Callable[[Params, Iterable[Batch]], Evaluation]:
-    """A function of params and batches to `val_loss` (nats a target), and what else tells of the objective.
+    """A function of params and batches to `val_loss` (nats a target), and what else tells of the
+    objective.
 
-    With `token_bytes` [V], the UTF-8 bytes each token stands for, `val_bits_per_byte` (ends of text counted in), and
-    every entry of the objective's loss and metrics: `val_accuracy` is the share of targets that the likeliest class is.
+    With `token_bytes` [V], the UTF-8 bytes each token stands for, `val_bits_per_byte` (ends of text
+    counted in), and every entry of the objective's loss and metrics: `val_accuracy` is the share of
+    targets that the likeliest class is.
     """
     loss = loss_of(objective, config)
     metrics = OBJECTIVES[objective].metrics
@@ -50,7 +52,8 @@ def make_evaluation(
 
 
 def _line(totals: Totals) -> Evaluation:
-    """The numbers of an evaluation from its totals; nats stand for the loss where the objective is another."""
+    """The numbers of an evaluation from its totals; nats stand for the loss where the objective is
+    another."""
     nats, weight = totals.get("nats") or totals.get("loss") or (0.0, 0.0)
     line = {"val_loss": nats / max(weight, 1)}
     if "bytes" in totals:
@@ -62,12 +65,17 @@ def _line(totals: Totals) -> Evaluation:
 
 
 def evaluate_run(
-    path: str | Path, validation: str = "", step: int | None = None, objective: ObjectiveName = "auto"
+    path: str | Path,
+    validation: str = "",
+    step: int | None = None,
+    objective: ObjectiveName = "auto",
 ) -> Evaluation:
-    """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on what the run held out.
+    """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
+    what the run held out.
 
-    A model that was trained elsewhere has held out nothing, and may be asked another `objective` than its family's own.
-    Raises ConfigError if there is no model at `path` that can be read, or no text to evaluate on.
+    A model that was trained elsewhere has held out nothing, and may be asked another `objective`
+    than its family's own. Raises ConfigError if there is no model at `path` that can be read, or no
+    text to evaluate on.
     """
     model = load(path, step)
     run = _on_text(run_of(path), Path(path), validation, objective)
@@ -87,11 +95,13 @@ class Translations(NamedTuple):
     outputs: list[str]
 
 
-def translate_run(path: str | Path, validation: str = "", step: int | None = None, **search: Any) -> Translations:
+def translate_run(
+    path: str | Path, validation: str = "", step: int | None = None, **search: Any
+) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
 
-    `search` are the keywords of `generate.translate.translate`. Raises ConfigError where `evaluate_run` does, and for a run
-    that learnt no pairs.
+    `search` are the keywords of `generate.translate.translate`. Raises ConfigError where
+    `evaluate_run` does, and for a run that learnt no pairs.
     """
     run = _on_text(run_of(path), Path(path), validation)
     objective = objective_of(run.model, run.data)
@@ -108,11 +118,14 @@ def translate_run(path: str | Path, validation: str = "", step: int | None = Non
 
 
 def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
-    """Bytes of each token where every byte of the text is predicted once; None where bits per byte would mean nothing."""
+    """Bytes of each token where every byte of the text is predicted once; None where bits per byte
+    would mean nothing."""
     return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
 
 
-def corpus_of(run: RunConfig, labels: tuple[str, ...] = (), log: data.Log = lambda line: None) -> data.Corpus:
+def corpus_of(
+    run: RunConfig, labels: tuple[str, ...] = (), log: data.Log = lambda line: None
+) -> data.Corpus:
     """The data of a run as rows, made or found. Raises ConfigError as `data.prepare` does."""
     return data.prepare(
         run.data,
@@ -125,8 +138,11 @@ def corpus_of(run: RunConfig, labels: tuple[str, ...] = (), log: data.Log = lamb
     )
 
 
-def _on_text(run: RunConfig, path: Path, validation: str, objective: ObjectiveName = "auto") -> RunConfig:
-    """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that stands apart."""
+def _on_text(
+    run: RunConfig, path: Path, validation: str, objective: ObjectiveName = "auto"
+) -> RunConfig:
+    """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that
+    stands apart."""
     text = validation or run.data.validation
     if objective != "auto" and run.data.train:
         learnt = f"what it learnt, data.objective={objective_of(run.model, run.data)}"
@@ -135,11 +151,18 @@ def _on_text(run: RunConfig, path: Path, validation: str, objective: ObjectiveNa
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=objective))
     if not text and not run.data.train:
         raise ConfigError(
-            f"{path} was trained elsewhere, and has held out no text: name some, as in --data.validation PATH."
+            f"{path} was trained elsewhere, and has held out no text: name some, as in"
+            " --data.validation PATH."
         )
     if text:
         named = dataclasses.replace(run.data, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, run.data).fields)
-    alone = dataclasses.replace(run.data, train=text, validation=text, weights="", epochs="", length_warmup="")
+    alone = dataclasses.replace(
+        run.data, train=text, validation=text, weights="", epochs="", length_warmup=""
+    )
     texts = alone if text else run.data
-    return dataclasses.replace(run, data=texts, tokenizer=dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path))))
+    return dataclasses.replace(
+        run,
+        data=texts,
+        tokenizer=dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path))),
+    )

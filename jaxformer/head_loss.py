@@ -25,21 +25,31 @@ def head_loss(
 ) -> Sums:
     """The cross-entropy of a model's head, as sums over the targets of a batch and their weight.
 
-    `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row), and what else the model
-    reads: segment_ids, token_types, source, source_segment_ids, all int. "loss" is the objective; "nats", where label
-    smoothing, the z-loss, next sentences [B, 1] or losses of the layers make that another, is the plain cross-entropy. What
-    the layers give beside (a router's loss, metrics) is there by name. A key turns dropout on.
+    `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row),
+    and what else the model reads: segment_ids, token_types, source, source_segment_ids, all int.
+    "loss" is the objective; "nats", where label smoothing, the z-loss, next sentences [B, 1] or
+    losses of the layers make that another, is the plain cross-entropy. What the layers give beside
+    (a router's loss, metrics) is there by name. A key turns dropout on.
     """
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
-    extras: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "soft_cap": config.logit_soft_cap}
+    extras: dict[str, Any] = {
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "soft_cap": config.logit_soft_cap,
+    }
     layer = output_layer(params, config, readout(params, config, x, inputs.layout))
     targets, weights = batch["targets"], batch["weights"]
-    objective, nats = cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias, **extras)
+    objective, nats = cross_entropy(
+        layer.rows, layer.matrix, targets, weights, bias=layer.bias, **extras
+    )
     weight = weights.sum()
     if config.next_sentence:
-        layer = output_layer(params, config, pooled(params, config, x, inputs.layout), "next_sentence")
-        # Added to the sum over tokens, by weights that say how many tokens a pair of sentences counts for.
+        layer = output_layer(
+            params, config, pooled(params, config, x, inputs.layout), "next_sentence"
+        )
+        # Added to the sum over tokens, by weights that say how many tokens a pair of sentences
+        # counts for.
         targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
         objective += cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias)[0]
     for total, own in aux.losses.values():
@@ -51,13 +61,16 @@ def head_loss(
 
 
 def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
-    """Whether the likeliest class is the target: "accuracy", and of the pairs of sentences "next_sentence_accuracy"."""
+    """Whether the likeliest class is the target: "accuracy", and of the pairs of sentences
+    "next_sentence_accuracy"."""
     inputs = inputs_of(batch)
     x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]
     sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
     if config.next_sentence:
-        layer = output_layer(params, config, pooled(params, config, x, inputs.layout), "next_sentence")
+        layer = output_layer(
+            params, config, pooled(params, config, x, inputs.layout), "next_sentence"
+        )
         follows = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch["next_sentence"]
         weights = batch["next_sentence_weights"]
         sums["next_sentence_accuracy"] = ((follows * weights).sum(), weights.sum())

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer.checkpoints import Checkpoints, Damaged, flat_leaves, read_checkpoint, saved_steps
-from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    RunSettings,
+    TokenizerConfig,
+)
 from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
@@ -20,14 +27,15 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
 from jaxformer.tokenizer import Tokenizer
 
-MOST_EVALUATION_TOKENS = (
-    1024  # most tokens of a row when a model directory is evaluated, which says nothing of its rows in training
-)
+# most tokens of a row when a model directory is evaluated, which says nothing of its rows in
+# training
+MOST_EVALUATION_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model read from disk. `tokenizer` is None where none lies beside it; `labels` are its classes' names."""
+    """A model read from disk. `tokenizer` is None where none lies beside it; `labels` are its
+    classes' names."""
 
     params: Params
     config: ModelConfig
@@ -35,37 +43,51 @@ class Loaded:
     labels: tuple[str, ...] = ()
 
 
-def load(path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32") -> Loaded:
-    """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a Hugging Face directory.
+def load(
+    path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32"
+) -> Loaded:
+    """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a
+    Hugging Face directory.
 
-    Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype` (float32, bfloat16, float16).
-    Raises ConfigError if `path` is neither, has no such step, nothing in it can be read, or it is of an architecture, or has
-    an option or a tensor, that jaxformer does not compute.
+    Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
+    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step, nothing
+    in it can be read, or it is of an architecture, or has an option or a tensor, that jaxformer
+    does not compute.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         hub = f" (to get one: hf download {path} --local-dir DIRECTORY)" * (not folder.exists())
         raise ConfigError(
-            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face model directory{hub}."
+            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
+            f" model directory{hub}."
         )
     check_dtype(dtype)
     tokenizer = Tokenizer.beside(folder)
     if is_pretrained(folder):
         if step is not None:
-            raise ConfigError(f"{folder} is a Hugging Face model directory, which has no steps: leave out step={step}.")
-        from jaxformer.interop.pretrained import load_pretrained  # only needed for Hugging Face directories
+            raise ConfigError(
+                f"{folder} is a Hugging Face model directory, which has no steps: leave out"
+                f" step={step}."
+            )
+        from jaxformer.interop.pretrained import (
+            load_pretrained,
+        )  # only needed for Hugging Face directories
 
         found = load_pretrained(folder, mesh, dtype)
         return Loaded(found.params, found.config, tokenizer, found.labels)
     return _load_run(folder, step, tokenizer, mesh, dtype)
 
 
-def _load_run(run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str) -> Loaded:
+def _load_run(
+    run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str
+) -> Loaded:
     config = read_config(run_dir / "config.json").model
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         held = f"it holds steps {steps}" if steps else "training has not saved one yet"
-        raise ConfigError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}: {held}.")
+        raise ConfigError(
+            f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}: {held}."
+        )
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
@@ -77,18 +99,29 @@ def _load_run(run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh
     errors = []
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            leaves = read_checkpoint(run_dir.absolute() / "checkpoints", candidate, wanted, whole=False)
+            leaves = read_checkpoint(
+                run_dir.absolute() / "checkpoints", candidate, wanted, whole=False
+            )
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
-            warnings.warn(f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}", stacklevel=2)
+            warnings.warn(
+                f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}",
+                stacklevel=2,
+            )
             continue
         typed = [leaf.astype(dtype) for leaf in leaves.values()]
-        return Loaded(jax.tree.unflatten(jax.tree.structure(shapes), typed), config, tokenizer, _labels(run_dir))
+        return Loaded(
+            jax.tree.unflatten(jax.tree.structure(shapes), typed),
+            config,
+            tokenizer,
+            _labels(run_dir),
+        )
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
 
 
 def run_of(path: str | Path) -> RunConfig:
-    """The settings of a run directory, or those under which a Hugging Face model directory is read: whole rows of its text.
+    """The settings of a run directory, or those under which a Hugging Face model directory is read:
+    whole rows of its text.
 
     Raises ConfigError if `path` is neither.
     """
@@ -103,24 +136,37 @@ def run_of(path: str | Path) -> RunConfig:
         run=RunSettings(dir=str(folder)),
         model=model,
         data=DataConfig(
-            train="", sequence_length=length, objective="pairs" if model.family == "encoder_decoder" else "auto"
+            train="",
+            sequence_length=length,
+            objective="pairs" if model.family == "encoder_decoder" else "auto",
         ),
         tokenizer=TokenizerConfig(path=str(folder)),
     )
 
 
 def save_run(target: Path, model: Loaded, origin: Path) -> None:
-    """Writes a model, read from the model directory `origin`, as a run directory whose one checkpoint is of step 0."""
+    """Writes a model, read from the model directory `origin`, as a run directory whose one
+    checkpoint is of step 0."""
     if model.tokenizer is not None:
         model.tokenizer.save(target / "tokenizer.json")
     with Checkpoints(target) as checkpoints:
         checkpoints.save({"params": model.params}, 0)
     if model.labels:
-        (target / "data.json").write_text(json.dumps({"labels": list(model.labels)}) + "\n", encoding="utf-8")
-    run = dataclasses.replace(run_of(origin), run=RunSettings(dir=str(target)), tokenizer=TokenizerConfig(path=str(target)))
+        (target / "data.json").write_text(
+            json.dumps({"labels": list(model.labels)}) + "\n", encoding="utf-8"
+        )
+    run = dataclasses.replace(
+        run_of(origin),
+        run=RunSettings(dir=str(target)),
+        tokenizer=TokenizerConfig(path=str(target)),
+    )
     (target / "config.json").write_text(to_json(run), encoding="utf-8")
 
 
 def _labels(run_dir: Path) -> tuple[str, ...]:
     record = run_dir / "data.json"
-    return tuple(json.loads(record.read_text(encoding="utf-8")).get("labels", ())) if record.is_file() else ()
+    return (
+        tuple(json.loads(record.read_text(encoding="utf-8")).get("labels", ()))
+        if record.is_file()
+        else ()
+    )

@@ -1,8 +1,8 @@
 """The loss of a language model, as sums over tokens that only the train step divides.
 
-Few logits are computed the plain way, which every transform understands. Many are computed a tile of tokens at a time,
-and the gradients to the hidden states and the output layer are made in the same pass, so that the logits of all tokens
-are never in memory together.
+Few logits are computed the plain way, which every transform understands. Many are computed a tile
+of tokens at a time, and the gradients to the hidden states and the output layer are made in the
+same pass, so that the logits of all tokens are never in memory together.
 """
 
 import functools
@@ -19,7 +19,8 @@ from jaxformer.params import CustomLeaf, contract, is_custom
 DENSE_LOGITS = 2**23  # up to this many a device are computed at once
 TILE_ROWS = {
     "cpu": 512
-}  # tokens of a tile on each device beyond that: enough to hide the sum over tiles behind the products
+    # tokens of a tile on each device beyond that: enough to hide the sum over tiles behind the products
+}
 TILE_ROWS_ELSEWHERE = 8192
 
 Sums = tuple[jax.Array, jax.Array]
@@ -43,13 +44,15 @@ def cross_entropy(
     tile: int | None = None,
     **extras: float,
 ) -> Sums:
-    """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32 [B, T] -> two float32 scalars.
+    """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32 [B,
+    T] -> two float32 scalars.
 
-    nats = sum w (lse - logit_y), lse = log sum exp of the logits x head^T + bias, carries no gradient. `extras` are the
-    fields of `Extras`, 0 where not given: the objective has `label_smoothing` e in its targets, (1 - e) onehot + e / V
-    (arXiv:1512.00567), and adds z_loss lse^2 (arXiv:2204.02311); logits l become `soft_cap` tanh(l / soft_cap) where that
-    is not 0. `tile` is the number of positions computed at a time: all, where the logits are few, unless it is given. Less
-    than all means that the gradient is one of reverse mode only.
+    nats = sum w (lse - logit_y), lse = log sum exp of the logits x head^T + bias, carries no
+    gradient. `extras` are the fields of `Extras`, 0 where not given: the objective has
+    `label_smoothing` e in its targets, (1 - e) onehot + e / V (arXiv:1512.00567), and adds z_loss
+    lse^2 (arXiv:2204.02311); logits l become `soft_cap` tanh(l / soft_cap) where that is not 0.
+    `tile` is the number of positions computed at a time: all, where the logits are few, unless it
+    is given. Less than all means that the gradient is one of reverse mode only.
     """
     more = Extras(**{name: float(value) for name, value in extras.items()})
     if tile is None:
@@ -71,7 +74,8 @@ def _tile_length(rows: int, length: int, vocab: int) -> int:
 
 
 class _Shares(NamedTuple):
-    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the slope of the capped logits, None uncapped."""
+    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the slope of the capped
+    logits, None uncapped."""
 
     powers: jax.Array
     lse: jax.Array
@@ -85,8 +89,11 @@ def _logits(x: jax.Array, head: Any, bias: jax.Array | None) -> jax.Array:
     return logits if bias is None else logits + bias
 
 
-def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array, extras: Extras) -> tuple[jax.Array, jax.Array, _Shares]:
-    """(objective, nats, what the gradient needs) of all tokens at once, from their logits [B, T, V]."""
+def _sums(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, extras: Extras
+) -> tuple[jax.Array, jax.Array, _Shares]:
+    """(objective, nats, what the gradient needs) of all tokens at once, from their logits [B, T,
+    V]."""
     vocab = logits.shape[-1]
     if extras.soft_cap:
         logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
@@ -107,7 +114,8 @@ def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array, extras: Ext
 
 
 def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
-    """bool [B, T, V]: a comparison instead of a gather, so that a vocabulary over several devices needs no exchange."""
+    """bool [B, T, V]: a comparison instead of a gather, so that a vocabulary over several devices
+    needs no exchange."""
     return targets[..., None] == jnp.arange(vocab)
 
 
@@ -172,8 +180,12 @@ def _slope(shares: _Shares, target: jax.Array, weight: jax.Array, extras: Extras
     """d objective / d logits [B, T, V] before the cap, float32."""
     smoothing, z_loss, _ = extras
     vocab, each = shares.powers.shape[-1], weight[..., None]
-    toward = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0) + each * (smoothing / vocab)
-    slope = shares.powers * (each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)) - toward
+    toward = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0) + each * (
+        smoothing / vocab
+    )
+    slope = (
+        shares.powers * (each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)) - toward
+    )
     return slope if shares.slope is None else slope * shares.slope
 
 
@@ -181,19 +193,25 @@ Pull = Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
 
 
 def _matrix_product(rows: jax.Array, head: jax.Array, matrix: jax.Array) -> tuple[jax.Array, Pull]:
-    """The logits of a tile, and what takes their gradient to those of rows and, in float32, of the matrix."""
+    """The logits of a tile, and what takes their gradient to those of rows and, in float32, of the
+    matrix."""
 
     def pull(d_logits: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         d_rows = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
         flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (rows, d_logits))
         numbers = (((0,), (0,)), ((), ()))
-        return d_rows, [jax.lax.dot_general(d_flat, flat, numbers, preferred_element_type=jnp.float32)]
+        return d_rows, [
+            jax.lax.dot_general(d_flat, flat, numbers, preferred_element_type=jnp.float32)
+        ]
 
     return _logits(rows, matrix, None), pull
 
 
-def _custom_product(rows: jax.Array, head: CustomLeaf, matrix: CustomLeaf) -> tuple[jax.Array, Pull]:
-    """The same of a weight that is no array, of whose parts those of a floating type have a gradient."""
+def _custom_product(
+    rows: jax.Array, head: CustomLeaf, matrix: CustomLeaf
+) -> tuple[jax.Array, Pull]:
+    """The same of a weight that is no array, of whose parts those of a floating type have a
+    gradient."""
     leaves, treedef = jax.tree.flatten(head)
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
@@ -220,13 +238,21 @@ def _tiled_backward(extras: Extras, tile: int, saved: Any, slopes: Sums) -> tupl
     leaves, treedef = jax.tree.flatten(head)
     given = iter(d_head)
     of_head = [
-        (slopes[0] * next(given)).astype(leaf.dtype)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else np.zeros(leaf.shape, jax.dtypes.float0)
+        (
+            (slopes[0] * next(given)).astype(leaf.dtype)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+            else np.zeros(leaf.shape, jax.dtypes.float0)
+        )
         for leaf in leaves
     ]
     of_bias = None if bias is None else (slopes[0] * d_bias).astype(bias.dtype)
-    return (slopes[0] * d_x).astype(d_x.dtype), jax.tree.unflatten(treedef, of_head), of_bias, None, None
+    return (
+        (slopes[0] * d_x).astype(d_x.dtype),
+        jax.tree.unflatten(treedef, of_head),
+        of_bias,
+        None,
+        None,
+    )
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)

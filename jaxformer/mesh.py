@@ -15,18 +15,19 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool = False) -> Mesh:
-    """The mesh of all devices: axes data, fsdp and tensor, of these sizes; data=0 takes the devices that are left.
+    """The mesh of all devices: axes data, fsdp and tensor, of these sizes; data=0 takes the devices
+    that are left.
 
-    Explicit axes make a sharding part of each array's type, which the tests use to find a placement that is nowhere said.
-    Raises ConfigError if the sizes do not multiply to the number of devices.
+    Explicit axes make a sharding part of each array's type, which the tests use to find a placement
+    that is nowhere said. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
     devices = jax.device_count()
     rows = data or max(devices // (fsdp * tensor), 1)
     if rows * fsdp * tensor != devices:
         raise ConfigError(
-            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices} "
-            f"device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply to {devices}; "
-            "mesh.data=0 takes what is left."
+            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices}"
+            f" device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply"
+            f" to {devices}; mesh.data=0 takes what is left."
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh((rows, fsdp, tensor), MESH_AXES, axis_types=(kind,) * 3)
@@ -34,16 +35,21 @@ def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool =
 
 def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None:
     """ConfigError if a microbatch does not divide among the devices that hold different rows."""
-    rows, split = batch_size // microbatches, math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
+    rows, split = (
+        batch_size // microbatches,
+        math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"]),
+    )
     if rows % split:
         raise ConfigError(
-            f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a time, not divisible among "
-            f"mesh.data x mesh.fsdp = {split} devices: make train.batch_size a multiple of {split * microbatches}."
+            f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a"
+            f" time, not divisible among mesh.data x mesh.fsdp = {split} devices: make"
+            f" train.batch_size a multiple of {split * microbatches}."
         )
 
 
 def undivided(mesh: Mesh, shape: Sequence[int], axes: Axes) -> list[str]:
-    """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257 by tensor 2"."""
+    """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257
+    by tensor 2"."""
     found = []
     for length, axis in zip(shape, axes, strict=True):
         target = PARAMETERS.get(axis or "", ())
@@ -67,9 +73,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place_batch(batch: Any, mesh: Mesh | None) -> Any:
-    """This process's rows of a batch (a pytree of arrays, rows first) as global arrays on the mesh, or on the device.
+    """This process's rows of a batch (a pytree of arrays, rows first) as global arrays on the mesh,
+    or on the device.
 
-    An array without axes is copied to every device. Raises ConfigError for rows that the devices cannot share evenly.
+    An array without axes is copied to every device. Raises ConfigError for rows that the devices
+    cannot share evenly.
     """
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
@@ -82,9 +90,12 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
         length = np.shape(array)[0] * jax.process_count() if np.ndim(array) else 0
         if length % split:
             raise ConfigError(
-                f"batch{jax.tree_util.keystr(path)} has {length} rows, not divisible among the {split} devices that "
-                f"{' x '.join(ACTIVATION_RULES['batch'])} of the mesh counts: make it a multiple of {split}."
+                f"batch{jax.tree_util.keystr(path)} has {length} rows, not divisible among the"
+                f" {split} devices that {' x '.join(ACTIVATION_RULES['batch'])} of the mesh counts:"
+                f" make it a multiple of {split}."
             )
-        return jax.make_array_from_process_local_data(rows if np.ndim(array) else whole, np.asarray(array))
+        return jax.make_array_from_process_local_data(
+            rows if np.ndim(array) else whole, np.asarray(array)
+        )
 
     return jax.tree.map_with_path(place, batch)

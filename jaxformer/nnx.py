@@ -13,11 +13,14 @@ from jaxformer.params import Params
 class Transformer(nnx.Module):
     """`jf.forward` as a module: `Transformer(config, rngs=nnx.Rngs(0))(tokens)` -> logits.
 
-    `params`, where given, are those of `jf.init` or `jf.load`; ConfigError where they do not fit the config. nnx.jit,
-    nnx.grad, nnx.Optimizer and nnx.split see each leaf as an `nnx.Param` in the nesting of the plain params.
+    `params`, where given, are those of `jf.init` or `jf.load`; ConfigError where they do not fit
+    the config. nnx.jit, nnx.grad, nnx.Optimizer and nnx.split see each leaf as an `nnx.Param` in
+    the nesting of the plain params.
     """
 
-    def __init__(self, config: ModelConfig, params: Params | None = None, *, rngs: nnx.Rngs | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Params | None = None, *, rngs: nnx.Rngs | None = None
+    ) -> None:
         if params is None:
             params = init(config, (rngs or nnx.Rngs(0)).params())
         check_model(params, config)
@@ -27,7 +30,9 @@ class Transformer(nnx.Module):
     @property
     def params(self) -> Params:
         """The parameters as `jf.forward` takes them: plain nested dicts of arrays."""
-        return jax.tree.map(lambda leaf: leaf[...], self.weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))  # type: ignore[no-any-return]
+        return jax.tree.map(
+            lambda leaf: leaf[...], self.weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)
+        )  # type: ignore[no-any-return]
 
     def __call__(self, tokens: Any, **inputs: Any) -> jax.Array:
         """Logits; `inputs` are the keywords of `jf.forward`."""

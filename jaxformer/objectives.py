@@ -94,12 +94,21 @@ OBJECTIVES: Table[Objective] = Table(
             rows=PrefixRows,
             takes_packing=False,
         ),
-        "pairs": Objective(("encoder_decoder",), "language", ("source", "target"), template=PairTemplate),
+        "pairs": Objective(
+            ("encoder_decoder",), "language", ("source", "target"), template=PairTemplate
+        ),
         "answers": Objective(("decoder",), "language", ("source", "target"), template=SFTTemplate),
         "classes": Objective(
-            ("encoder", "decoder"), "classes", ("text", "pair", "label"), MARKS, ClassTemplate, metrics=accuracy
+            ("encoder", "decoder"),
+            "classes",
+            ("text", "pair", "label"),
+            MARKS,
+            ClassTemplate,
+            metrics=accuracy,
         ),
-        "tags": Objective(("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy),
+        "tags": Objective(
+            ("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy
+        ),
     },
     besides=("auto",),
 )
@@ -138,7 +147,9 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:
         heads = "language, masked, classes or tags"
-        raise ConfigError(f"a model with model.head={head} learns nothing: set model.head to {heads}.")
+        raise ConfigError(
+            f"a model with model.head={head} learns nothing: set model.head to {heads}."
+        )
     if name not in fitting:
         wanted = OBJECTIVES.get(name)
         needs = ""
@@ -160,7 +171,9 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         asked = f"data.packing={data.packing}"
-        raise ConfigError(f"{asked} cannot be had with {what}, whose rows are one text: set it to stream.")
+        raise ConfigError(
+            f"{asked} cannot be had with {what}, whose rows are one text: set it to stream."
+        )
     if len(row_lengths(data)) > 1 and not row.can_be_cut:
         raise ConfigError(
             f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "
@@ -168,8 +181,8 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
         )
     if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
         raise ConfigError(
-            f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}: "
-            f"a row of data.objective={name} takes at least {row.shortest} tokens."
+            f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}:"
+            f" a row of data.objective={name} takes at least {row.shortest} tokens."
         )
 
 
@@ -215,18 +228,24 @@ def _fields(row: Objective, data: DataConfig) -> Fields:
 
 
 def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
-    """The loss that `train.py` uses for an objective of `data.objective`: (params, batch, key) -> Sums.
+    """The loss that `train.py` uses for an objective of `data.objective`: (params, batch, key) ->
+    Sums.
 
-    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies; 0 leaves one out.
-    Raises ConfigError for an objective that there is not, and for an option that its loss does not have.
+    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies;
+    0 leaves one out. Raises ConfigError for an objective that there is not, and for an option that
+    its loss does not have.
     """
     if objective not in OBJECTIVES:
-        raise ConfigError(f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}.")
+        raise ConfigError(
+            f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."
+        )
     loss = OBJECTIVES[objective].loss
     given = {name: value for name, value in options.items() if value}
     known = inspect.signature(loss).parameters
     if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: set it to 0.")
+        raise ConfigError(
+            f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: set it to 0."
+        )
 
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:

@@ -1,4 +1,5 @@
-"""Optimizers and schedules, all from optax, chosen by name; which parameters decay follows from the table of specs."""
+"""Optimizers and schedules, all from optax, chosen by name; which parameters decay follows from the
+table of specs."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +18,8 @@ Mask = dict[str, Any]
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from zero, then `config.schedule` until `decay_steps` (default `steps`)."""
+    """Learning rate by step: linear warm-up from zero, then `config.schedule` until `decay_steps`
+    (default `steps`)."""
     end = config.decay_steps or steps
     peak, warmup = config.learning_rate, config.warmup_steps
     after = SCHEDULES[config.schedule](config, max(end - warmup, 1))
@@ -40,14 +42,18 @@ def _cosine(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then linear (arXiv:2404.06395)."""
+    """Warm-up, stable, decay: the peak until the last `wsd_decay_fraction` of the steps, then
+    linear (arXiv:2404.06395)."""
     decay = max(round(config.wsd_decay_fraction * steps), 1)
     peak = config.learning_rate
-    return optax.linear_schedule(peak, config.final_fraction * peak, decay, transition_begin=steps - decay)
+    return optax.linear_schedule(
+        peak, config.final_fraction * peak, decay, transition_begin=steps - decay
+    )
 
 
 def _inverse_sqrt(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """peak * sqrt(w / (w + step)), w the warm-up steps: falls as 1/sqrt(step), equal to the peak where the warm-up ends."""
+    """peak * sqrt(w / (w + step)), w the warm-up steps: falls as 1/sqrt(step), equal to the peak
+    where the warm-up ends."""
     w = max(config.warmup_steps, 1)
     return lambda step: config.learning_rate * jnp.sqrt(w / (w + step))
 
@@ -88,9 +94,11 @@ def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation
 
 
 def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, a layer and a product at a time; Adam on embeddings, output layer, norms and biases.
+    """Muon on the blocks' matrices, a layer and a product at a time; Adam on embeddings, output
+    layer, norms and biases.
 
-    Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both (arXiv:2502.16982).
+    Updates are scaled to the RMS that Adam's have, so one learning rate and decay serve both
+    (arXiv:2502.16982).
     """
 
     def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
@@ -123,8 +131,11 @@ OPTIMIZERS: Table[Rule] = Table(
 )
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: Specs) -> optax.GradientTransformation:
-    """Clip by global norm, the rule's direction, decoupled decay of the masked leaves, times minus the learning rate."""
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, specs: Specs
+) -> optax.GradientTransformation:
+    """Clip by global norm, the rule's direction, decoupled decay of the masked leaves, times minus
+    the learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         OPTIMIZERS[config.name](config, specs),

@@ -1,8 +1,9 @@
 """One table of parameters: a `Spec` a leaf, from which everything else about parameters is derived.
 
-A layer states its leaves once, as a nested dict of `Spec`. Initial values, abstract shapes, shardings, counts, FLOPs and
-the weight-decay mask are tree maps over that table. A linear weight names the axes it contracts (`inputs`); fan-in and
-fan-out follow from the names, so stacking layers or splitting heads changes no number.
+A layer states its leaves once, as a nested dict of `Spec`. Initial values, abstract shapes,
+shardings, counts, FLOPs and the weight-decay mask are tree maps over that table. A linear weight
+names the axes it contracts (`inputs`); fan-in and fan-out follow from the names, so stacking layers
+or splitting heads changes no number.
 """
 
 import math
@@ -26,11 +27,12 @@ InitFunction = Callable[[jax.Array, "Spec"], jax.Array]
 
 @dataclass(frozen=True)
 class Spec:
-    """One leaf: its shape, the name of each axis, how it starts, and for a matrix the axes it contracts.
+    """One leaf: its shape, the name of each axis, how it starts, and for a matrix the axes it
+    contracts.
 
-    `trainable` says whether it learns; `lookup` that its rows are taken by an index, which costs no product; `reads` the
-    sequence that it is applied to (the source in an encoder-decoder's encoder). A leaf with the axis "layers" belongs to a
-    stack of layers.
+    `trainable` says whether it learns; `lookup` that its rows are taken by an index, which costs no
+    product; `reads` the sequence that it is applied to (the source in an encoder-decoder's
+    encoder). A leaf with the axis "layers" belongs to a stack of layers.
     """
 
     shape: tuple[int, ...]
@@ -53,19 +55,27 @@ class Spec:
 
     @property
     def fan_in(self) -> int:
-        return math.prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis in self.inputs)
+        return math.prod(
+            n for n, axis in zip(self.shape, self.axes, strict=True) if axis in self.inputs
+        )
 
     @property
     def fan_out(self) -> int:
-        return math.prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis not in (*self.inputs, "layers"))
+        return math.prod(
+            n
+            for n, axis in zip(self.shape, self.axes, strict=True)
+            if axis not in (*self.inputs, "layers")
+        )
 
 
 @runtime_checkable
 class CustomLeaf(Protocol):
-    """A weight that is no array: a pytree node that stands for one, and is used wherever a weight is.
+    """A weight that is no array: a pytree node that stands for one, and is used wherever a weight
+    is.
 
-    `shape` is that of the array it stands for, whether its parts are arrays or `Spec`s, with the leading axis of a stack
-    where its parts have one. `astype` gives the leaf that products in this dtype read: parts that are cast, or itself.
+    `shape` is that of the array it stands for, whether its parts are arrays or `Spec`s, with the
+    leading axis of a stack where its parts have one. `astype` gives the leaf that products in this
+    dtype read: parts that are cast, or itself.
     """
 
     @property
@@ -128,13 +138,16 @@ def unit_truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
 
 def stack(specs: Specs, n: int) -> Specs:
     """The table of `n` equal layers: every leaf gets a leading "layers" axis."""
-    return map_specs(lambda _, spec: replace(spec, shape=(n, *spec.shape), axes=("layers", *spec.axes)), specs)
+    return map_specs(
+        lambda _, spec: replace(spec, shape=(n, *spec.shape), axes=("layers", *spec.axes)), specs
+    )
 
 
 def unstack(params: Params, n: int) -> list[Params]:
     """The params of each of `n` stacked layers.
 
-    By `lax.split`, whose transpose is one concatenation; the transpose of indexing would pad and add `n` whole stacks.
+    By `lax.split`, whose transpose is one concatenation; the transpose of indexing would pad and
+    add `n` whole stacks.
     """
     leaves, treedef = jax.tree.flatten(params)
     split = [[piece[0] for piece in jax.lax.split(leaf, (1,) * n, axis=0)] for leaf in leaves]
@@ -142,8 +155,11 @@ def unstack(params: Params, n: int) -> list[Params]:
 
 
 def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
-    """`f(dotted path, spec)` of every row of the table, in its nesting, that of custom leaves included."""
-    named = jax.tree.map_with_path(lambda path, spec: f(_dotted(path), spec), specs, is_leaf=_is_spec)
+    """`f(dotted path, spec)` of every row of the table, in its nesting, that of custom leaves
+    included."""
+    named = jax.tree.map_with_path(
+        lambda path, spec: f(_dotted(path), spec), specs, is_leaf=_is_spec
+    )
     return named  # type: ignore[no-any-return]
 
 
@@ -157,7 +173,8 @@ def rows(specs: Specs) -> dict[str, Spec]:
 
 
 def _flat(specs: Specs, prefix: str) -> list[tuple[str, Spec]]:
-    """The rows in the order in which the table states them; those of a custom leaf in that of its tree."""
+    """The rows in the order in which the table states them; those of a custom leaf in that of its
+    tree."""
     found: list[tuple[str, Spec]] = []
     for name, entry in specs.items():
         if isinstance(entry, dict):
@@ -178,7 +195,9 @@ def init_params(specs: Specs, key: jax.Array) -> Params:
     """Initial values. A leaf's randomness depends on the key and the leaf's path alone."""
 
     def start(path: str, spec: Spec) -> jax.Array:
-        return spec.init(jax.random.fold_in(key, zlib.crc32(path.encode())), spec).astype(spec.dtype)
+        return spec.init(jax.random.fold_in(key, zlib.crc32(path.encode())), spec).astype(
+            spec.dtype
+        )
 
     return map_specs(start, specs)
 
@@ -198,9 +217,21 @@ def check_params(specs: Specs, params: Any) -> None:
     A custom leaf counts by the shape that it stands for.
     """
     expected, found = _shapes(specs), _shapes(params)
-    problems = [f"{path}: missing, expected {shape}" for path, shape in expected.items() if path not in found]
-    problems += [f"{path}: {shape} is not in this model" for path, shape in found.items() if path not in expected]
-    problems += [f"{p}: {found[p]} instead of {s}" for p, s in expected.items() if p in found and found[p] != s]
+    problems = [
+        f"{path}: missing, expected {shape}"
+        for path, shape in expected.items()
+        if path not in found
+    ]
+    problems += [
+        f"{path}: {shape} is not in this model"
+        for path, shape in found.items()
+        if path not in expected
+    ]
+    problems += [
+        f"{p}: {found[p]} instead of {s}"
+        for p, s in expected.items()
+        if p in found and found[p] != s
+    ]
     if problems:
         raise ConfigError("the parameters do not fit the config:\n  " + "\n  ".join(problems))
 
@@ -211,14 +242,17 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {_dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
 
 
-def contract(equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dtype: Any = None) -> jax.Array:
+def contract(
+    equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dtype: Any = None
+) -> jax.Array:
     """`einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's dtype.
 
-    `to` names the axes of the result where its placement has to be said; `dtype` is that of the result (default: x's).
-    Where the equation lists x's free axes first, then those it shares with w, and w lists the shared axes first, or last,
-    products run on flattened rows: a CPU transposes less in the backward pass. Others, such as those that share an axis of
-    the result ("EBD,EDF->EBF"), are einsum's. A weight that is no array contracts itself. Raises ValueError for an equation
-    that does not fit the shapes.
+    `to` names the axes of the result where its placement has to be said; `dtype` is that of the
+    result (default: x's). Where the equation lists x's free axes first, then those it shares with
+    w, and w lists the shared axes first, or last, products run on flattened rows: a CPU transposes
+    less in the backward pass. Others, such as those that share an axis of the result
+    ("EBD,EDF->EBF"), are einsum's. A weight that is no array contracts itself. Raises ValueError
+    for an equation that does not fit the shapes.
     """
     if is_custom(w):
         return w.contract(equation, x, to=to, dtype=dtype)  # type: ignore[no-any-return]
@@ -227,7 +261,9 @@ def contract(equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dty
     if explicit_axes():
         sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
         place = activation([sizes[letter] for letter in out], to) if to else None
-        return jnp.einsum(equation, x, gathered(w), preferred_element_type=dtype, out_sharding=place)
+        return jnp.einsum(
+            equation, x, gathered(w), preferred_element_type=dtype, out_sharding=place
+        )
     y = (
         _flat_product(left, right, x, w, dtype)
         if _flattens(left, right, out)
@@ -243,23 +279,36 @@ def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str
         raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")
     left, right, out = parts.groups()
     if (len(left), len(right)) != (len(x), len(w)):
-        raise ValueError(f"contract: {equation!r} does not fit the shapes {list(x)} and {list(w)}: one letter an axis.")
+        raise ValueError(
+            f"contract: {equation!r} does not fit the shapes {list(x)} and {list(w)}: one letter an"
+            " axis."
+        )
     if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
         raise ValueError(f"contract: {equation!r} names an axis twice in one of its parts.")
     if not set(out) <= set(left + right):
-        raise ValueError(f"contract: the result of {equation!r} has an axis that neither x nor w has.")
+        raise ValueError(
+            f"contract: the result of {equation!r} has an axis that neither x nor w has."
+        )
     sizes = dict(zip(left, x, strict=True))
     if any(sizes.get(letter, length) != length for letter, length in zip(right, w, strict=True)):
-        raise ValueError(f"contract: a shared axis of {equation!r} has two lengths in the shapes {list(x)} and {list(w)}.")
+        raise ValueError(
+            f"contract: a shared axis of {equation!r} has two lengths in the shapes {list(x)} and"
+            f" {list(w)}."
+        )
     return left, right, out
 
 
 def _flattens(left: str, right: str, out: str) -> bool:
-    """Whether the product is one of matrices: the shared axes last in x, first or last in w, and not in the result."""
+    """Whether the product is one of matrices: the shared axes last in x, first or last in w, and
+    not in the result."""
     shared = "".join(letter for letter in left if letter in right)
     free = left[: len(left) - len(shared)]
     columns = "".join(letter for letter in right if letter not in left)
-    return left == free + shared and right in (shared + columns, columns + shared) and out == free + columns
+    return (
+        left == free + shared
+        and right in (shared + columns, columns + shared)
+        and out == free + columns
+    )
 
 
 def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -275,10 +324,14 @@ def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any)
 
 
 def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
-    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The rows are gathered first,
-    unless the table is no array and looks itself up."""
+    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The
+    rows are gathered first, unless the table is no array and looks itself up."""
     if is_custom(table):
         return table.lookup(index, to)  # type: ignore[no-any-return]
     if explicit_axes():
-        return gathered(table).at[index].get(out_sharding=activation((*index.shape, table.shape[-1]), to))
+        return (
+            gathered(table)
+            .at[index]
+            .get(out_sharding=activation((*index.shape, table.shape[-1]), to))
+        )
     return constrain(constrain(table, (None, to[-1]))[index], to)

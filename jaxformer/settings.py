@@ -1,4 +1,5 @@
-"""What a setting is: a field of a frozen dataclass that knows its type, its range, and how to say that it is wrong."""
+"""What a setting is: a field of a frozen dataclass that knows its type, its range, and how to say
+that it is wrong."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,8 @@ RowT = TypeVar("RowT")
 
 
 class ConfigError(ValueError):
-    """A setting or an input that cannot work; the message says what, where, what is allowed and what to do."""
+    """A setting or an input that cannot work; the message says what, where, what is allowed and
+    what to do."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def choices(hint: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Section:
-    """A group of settings. Construction raises ConfigError naming every field that is out of its type or range."""
+    """A group of settings. Construction raises ConfigError naming every field that is out of its
+    type or range."""
 
     def __post_init__(self) -> None:
         problems = [*_field_problems(self), *([] if [*_field_problems(self)] else self.conflicts())]
@@ -106,7 +109,9 @@ def _field_problems(section: Section) -> Iterator[str]:
             if value not in choices(kind):
                 allowed = ", ".join(map(repr, choices(kind)))
                 yield f"{name}={value!r} is not one of {allowed}.{_how_to_add(hint)}"
-        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) is not (kind is bool):
+        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(
+            value, bool
+        ) is not (kind is bool):
             yield f"{name}={value!r} is not of type {kind.__name__}."
         elif not all(bound.hold(value) for bound in bounds):
             yield f"{name}={value!r} must be {bounds[0]}."

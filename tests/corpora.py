@@ -26,17 +26,27 @@ def prepare(run: RunConfig, log: Log = quiet, labels: tuple[str, ...] = ()) -> d
     return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
 
 
-def prepare_text(run: RunConfig, output: Path | None = None, thorough: bool = False, log: Log = quiet) -> list[TextSummary]:
+def prepare_text(
+    run: RunConfig, output: Path | None = None, thorough: bool = False, log: Log = quiet
+) -> list[TextSummary]:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    return preparing.prepare_text(run.data, run.tokenizer, task, output=output, thorough=thorough, vocab_size=size, log=log)
+    return preparing.prepare_text(
+        run.data, run.tokenizer, task, output=output, thorough=thorough, vocab_size=size, log=log
+    )
 
 
-def prepare_share(run: RunConfig, output: Path | None, share: tuple[int, int], log: Log = quiet) -> None:
+def prepare_share(
+    run: RunConfig, output: Path | None, share: tuple[int, int], log: Log = quiet
+) -> None:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    preparing.prepare_share(run.data, run.tokenizer, task, share, output=output, vocab_size=size, log=log)
+    preparing.prepare_share(
+        run.data, run.tokenizer, task, share, output=output, vocab_size=size, log=log
+    )
 
 
-def cut_rows(kind: Callable[..., Any], store: data.TokenStore, run: RunConfig, tokenizer: Tokenizer) -> Any:
+def cut_rows(
+    kind: Callable[..., Any], store: data.TokenStore, run: RunConfig, tokenizer: Tokenizer
+) -> Any:
     """The rows that a maker of rows cuts from a store for a run."""
     return kind(store, run.data, row_format(run.model, run.data), tokenizer)
 

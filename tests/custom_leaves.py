@@ -1,4 +1,5 @@
-"""Two leaves that are no arrays, as somebody would write them: a weight plus a low-rank product, and an 8-bit weight."""
+"""Two leaves that are no arrays, as somebody would write them: a weight plus a low-rank product,
+and an 8-bit weight."""
 
 import re
 from dataclasses import replace
@@ -39,7 +40,9 @@ class LowRank:
     def lookup(self, index, to):
         narrow = lookup(self.a, index, (*to[:-1], None))
         free = "XYZ"[: index.ndim]
-        return lookup(self.weight, index, to) + contract(f"{free}R,RD->{free}D", narrow, self.b, to=to)
+        return lookup(self.weight, index, to) + contract(
+            f"{free}R,RD->{free}D", narrow, self.b, to=to
+        )
 
     def astype(self, dtype):
         return jax.tree.map(lambda part: part.astype(dtype), self)
@@ -95,4 +98,6 @@ def rounded(spec: Spec) -> Rounded:
 
 def made(params):
     """The params with an array in the place of every leaf that is none."""
-    return jax.tree.map(lambda leaf: leaf.array() if is_custom(leaf) else leaf, params, is_leaf=is_custom)
+    return jax.tree.map(
+        lambda leaf: leaf.array() if is_custom(leaf) else leaf, params, is_leaf=is_custom
+    )

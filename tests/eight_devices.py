@@ -1,4 +1,5 @@
-"""Run on eight forced host devices: the step of each mesh beside that of one device. Prints JSON for test_sharding.py."""
+"""Run on eight forced host devices: the step of each mesh beside that of one device. Prints JSON
+for test_sharding.py."""
 
 import json
 import sys
@@ -17,15 +18,37 @@ from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
 from jaxformer.training.state import init_state
 
-MESHES = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 2": (4, 1, 2), "all three": (2, 2, 2), "tensor 4": (2, 1, 4)}
-SEQUENCE_TO_SEQUENCE = {"family": "encoder_decoder", "positions": "t5", "n_encoder_layers": 1, "bias": "all"}
-BERT = {"family": "encoder", "token_types": 2, "next_sentence": True, "embedding_norm": True, "norm_placement": "post"}
+MESHES = {
+    "data 8": (8, 1, 1),
+    "fsdp 8": (1, 8, 1),
+    "tensor 2": (4, 1, 2),
+    "all three": (2, 2, 2),
+    "tensor 4": (2, 1, 4),
+}
+SEQUENCE_TO_SEQUENCE = {
+    "family": "encoder_decoder",
+    "positions": "t5",
+    "n_encoder_layers": 1,
+    "bias": "all",
+}
+BERT = {
+    "family": "encoder",
+    "token_types": 2,
+    "next_sentence": True,
+    "embedding_norm": True,
+    "norm_placement": "post",
+}
 CASES = {  # model of shapes.py, changes to it, microbatches, meshes
     "llama": ("llama", {}, 1, MESHES),
     "gpt2": ("gpt2", {"dropout": 0.1}, 2, ["all three"]),
     "encoder-decoder": ("llama", SEQUENCE_TO_SEQUENCE, 1, ["all three", "tensor 4"]),
     "encoder": ("gpt2", BERT, 2, ["all three", "tensor 4"]),
-    "classes": ("llama", {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"}, 1, ["all three"]),
+    "classes": (
+        "llama",
+        {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"},
+        1,
+        ["all three"],
+    ),
 }
 STEPS = 3
 
@@ -36,20 +59,26 @@ def run_of(name):
 
 
 def batch_of(config, seed=0):
-    """A batch of the family: padded rows, a source beside them, types and a second target, as the model reads them."""
+    """A batch of the family: padded rows, a source beside them, types and a second target, as the
+    model reads them."""
     batch, rng = a_batch(16, seed=seed), np.random.default_rng(seed)
     if config.family == "decoder":
         return batch
     batch["segment_ids"] = (np.arange(24) < rng.integers(12, 25, (16, 1))).astype(np.int32)
     if config.family == "encoder_decoder":
         batch["source"] = rng.integers(0, 64, (16, 20), dtype=np.int32)
-        batch["source_segment_ids"] = (np.arange(20) < rng.integers(8, 21, (16, 1))).astype(np.int32)
+        batch["source_segment_ids"] = (np.arange(20) < rng.integers(8, 21, (16, 1))).astype(
+            np.int32
+        )
     if config.token_types:
         batch["token_types"] = rng.integers(0, 2, (16, 24), dtype=np.int32)
         batch["next_sentence"] = rng.integers(0, 2, (16, 1), dtype=np.int32)
         batch["next_sentence_weights"] = np.ones((16, 1), np.float32)
     if config.output == "classes":
-        batch["targets"], batch["weights"] = rng.integers(0, 3, (16, 1), dtype=np.int32), np.ones((16, 1), np.float32)
+        batch["targets"], batch["weights"] = (
+            rng.integers(0, 3, (16, 1), dtype=np.int32),
+            np.ones((16, 1), np.float32),
+        )
     return batch
 
 
@@ -62,15 +91,25 @@ def train(run, mesh):
         step = step_of(run, optimizer, schedule)
         seen = []
         for i in range(STEPS):
-            state, metrics = step(state, jax.device_put(batch_of(run.model, i), batch_sharding(mesh)))
+            state, metrics = step(
+                state, jax.device_put(batch_of(run.model, i), batch_sharding(mesh))
+            )
             seen.append([float(metrics.get("nats", metrics["loss"])), float(metrics["grad_norm"])])
         shards = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)}
-        spread = max(leaf.size / leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params))
-        return np.array(seen), jax.tree.map(np.asarray, state.params), {"devices": max(shards), "spread": spread}
+        spread = max(
+            leaf.size / leaf.addressable_shards[0].data.size
+            for leaf in jax.tree.leaves(state.params)
+        )
+        return (
+            np.array(seen),
+            jax.tree.map(np.asarray, state.params),
+            {"devices": max(shards), "spread": spread},
+        )
 
 
 def explicit_axes_trace(run):
-    """Names what fails to trace under explicit axes: a placement that is nowhere said is an error there."""
+    """Names what fails to trace under explicit axes: a placement that is nowhere said is an error
+    there."""
     mesh = make_mesh(2, 2, 2, explicit=True)
     specs, batch = specs_of(run.model), batch_of(run.model)
 
@@ -82,8 +121,12 @@ def explicit_axes_trace(run):
         return head_loss(params, run.model, batch)["loss"][0]
 
     with jax.set_mesh(mesh):
-        shardings = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs)
-        params = jax.tree.map(jax.device_put, init_params(specs, jax.random.key(run.run.seed)), shardings)
+        shardings = map_specs(
+            lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs
+        )
+        params = jax.tree.map(
+            jax.device_put, init_params(specs, jax.random.key(run.run.seed)), shardings
+        )
         placed = jax.device_put(batch, batch_sharding(mesh))
         value = jax.jit(nats)(params, placed)
         jax.jit(jax.grad(objective)).lower(params, placed)
@@ -91,15 +134,22 @@ def explicit_axes_trace(run):
 
 
 def loaded_on_a_mesh(config):
-    """A model directory written from sharded params and read onto the mesh: whether all is equal, and where it should be."""
+    """A model directory written from sharded params and read onto the mesh: whether all is equal,
+    and where it should be."""
     mesh, table = make_mesh(2, 2, 2), specs_of(config)
     shardings = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), table)
     params = init_params(table, jax.random.key(0))
     with tempfile.TemporaryDirectory() as folder:
-        jf.save_pretrained(folder, jax.tree.map(jax.device_put, params, shardings), config, shard_bytes=20_000)
+        jf.save_pretrained(
+            folder, jax.tree.map(jax.device_put, params, shardings), config, shard_bytes=20_000
+        )
         found = jf.load(folder, mesh=mesh).params
-    same = jax.tree.map(lambda a, b, place: np.array_equal(a, b) and a.sharding == place, found, params, shardings)
-    split = max(leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(found))
+    same = jax.tree.map(
+        lambda a, b, place: np.array_equal(a, b) and a.sharding == place, found, params, shardings
+    )
+    split = max(
+        leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(found)
+    )
     return {"equal": all(jax.tree.leaves(same)), "split": split}
 
 
@@ -117,7 +167,10 @@ def main() -> None:
                 "params": max(jax.tree.leaves(apart)),
             }
         if not run.model.dropout:
-            report[f"explicit {name}"] = {"loss": explicit_axes_trace(run), "one device": float(losses[0, 0])}
+            report[f"explicit {name}"] = {
+                "loss": explicit_axes_trace(run),
+                "one device": float(losses[0, 0]),
+            }
     for name in ("llama", "gpt2"):
         report[f"pretrained {name}"] = loaded_on_a_mesh(run_of(name).model)
     json.dump(report, sys.stdout)

@@ -1,5 +1,5 @@
-"""Every family with every variant in the smallest models that show it: generated products of the settings, and rows of
-documents to lay out in different ways."""
+"""Every family with every variant in the smallest models that show it: generated products of the
+settings, and rows of documents to lay out in different ways."""
 
 import functools
 import itertools
@@ -38,27 +38,46 @@ STRETCHED = {  # lengths and turns at which each way to stretch shows at a few t
 }
 VARIANTS = {
     "family": rows_of("family"),
-    "positions": rows_of("positions")
-    | {f"rope {name}": {"rope_scaling": name, "rope_factor": 2.0} | more for name, more in STRETCHED.items()}
-    | {"rope interleaved": {"rope_pairing": "interleaved"}, "rope in part": {"rope_fraction": 0.5}}
-    | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
-    | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
-    | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}},
-    "heads": {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}
-    | {"wide values": {"value_dim": 6}},
+    "positions": (
+        rows_of("positions")
+        | {
+            f"rope {name}": {"rope_scaling": name, "rope_factor": 2.0} | more
+            for name, more in STRETCHED.items()
+        }
+        | {
+            "rope interleaved": {"rope_pairing": "interleaved"},
+            "rope in part": {"rope_fraction": 0.5},
+        }
+        | {"rope with two bases": {"rope_window_theta": 50.0, "window": 3, "window_pattern": "wf"}}
+        | {"learned behind an offset": {"positions": "learned", "position_offset": 2}}
+        | {"sinusoidal half": {"positions": "sinusoidal", "sinusoid_order": "half"}}
+    ),
+    "heads": (
+        {"grouped": {}, "multi-head": {"n_kv_heads": 0}, "multi-query": {"n_kv_heads": 1}}
+        | {"wide values": {"value_dim": 6}}
+    ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
-    "scores": {"plain": {}, "scale": {"attention_scale": 1.0}, "soft-cap": {"attention_soft_cap": 1.0}}
-    | {"sinks": {"attention_sinks": True}},
+    "scores": (
+        {"plain": {}, "scale": {"attention_scale": 1.0}, "soft-cap": {"attention_soft_cap": 1.0}}
+        | {"sinks": {"attention_sinks": True}}
+    ),
     "query_key_norm": rows_of("query_key_norm"),
     "norm": rows_of("norm"),
     "norm_placement": rows_of("norm_placement"),
     "residual": rows_of("residual"),
-    "activation": {"swiglu": {}, "gelu": {"activation": "gelu"}},  # the others are tested one by one
+    "activation": {
+        "swiglu": {},
+        "gelu": {"activation": "gelu"},
+    },  # the others are tested one by one
     "bias": rows_of("bias"),
-    "embedding": {"plain": {}, "scale": {"embedding_scale": "sqrt"}, "norm": {"embedding_norm": True}}
-    | {"types": {"token_types": 2}},
-    "output": {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
-    | {"logit soft-cap": {"logit_soft_cap": 10.0}, "bias": {"head_bias": True}},
+    "embedding": (
+        {"plain": {}, "scale": {"embedding_scale": "sqrt"}, "norm": {"embedding_norm": True}}
+        | {"types": {"token_types": 2}}
+    ),
+    "output": (
+        {"own": {}, "tied": {"tied_head": True}, "logit scale": {"logit_scale": "rsqrt"}}
+        | {"logit soft-cap": {"logit_soft_cap": 10.0}, "bias": {"head_bias": True}}
+    ),
     "kernel": {"plain": {}, "blocked": {"attention_kernel": "blocked"}},
 }
 BASE = {factor: next(iter(options)) for factor, options in VARIANTS.items()}
@@ -66,7 +85,9 @@ BASE = {factor: next(iter(options)) for factor, options in VARIANTS.items()}
 
 def settings_of(choice):
     """The settings of a choice of options, {factor: option}."""
-    return functools.reduce(lambda a, b: a | b, (VARIANTS[factor][option] for factor, option in choice.items()), {})
+    return functools.reduce(
+        lambda a, b: a | b, (VARIANTS[factor][option] for factor, option in choice.items()), {}
+    )
 
 
 def config_of(choice):
@@ -87,15 +108,27 @@ def fits(choice):
 def pairwise():
     """Choices that together hold every pair of options that fit together, by filling in greedily."""
     options = [(factor, option) for factor, row in VARIANTS.items() for option in row]
-    apart = {frozenset((a, b)) for a, b in itertools.combinations(options, 2) if a[0] != b[0] and not fits(dict((a, b)))}
-    wanted = {frozenset(p) for p in itertools.combinations(options, 2) if p[0][0] != p[1][0]} - apart
+    apart = {
+        frozenset((a, b))
+        for a, b in itertools.combinations(options, 2)
+        if a[0] != b[0] and not fits(dict((a, b)))
+    }
+    wanted = {
+        frozenset(p) for p in itertools.combinations(options, 2) if p[0][0] != p[1][0]
+    } - apart
     order = {option: i for i, option in enumerate(options)}
     choices = []
     while wanted:
         row = sorted(min(wanted, key=lambda pair: sorted(order[o] for o in pair)), key=order.get)
         for factor in [name for name in VARIANTS if name not in dict(row)]:
-            able = [(factor, o) for o in VARIANTS[factor] if all(frozenset(((factor, o), r)) not in apart for r in row)]
-            row.append(max(able, key=lambda o: (sum(frozenset((o, r)) in wanted for r in row), -order[o])))
+            able = [
+                (factor, o)
+                for o in VARIANTS[factor]
+                if all(frozenset(((factor, o), r)) not in apart for r in row)
+            ]
+            row.append(
+                max(able, key=lambda o: (sum(frozenset((o, r)) in wanted for r in row), -order[o]))
+            )
         wanted -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
         choices.append(dict(row))
     return choices, apart
@@ -119,7 +152,8 @@ DOCUMENTS = {
     "source": RNG.integers(0, 37, (4, DOCUMENT), dtype=np.int32),
     "token_types": RNG.integers(0, 2, (4, DOCUMENT), dtype=np.int32),
 }
-LAYOUTS = {  # documents in a row by number, and padding by its length (of the row, of the source's row)
+# documents in a row by number, and padding by its length (of the row, of the source's row)
+LAYOUTS = {
     "packed": (0, 1, (6, 6)),
     "padded on the left": ((12, 12), 2),
     "padded on the right": (3, (12, 12)),
@@ -129,7 +163,11 @@ LAYOUTS = {  # documents in a row by number, and padding by its length (of the r
 
 def alone(config, cut=slice(None)):
     """The documents, one a row, as the inputs of `jf.forward`."""
-    kept = {"tokens": True, "source": config.family == "encoder_decoder", "token_types": config.token_types > 0}
+    kept = {
+        "tokens": True,
+        "source": config.family == "encoder_decoder",
+        "token_types": config.token_types > 0,
+    }
     return {name: DOCUMENTS[name][cut] for name, keep in kept.items() if keep}
 
 
@@ -139,7 +177,10 @@ def laid_out(config, layouts=tuple(LAYOUTS)):
     for name in alone(config):
         rows, segments = [], []
         for layout in layouts:
-            sizes = [piece[name == "source"] if isinstance(piece, tuple) else 0 for piece in LAYOUTS[layout]]
+            sizes = [
+                piece[name == "source"] if isinstance(piece, tuple) else 0
+                for piece in LAYOUTS[layout]
+            ]
             parts = [
                 np.full(size, 1) if size else DOCUMENTS[name][piece]
                 for piece, size in zip(LAYOUTS[layout], sizes, strict=True)
@@ -173,8 +214,11 @@ def cached(config, batch, size=DOCUMENT):
     for at in range(0, length, size):
         layout, types = inputs.layout, inputs.types
         layout, types = jax.tree.map(
-            lambda a, at=at: a[:, at : at + size], (TokenLayout(layout.positions, layout.segments), types)
+            lambda a, at=at: a[:, at : at + size],
+            (TokenLayout(layout.positions, layout.segments), types),
         )
-        x, cache, _ = hidden(params, config, Inputs(inputs.tokens[:, at : at + size], layout, types), cache)
+        x, cache, _ = hidden(
+            params, config, Inputs(inputs.tokens[:, at : at + size], layout, types), cache
+        )
         logits.append(head(params, config, x, layout))
     return jnp.concatenate(logits, 1)

@@ -4,7 +4,9 @@ import json
 import random
 
 LENGTH = 96
-WORDS = "the a cat dog tree sees likes under over and slowly river stone bright über naïve 42 <b> it's"
+WORDS = (
+    "the a cat dog tree sees likes under over and slowly river stone bright über naïve 42 <b> it's"
+)
 END = {"gpt2": "<|endoftext|>", "llama": "</s>"}
 
 
@@ -22,11 +24,17 @@ def tokenizer_of(kind):
     backend.decoder = tk.decoders.ByteLevel()
     names = {"gpt2": [END["gpt2"]], "llama": ["<s>", END["llama"]]}[kind]
     alphabet = tk.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tk.trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator([text(random.Random(0), 4000)], trainer)
     if kind == "llama":
-        backend.post_processor = tk.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=names[0], eos_token=names[-1])
+        backend.post_processor = tk.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=names[0], eos_token=names[-1]
+    )
 
 
 def model_of(kind, tokenizer):
@@ -35,12 +43,25 @@ def model_of(kind, tokenizer):
     import transformers as tf
 
     torch.manual_seed(3)
-    ids = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     if kind == "gpt2":
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(**ids, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4))
+        model = tf.GPT2LMHeadModel(
+            tf.GPT2Config(**ids, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4)
+        )
     else:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**ids, **sizes, num_key_value_heads=2, max_position_embeddings=LENGTH))
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        model = tf.LlamaForCausalLM(
+            tf.LlamaConfig(**ids, **sizes, num_key_value_heads=2, max_position_embeddings=LENGTH)
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape))
@@ -56,10 +77,13 @@ def save(kind, folder):
 
 
 def choices(rng):
-    """Texts of all lengths, beyond the model's too; choices of one token and of many, and contexts that end in a space."""
+    """Texts of all lengths, beyond the model's too; choices of one token and of many, and contexts
+    that end in a space."""
     for count in (1, 3, 5, 8, 13, 21, 40, 80, 90, 120, 200):
         question = text(rng, count) + rng.choice(["", " ", "\n", ":"])
-        answers = rng.choice([[" A", " B", " C", " D"], [text(rng, rng.randint(1, 30)) for _ in range(3)]])
+        answers = rng.choice(
+            [[" A", " B", " C", " D"], [text(rng, rng.randint(1, 30)) for _ in range(3)]]
+        )
         yield {"question": question, "choices": answers, "label": 0}
     yield {"question": "", "choices": ["the cat", " dog"], "label": 1}
 
@@ -77,7 +101,11 @@ TASKS = {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+        "metric_list": [
+            {"metric": "word_perplexity"},
+            {"metric": "byte_perplexity"},
+            {"metric": "bits_per_byte"},
+        ],
     },
     "tiny_writing": {
         "output_type": "generate_until",
@@ -115,6 +143,10 @@ def answered(model, tasks, names=tuple(TASKS)):
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    found = lm_eval.simple_evaluate(model, tasks=list(names), task_manager=manager, bootstrap_iters=0)
+    found = lm_eval.simple_evaluate(
+        model, tasks=list(names), task_manager=manager, bootstrap_iters=0
+    )
     samples = {name: [sample["resps"] for sample in found["samples"][name]] for name in names}
-    return samples, {name: {k: v for k, v in found["results"][name].items() if "," in k} for name in names}
+    return samples, {
+        name: {k: v for k, v in found["results"][name].items() if "," in k} for name in names
+    }

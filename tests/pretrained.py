@@ -1,4 +1,5 @@
-"""Models made of those settings in transformers, random, with no parameter left at its initial value, and what they read."""
+"""Models made of those settings in transformers, random, with no parameter left at its initial
+value, and what they read."""
 
 import copy
 import dataclasses
@@ -28,7 +29,9 @@ HOME = tempfile.TemporaryDirectory(prefix="pretrained-")
 
 def each(names):
     """`names` as parameters of a test, those of one model on one worker."""
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names])
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    )
 
 
 def folder(*parts):
@@ -41,7 +44,8 @@ def folder(*parts):
 def perturbed(model, seed):
     """The model with noise on all that a file would hold of it.
 
-    Matrices get as much as leaves the logits alive: norms behind the sum lose what was read where the sublayers are loud.
+    Matrices get as much as leaves the logits alive: norms behind the sum lose what was read where
+    the sublayers are loud.
     """
     generator = torch.Generator().manual_seed(seed)
     matrices = 0.1 if model.config.model_type in ("bert", "roberta", "bart", "marian") else 0.25
@@ -52,7 +56,9 @@ def perturbed(model, seed):
         for tensor in [*trained, *buffers]:
             size = 0.6 if tensor in tables else matrices if tensor.ndim > 1 else 0.2
             tensor.add_(size * torch.randn(tensor.shape, generator=generator))
-            if tensor.ndim == 1:  # scales of both signs: a tied head then writes more than what it has just read
+            if (
+                tensor.ndim == 1
+            ):  # scales of both signs: a tied head then writes more than what it has just read
                 tensor.mul_(torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1)
     return model.eval()
 
@@ -64,7 +70,9 @@ def made(architecture, settings, seed=0):
     config._attn_implementation = "eager"
     model = perturbed(architecture(config), seed + 1)
     if model.config.model_type == "t5" and settings.get("tie_word_embeddings") is False:
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0) + 0.1)  # T5 v1.1 as it was published
+        model.lm_head.weight = torch.nn.Parameter(
+            model.lm_head.weight.flip(0) + 0.1
+        )  # T5 v1.1 as it was published
     return model
 
 
@@ -88,7 +96,9 @@ def rewrite(place, **changes):
     """Changes fields of a directory's config.json; None removes one."""
     path = place / "config.json"
     fields = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in fields.items() if value is not None})
+    )
 
 
 def inputs(name, seed=0):
@@ -96,18 +106,27 @@ def inputs(name, seed=0):
 
 
 def batch_for(model, seed=0):
-    """What transformers' model reads: three rows, the first of full length, the others padded; int arrays by name.
+    """What transformers' model reads: three rows, the first of full length, the others padded; int
+    arrays by name.
 
     Padding is on the right and, where transformers can place the tokens behind it, on the left.
     """
     rng = np.random.default_rng(seed)
-    left = model.config.model_type not in ("bart", "marian") and "Sequence" not in type(model).__name__
+    left = (
+        model.config.model_type not in ("bart", "marian") and "Sequence" not in type(model).__name__
+    )
 
     def rows(length, words=("input_ids", "attention_mask")):
         mask = np.ones((3, length), int)
         mask[1, -5:] = 0
         mask[2, slice(3) if left else slice(-3, None)] = 0
-        return dict(zip(words, (np.where(mask, rng.integers(5, VOCABULARY, mask.shape), PAD), mask), strict=True))
+        return dict(
+            zip(
+                words,
+                (np.where(mask, rng.integers(5, VOCABULARY, mask.shape), PAD), mask),
+                strict=True,
+            )
+        )
 
     if model.config.is_encoder_decoder:
         return rows(SOURCE) | rows(LENGTH, ("decoder_input_ids", "decoder_attention_mask"))
@@ -115,7 +134,9 @@ def batch_for(model, seed=0):
     if model.config.model_type not in ("bloom", "roberta"):  # these two count by themselves
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
     if hasattr(model.config, "type_vocab_size"):
-        batch["token_type_ids"] = rng.integers(0, model.config.type_vocab_size, batch["input_ids"].shape)
+        batch["token_type_ids"] = rng.integers(
+            0, model.config.type_vocab_size, batch["input_ids"].shape
+        )
     return batch
 
 
@@ -138,7 +159,11 @@ def logits(model, batch):
 def ours(batch, config):
     """The same inputs by the names of `jf.forward`, as (tokens, the rest)."""
     if "decoder_input_ids" in batch:
-        names = {"segment_ids": "decoder_attention_mask", "source": "input_ids", "source_segment_ids": "attention_mask"}
+        names = {
+            "segment_ids": "decoder_attention_mask",
+            "source": "input_ids",
+            "source_segment_ids": "attention_mask",
+        }
         tokens = batch["decoder_input_ids"]
     else:
         names, tokens = {"segment_ids": "attention_mask"}, batch["input_ids"]
@@ -151,7 +176,9 @@ def loaded(name):
     return jf.load(directory(name))
 
 
-QUICK = {"xla_backend_optimization_level": 0}  # halves the time to compile, which is most of these tests' time
+QUICK = {
+    "xla_backend_optimization_level": 0
+}  # halves the time to compile, which is most of these tests' time
 forward = jax.jit(jf.forward, static_argnums=1, compiler_options=QUICK)
 
 
@@ -171,15 +198,24 @@ def assert_close(found, expected, batch):
 
 
 def filled(config):
-    """A config with what it leaves to other fields written out, and without the number of classes where it gives none."""
+    """A config with what it leaves to other fields written out, and without the number of classes
+    where it gives none."""
     fields = dict(head_dim=config.head_width, d_ff=config.ff_width, n_kv_heads=config.kv_heads)
-    fields["window_pattern"] = (config.window_pattern * config.n_layers)[: config.n_layers] if config.window else "w"
+    fields["window_pattern"] = (
+        (config.window_pattern * config.n_layers)[: config.n_layers] if config.window else "w"
+    )
     fields["n_classes"] = config.n_classes if config.output in ("classes", "tags") else 0
     if config.rope_scaling == "yarn":
-        fields["rope_attention_factor"] = round(config.rope_attention_factor or 1 + 0.1 * math.log(config.rope_factor), 6)
+        fields["rope_attention_factor"] = round(
+            config.rope_attention_factor or 1 + 0.1 * math.log(config.rope_factor), 6
+        )
     return dataclasses.replace(config, **fields)
 
 
 def tensors(place):
     """Every tensor of a directory's safetensors files by name, as torch's."""
-    return {name: tensor for path in sorted(place.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(place.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }

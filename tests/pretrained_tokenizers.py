@@ -1,4 +1,5 @@
-"""A tokenizer of each kind that published models have, trained on the spot and saved by transformers; and hard texts."""
+"""A tokenizer of each kind that published models have, trained on the spot and saved by
+transformers; and hard texts."""
 
 import functools
 import json
@@ -9,20 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 
 transformers.logging.set_verbosity_error()
 HOME = tempfile.TemporaryDirectory()
 
 TEXTS = [
-    "The quick brown fox jumps over the lazy dog, doesn't it? I'm sure we've seen 's and 're . Yes !",
+    (
+        "The quick brown fox jumps over the lazy dog, doesn't it? I'm sure we've seen 's and 're ."
+        " Yes !"
+    ),
     "Grüße aus Köln: 12,345.67 € für Äpfel\n\tdef f(x):\n        return x_1 + x_2\r\n",
     "你好世界 こんにちは 안녕 مرحبا بالعالم שלום नमस्ते 🙂",
     "the the the cat sat on the mat and that was that , that 's all ; n't",
 ] * 8
 LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPACE = "▁"
 ALPHABET = sorted({character for text in TEXTS for character in text.replace(" ", SPACE)})
@@ -40,7 +54,11 @@ HARD = [
 
 def with_names(names: list[str]) -> list[str]:
     """Texts with the names of special tokens in all places."""
-    whole = [name for first in names for name in (first, f" {first} ", f"a{first}b", f"a {first} b", f"{first}{first}\n")]
+    whole = [
+        name
+        for first in names
+        for name in (first, f" {first} ", f"a{first}b", f"a {first} b", f"{first}{first}\n")
+    ]
     return [*HARD, *whole, " ".join(names), "".join(names), f"The {names[0]} cat\t{names[-1]}  "]
 
 
@@ -48,19 +66,25 @@ def bpe(pre: Any, decoder: Any, specials: list[Any], **options: Any) -> Backend:
     backend = Backend(models.BPE(**options))
     backend.pre_tokenizer, backend.decoder = pre, decoder
     alphabet = ALPHABET if options else pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(TEXTS, trainer)
     return backend
 
 
 def template(backend: Backend, single: str, pair: str | None = None) -> Any:
     names = {part for part in f"{single} {pair or ''}".split() if not part.startswith("$")}
-    ids = [(name, backend.token_to_id(name)) for name in sorted(name.split(":")[0] for name in names)]
+    ids = [
+        (name, backend.token_to_id(name)) for name in sorted(name.split(":")[0] for name in names)
+    ]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def gpt2() -> tuple[Backend, dict[str, Any]]:
-    backend = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), ["<|endoftext|>"])
+    backend = bpe(
+        pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), ["<|endoftext|>"]
+    )
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     end = "<|endoftext|>"
     return backend, {"bos_token": end, "eos_token": end, "unk_token": end}
@@ -68,12 +92,20 @@ def gpt2() -> tuple[Backend, dict[str, Any]]:
 
 def llama3() -> tuple[Backend, dict[str, Any]]:
     split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
-    pre = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    pre = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|reserved_special_token_0|>"]
     backend = bpe(pre, decoders.ByteLevel(), names)
-    ending = template(backend, "<|begin_of_text|> $A", "<|begin_of_text|> $A <|begin_of_text|>:1 $B:1")
+    ending = template(
+        backend, "<|begin_of_text|> $A", "<|begin_of_text|> $A <|begin_of_text|>:1 $B:1"
+    )
     backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), ending])
-    return backend, {"bos_token": names[0], "eos_token": "<|eot_id|>", "clean_up_tokenization_spaces": True}
+    return backend, {
+        "bos_token": names[0],
+        "eos_token": "<|eot_id|>",
+        "clean_up_tokenization_spaces": True,
+    }
 
 
 def llama2() -> tuple[Backend, dict[str, Any]]:
@@ -82,18 +114,34 @@ def llama2() -> tuple[Backend, dict[str, Any]]:
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=names, initial_alphabet=ALPHABET[:60], limit_alphabet=120, show_progress=False
+        vocab_size=900,
+        special_tokens=names,
+        initial_alphabet=ALPHABET[:60],
+        limit_alphabet=120,
+        show_progress=False,
     )
     trained.train_from_iterator(spaced, trainer)
     spec = json.loads(trained.to_str())
     spec["added_tokens"] = spec["added_tokens"][:3]  # the bytes are tokens of text
     backend = Backend.from_str(json.dumps(spec))
     backend.pre_tokenizer = None  # type: ignore[assignment]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )
+    parts = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(parts)
     backend.post_processor = template(backend, "<s> $A", "<s> $A <s>:1 $B:1")
-    return backend, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    return backend, {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "</s>",
+    }
 
 
 def bert() -> tuple[Backend, dict[str, Any]]:
@@ -111,10 +159,14 @@ def bert() -> tuple[Backend, dict[str, Any]]:
 
 def unigram(names: list[str], unknown: str, later: list[str]) -> Backend:
     backend = Backend(models.Unigram())
-    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=names, unk_token=unknown, show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, special_tokens=names, unk_token=unknown, show_progress=False
+    )
     backend.train_from_iterator(TEXTS, trainer)
     backend.add_special_tokens(later)
     backend.post_processor = template(backend, "$A </s>", "$A </s> $B </s>")
@@ -126,16 +178,39 @@ def t5() -> tuple[Backend, dict[str, Any]]:
     backend = unigram(["<pad>", "</s>", "<unk>"], "<unk>", sentinels[::-1])
     space = pre_tokenizers.Metaspace()
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), space])
-    roles = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "clean_up_tokenization_spaces": True}
+    roles = {
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": True,
+    }
     return backend, roles | {"extra_special_tokens": sentinels}
 
 
 def bart() -> tuple[Backend, dict[str, Any]]:
-    names = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True, normalized=False, special=True)]
+    names = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        AddedToken("<mask>", lstrip=True, normalized=False, special=True),
+    ]
     backend = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), names)
-    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    roles = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>", "unk_token": "<unk>"}
-    return backend, roles | {"pad_token": "<pad>", "mask_token": names[-1], "clean_up_tokenization_spaces": True}
+    backend.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), add_prefix_space=False
+    )
+    roles = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "sep_token": "</s>",
+        "cls_token": "<s>",
+        "unk_token": "<unk>",
+    }
+    return backend, roles | {
+        "pad_token": "<pad>",
+        "mask_token": names[-1],
+        "clean_up_tokenization_spaces": True,
+    }
 
 
 def marian() -> tuple[Backend, dict[str, Any]]:
@@ -161,7 +236,9 @@ def saved(kind: str) -> Path:
     make, numbers = MODELS[kind]
     backend, settings = make()
     folder = Path(HOME.name) / kind
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **settings).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **settings).save_pretrained(
+        folder
+    )
     ids = {key: backend.token_to_id(token) for key, token in numbers.items()}
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard_of"} | ids))
     return folder

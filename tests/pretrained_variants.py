@@ -1,4 +1,5 @@
-"""The settings of tiny models of every architecture that is read and written here, of awkward sizes."""
+"""The settings of tiny models of every architecture that is read and written here, of awkward
+sizes."""
 
 import transformers as tf
 
@@ -7,33 +8,65 @@ ROOM = 128  # positions, where 64 tokens are to be generated
 THETA = 523.0
 TOKENS = dict(vocab_size=VOCABULARY, pad_token_id=PAD, bos_token_id=2, eos_token_id=3)
 TEXT = TOKENS | dict(
-    hidden_size=42, intermediate_size=53, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=ROOM
+    hidden_size=42,
+    intermediate_size=53,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=ROOM,
 )
-LLAMA = TEXT | dict(num_key_value_heads=2, head_dim=10, rms_norm_eps=3e-3, rope_parameters=dict(rope_theta=THETA))
+LLAMA = TEXT | dict(
+    num_key_value_heads=2, head_dim=10, rms_norm_eps=3e-3, rope_parameters=dict(rope_theta=THETA)
+)
 QWEN = LLAMA | dict(num_hidden_layers=4, rms_norm_eps=2e-3, tie_word_embeddings=True)
-QWEN2 = {name: value for name, value in QWEN.items() if name != "head_dim"} | dict(hidden_size=48, tie_word_embeddings=False)
+QWEN2 = {name: value for name, value in QWEN.items() if name != "head_dim"} | dict(
+    hidden_size=48, tie_word_embeddings=False
+)
 OLMO = {name: value for name, value in LLAMA.items() if name != "head_dim"} | dict(hidden_size=48)
 WINDOWED = dict(use_sliding_window=True, sliding_window=5)
 GEMMA = LLAMA | dict(num_hidden_layers=4, sliding_window=5, query_pre_attn_scalar=23)
 GEMMA |= dict(rms_norm_eps=2e-2, attn_logit_softcapping=1.5, final_logit_softcapping=2.5)
 NEOX = TEXT | dict(hidden_size=60, layer_norm_eps=2e-2, rotary_pct=0.4, rotary_emb_base=911)
-GPT2 = TOKENS | dict(n_embd=42, n_head=6, n_layer=2, n_positions=ROOM, n_inner=51, layer_norm_epsilon=2e-2)
+GPT2 = TOKENS | dict(
+    n_embd=42, n_head=6, n_layer=2, n_positions=ROOM, n_inner=51, layer_norm_epsilon=2e-2
+)
 BLOOM = TOKENS | dict(hidden_size=42, n_head=6, n_layer=3, layer_norm_epsilon=2e-2)
 BERT = TEXT | dict(type_vocab_size=2, layer_norm_eps=2e-2, num_labels=5)
 ROBERTA = BERT | dict(type_vocab_size=1)
-T5 = TOKENS | dict(d_model=44, d_kv=9, d_ff=53, num_layers=2, num_decoder_layers=3, num_heads=4, layer_norm_epsilon=2e-2)
-T5 |= dict(relative_attention_num_buckets=8, relative_attention_max_distance=11, decoder_start_token_id=0)
-BART = TOKENS | dict(d_model=42, encoder_layers=2, decoder_layers=3, encoder_attention_heads=6, decoder_attention_heads=6)
-BART |= dict(encoder_ffn_dim=53, decoder_ffn_dim=53, max_position_embeddings=ROOM, decoder_start_token_id=4)
+T5 = TOKENS | dict(
+    d_model=44,
+    d_kv=9,
+    d_ff=53,
+    num_layers=2,
+    num_decoder_layers=3,
+    num_heads=4,
+    layer_norm_epsilon=2e-2,
+)
+T5 |= dict(
+    relative_attention_num_buckets=8, relative_attention_max_distance=11, decoder_start_token_id=0
+)
+BART = TOKENS | dict(
+    d_model=42,
+    encoder_layers=2,
+    decoder_layers=3,
+    encoder_attention_heads=6,
+    decoder_attention_heads=6,
+)
+BART |= dict(
+    encoder_ffn_dim=53, decoder_ffn_dim=53, max_position_embeddings=ROOM, decoder_start_token_id=4
+)
 
 
 def rope(kind, factor, **more):
     return {"rope_parameters": dict(rope_theta=THETA) | dict(rope_type=kind, factor=factor) | more}
 
 
-YARN = dict(original_max_position_embeddings=64, beta_fast=3.0, beta_slow=0.5, rope_theta=50.0)  # a ramp from pair 1 to 4
+YARN = dict(
+    original_max_position_embeddings=64, beta_fast=3.0, beta_slow=0.5, rope_theta=50.0
+)  # a ramp from pair 1 to 4
 LLAMA3 = dict(original_max_position_embeddings=8, low_freq_factor=0.2, high_freq_factor=1.3)
-SHORT = dict(max_position_embeddings=LENGTH - 4)  # the input is longer than the positions that the model was made for
+SHORT = dict(
+    max_position_embeddings=LENGTH - 4
+)  # the input is longer than the positions that the model was made for
 LOCAL = dict(rope_type="default", rope_theta=91.0)
 
 VARIANTS = {
@@ -45,7 +78,8 @@ VARIANTS = {
     "llama": (tf.LlamaForCausalLM, LLAMA),
     "llama tied, heads from width": (
         tf.LlamaForCausalLM,
-        LLAMA | dict(tie_word_embeddings=True, head_dim=None, hidden_size=48, num_key_value_heads=1),
+        LLAMA
+        | dict(tie_word_embeddings=True, head_dim=None, hidden_size=48, num_key_value_heads=1),
     ),
     "llama attention bias": (tf.LlamaForCausalLM, LLAMA | dict(attention_bias=True)),
     "llama feed-forward bias": (tf.LlamaForCausalLM, LLAMA | dict(mlp_bias=True)),
@@ -55,32 +89,71 @@ VARIANTS = {
     "llama dynamic within": (tf.LlamaForCausalLM, LLAMA | rope("dynamic", 2.5)),
     "llama dynamic beyond": (tf.LlamaForCausalLM, LLAMA | SHORT | rope("dynamic", 2.5)),
     "llama yarn": (tf.LlamaForCausalLM, LLAMA | rope("yarn", 4.0, **YARN)),
-    "llama yarn attention factor": (tf.LlamaForCausalLM, LLAMA | rope("yarn", 4.0, attention_factor=1.3, **YARN)),
+    "llama yarn attention factor": (
+        tf.LlamaForCausalLM,
+        LLAMA | rope("yarn", 4.0, attention_factor=1.3, **YARN),
+    ),
     "llama llama3": (tf.LlamaForCausalLM, LLAMA | rope("llama3", 3.0, **LLAMA3)),
     "mistral": (tf.MistralForCausalLM, LLAMA | dict(sliding_window=5, hidden_size=44)),
-    "mistral no window": (tf.MistralForCausalLM, LLAMA | dict(sliding_window=None, hidden_size=48, head_dim=None)),
+    "mistral no window": (
+        tf.MistralForCausalLM,
+        LLAMA | dict(sliding_window=None, hidden_size=48, head_dim=None),
+    ),
     "qwen2": (tf.Qwen2ForCausalLM, QWEN),
-    "qwen2 window above layer 1": (tf.Qwen2ForCausalLM, QWEN2 | WINDOWED | dict(max_window_layers=1)),
+    "qwen2 window above layer 1": (
+        tf.Qwen2ForCausalLM,
+        QWEN2 | WINDOWED | dict(max_window_layers=1),
+    ),
     "qwen3": (tf.Qwen3ForCausalLM, QWEN | dict(tie_word_embeddings=False)),
     "qwen3 bias, window by layer types": (
         tf.Qwen3ForCausalLM,
-        QWEN | WINDOWED | dict(attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 2),
+        QWEN
+        | WINDOWED
+        | dict(attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 2),
     ),
     "gemma2": (tf.Gemma2ForCausalLM, GEMMA),
-    "gemma2 untied": (tf.Gemma2ForCausalLM, GEMMA | dict(tie_word_embeddings=False, num_hidden_layers=3)),
-    "gemma2 uncapped": (tf.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
+    "gemma2 untied": (
+        tf.Gemma2ForCausalLM,
+        GEMMA | dict(tie_word_embeddings=False, num_hidden_layers=3),
+    ),
+    "gemma2 uncapped": (
+        tf.Gemma2ForCausalLM,
+        GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=None),
+    ),
     "gemma3": (
         tf.Gemma3ForCausalLM,
         GEMMA
-        | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"])
+        | dict(
+            layer_types=[
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ]
+        )
         | dict(attn_logit_softcapping=None)
-        | dict(rope_parameters={"full_attention": rope("linear", 3.0)["rope_parameters"], "sliding_attention": LOCAL}),
+        | dict(
+            rope_parameters={
+                "full_attention": rope("linear", 3.0)["rope_parameters"],
+                "sliding_attention": LOCAL,
+            }
+        ),
     ),
     "gemma3 by its own pattern": (
         tf.Gemma3ForCausalLM,
         GEMMA
-        | dict(num_hidden_layers=7, tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None)
-        | dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=THETA), "sliding_attention": LOCAL}),
+        | dict(
+            num_hidden_layers=7,
+            tie_word_embeddings=False,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        )
+        | dict(
+            rope_parameters={
+                "full_attention": dict(rope_type="default", rope_theta=THETA),
+                "sliding_attention": LOCAL,
+            }
+        ),
     ),
     "olmo2": (tf.Olmo2ForCausalLM, OLMO),
     "olmo2 all heads, tied": (
@@ -92,11 +165,20 @@ VARIANTS = {
         tf.GPTNeoXForCausalLM,
         NEOX | dict(use_parallel_residual=False, rotary_pct=1.0, tie_word_embeddings=True),
     ),
-    "gpt-neox no attention bias": (tf.GPTNeoXForCausalLM, NEOX | dict(attention_bias=False, hidden_act="relu")),
+    "gpt-neox no attention bias": (
+        tf.GPTNeoXForCausalLM,
+        NEOX | dict(attention_bias=False, hidden_act="relu"),
+    ),
     "bloom": (tf.BloomForCausalLM, BLOOM),
-    "bloom 4 heads": (tf.BloomForCausalLM, BLOOM | dict(n_head=4, hidden_size=36, tie_word_embeddings=False)),
+    "bloom 4 heads": (
+        tf.BloomForCausalLM,
+        BLOOM | dict(n_head=4, hidden_size=36, tie_word_embeddings=False),
+    ),
     "bert masked": (tf.BertForMaskedLM, BERT),
-    "bert masked, three types, relu": (tf.BertForMaskedLM, BERT | dict(type_vocab_size=3, hidden_act="relu")),
+    "bert masked, three types, relu": (
+        tf.BertForMaskedLM,
+        BERT | dict(type_vocab_size=3, hidden_act="relu"),
+    ),
     "bert pre-training": (tf.BertForPreTraining, BERT),
     "bert classes": (tf.BertForSequenceClassification, BERT),
     "bert tags": (tf.BertForTokenClassification, BERT),
@@ -106,12 +188,24 @@ VARIANTS = {
     "t5": (tf.T5ForConditionalGeneration, T5),
     "t5 v1.1": (
         tf.T5ForConditionalGeneration,
-        T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_layers=3, num_decoder_layers=2),
+        T5
+        | dict(
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+            num_layers=3,
+            num_decoder_layers=2,
+        ),
     ),
     "bart": (tf.BartForConditionalGeneration, BART),
-    "bart scaled": (tf.BartForConditionalGeneration, BART | dict(scale_embedding=True, activation_function="gelu_new")),
+    "bart scaled": (
+        tf.BartForConditionalGeneration,
+        BART | dict(scale_embedding=True, activation_function="gelu_new"),
+    ),
     "marian": (tf.MarianMTModel, BART | dict(scale_embedding=True, activation_function="swish")),
-    "marian unscaled": (tf.MarianMTModel, BART | dict(d_model=36, activation_function="relu", decoder_layers=1)),
+    "marian unscaled": (
+        tf.MarianMTModel,
+        BART | dict(d_model=36, activation_function="relu", decoder_layers=1),
+    ),
 }
 FAMILY = {  # one variant for each family, where one shows what all have
     name.split()[0]: name for name in reversed(VARIANTS)

@@ -1,5 +1,5 @@
-"""config.json as authors published them, whole, with the sizes made small, and what their files of weights hold beside the
-model's own tensors: by the names and in the types that they have there."""
+"""config.json as authors published them, whole, with the sizes made small, and what their files of
+weights hold beside the model's own tensors: by the names and in the types that they have there."""
 
 import re
 
@@ -32,12 +32,16 @@ def bare(prefix):
 
 
 def half(dtype):
-    return lambda held: {name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()}
+    return lambda held: {
+        name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()
+    }
 
 
 def also(more):
     """More tensors, given themselves or as the name of the one that they repeat."""
-    return lambda held: held | {name: (held[w] if isinstance(w, str) else w).clone() for name, w in more.items()}
+    return lambda held: (
+        held | {name: (held[w] if isinstance(w, str) else w).clone() for name, w in more.items()}
+    )
 
 
 def gammas(held):
@@ -48,15 +52,24 @@ def gammas(held):
 
 
 def pooler(base):
-    return {f"{base}.pooler.dense.weight": torch.ones(WIDTH, WIDTH), f"{base}.pooler.dense.bias": torch.ones(WIDTH)}
+    return {
+        f"{base}.pooler.dense.weight": torch.ones(WIDTH, WIDTH),
+        f"{base}.pooler.dense.bias": torch.ones(WIDTH),
+    }
 
 
 F16, BF16 = half(torch.float16), half(torch.bfloat16)
 TRIANGLE = torch.ones(1, 1, ROOM, ROOM).tril()
 LAYERS = dict(
-    hidden_size=WIDTH, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=ROOM
+    hidden_size=WIDTH,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=ROOM,
 )
-CLASSES = dict(id2label={str(i): f"LABEL_{i}" for i in range(3)}, label2id={f"LABEL_{i}": i for i in range(3)})
+CLASSES = dict(
+    id2label={str(i): f"LABEL_{i}" for i in range(3)}, label2id={f"LABEL_{i}": i for i in range(3)}
+)
 
 GPT2 = dict(
     activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1, bos_token_id=1, embd_pdrop=0.1,
@@ -65,7 +78,11 @@ GPT2 = dict(
     summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True, vocab_size=71,
     task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
 )  # fmt: skip
-case("gpt2", GPT2, both(bare("transformer."), also({"h.0.attn.bias": TRIANGLE, "h.1.attn.bias": TRIANGLE})))
+case(
+    "gpt2",
+    GPT2,
+    both(bare("transformer."), also({"h.0.attn.bias": TRIANGLE, "h.1.attn.bias": TRIANGLE})),
+)
 case("gpt2-medium", GPT2 | dict(n_special=0, predict_special_tokens=True), bare("transformer."))
 case(
     "distilgpt2",
@@ -80,7 +97,11 @@ LLAMA2 = LAYERS | dict(
     transformers_version="4.31.0.dev0", use_cache=True, vocab_size=71,
 )  # fmt: skip
 SCALED = dict(
-    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16, rope_type="llama3"
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+    rope_type="llama3",
 )
 LLAMA3 = less(LLAMA2, "_name_or_path") | dict(
     attention_bias=False, attention_dropout=0.0, eos_token_id=[2, 3, 4], mlp_bias=False, num_key_value_heads=2,
@@ -91,10 +112,21 @@ case("llama-2-7b-hf", LLAMA2, both(F16, also(FREQUENCIES)))
 case("llama-3.1-8b-instruct", LLAMA3, BF16)
 case("llama-3.2-1b", LLAMA3 | dict(head_dim=6, tie_word_embeddings=True, eos_token_id=2), BF16)
 case(
-    "smollm2-135m", LLAMA3 | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"kv": {}}}, BF16
+    "smollm2-135m",
+    LLAMA3
+    | {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv": {}},
+    },
+    BF16,
 )
 MISTRAL = less(LLAMA2, "_name_or_path", "pretraining_tp", "rope_scaling") | dict(
-    architectures=["MistralForCausalLM"], model_type="mistral", rope_theta=10000.0, sliding_window=9, num_key_value_heads=2
+    architectures=["MistralForCausalLM"],
+    model_type="mistral",
+    rope_theta=10000.0,
+    sliding_window=9,
+    num_key_value_heads=2,
 )
 case("mistral-7b-v0.1", MISTRAL, BF16)
 
@@ -154,11 +186,23 @@ POOLED = dict(
     directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12, pooler_num_fc_layers=3,
     pooler_size_per_head=128, pooler_type="first_token_transform",
 )  # fmt: skip
-SENTENCES = {"cls.seq_relationship.weight": torch.ones(2, WIDTH), "cls.seq_relationship.bias": torch.ones(2)}
-SST2 = dict(architectures=["BertForSequenceClassification"], finetuning_task="sst-2", output_past=True, **CLASSES)
+SENTENCES = {
+    "cls.seq_relationship.weight": torch.ones(2, WIDTH),
+    "cls.seq_relationship.bias": torch.ones(2),
+}
+SST2 = dict(
+    architectures=["BertForSequenceClassification"],
+    finetuning_task="sst-2",
+    output_past=True,
+    **CLASSES,
+)
 case("bert-base-uncased", BERT, both(also(SENTENCES | pooler("bert")), gammas))
 case("bert-base-multilingual-cased", BERT | POOLED, also(SENTENCES | pooler("bert")))
-case("textattack's sst-2", BERT | SST2, also({"bert.embeddings.position_ids": torch.arange(ROOM)[None]}))
+case(
+    "textattack's sst-2",
+    BERT | SST2,
+    also({"bert.embeddings.position_ids": torch.arange(ROOM)[None]}),
+)
 
 ROBERTA = less(BERT, "gradient_checkpointing", "transformers_version", "position_embedding_type", "use_cache") | dict(
     architectures=["RobertaForMaskedLM"], bos_token_id=0, eos_token_id=2, layer_norm_eps=1e-05, model_type="roberta",
@@ -180,9 +224,15 @@ FLAN = T5 | dict(
     tie_word_embeddings=False, relative_attention_max_distance=128, transformers_version="4.23.1", use_cache=True,
 )  # fmt: skip
 SHARED = {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
-UNREAD = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(32, 4)}
+UNREAD = {
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(32, 4)
+}
 case("t5-base", T5, also(UNREAD | SHARED | {"lm_head.weight": "shared.weight"}))
-case("flan-t5", FLAN, both(lambda held: held | {"lm_head.weight": held["shared.weight"].flip(0) + 0.1}, also(SHARED)))
+case(
+    "flan-t5",
+    FLAN,
+    both(lambda held: held | {"lm_head.weight": held["shared.weight"].flip(0) + 0.1}, also(SHARED)),
+)
 
 BART = CLASSES | dict(
     activation_dropout=0.1, activation_function="gelu", add_bias_logits=False, add_final_layer_norm=False,
@@ -204,7 +254,10 @@ OPUS = less(BART, "early_stopping", "forced_bos_token_id", "no_repeat_ngram_size
     model_type="marian", normalize_embedding=False, num_beams=6, scale_embedding=True,
     share_encoder_decoder_embeddings=True, static_position_embeddings=True,
 )  # fmt: skip
-COPIES = {name: "model.shared.weight" for name in (*(f"model.{name}" for name in SHARED), "lm_head.weight")}
+COPIES = {
+    name: "model.shared.weight"
+    for name in (*(f"model.{name}" for name in SHARED), "lm_head.weight")
+}
 case("bart-base", BART)
 case("bart-large-cnn", CNN, also(COPIES))
 case("opus-mt-en-de", OPUS, also(COPIES))

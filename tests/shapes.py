@@ -11,12 +11,21 @@ VOCABULARY, LENGTH = 61, 24
 SIZES = dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, d_ff=40, max_length=64)
 MODELS = {
     "llama": dict(n_kv_heads=2),
-    "gpt2": dict(norm="layer", positions="learned", activation="gelu", bias="all", tied_head=True, n_kv_heads=0),
+    "gpt2": dict(
+        norm="layer",
+        positions="learned",
+        activation="gelu",
+        bias="all",
+        tied_head=True,
+        n_kv_heads=0,
+    ),
     "multi-query, interleaved, post-norm": dict(
         n_kv_heads=1, rope_pairing="interleaved", norm_placement="post", activation="geglu"
     ),
     "no norm, no positions": dict(norm="none", positions="none", activation="relu2"),
-    "wide heads, silu": dict(init="truncated_normal", head_dim=12, activation="silu", norm="layer", norm_placement="post"),
+    "wide heads, silu": dict(
+        init="truncated_normal", head_dim=12, activation="silu", norm="layer", norm_placement="post"
+    ),
     "relu with biases": dict(activation="relu", bias="all", norm="rms"),
     "tanh gelu, learned": dict(activation="gelu_tanh", positions="learned"),
 }
@@ -31,7 +40,11 @@ def strong(params, key=1, size=0.15):
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(key), len(leaves))
     return jax.tree.unflatten(
-        treedef, [leaf + size * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys, strict=True)]
+        treedef,
+        [
+            leaf + size * jax.random.normal(k, leaf.shape)
+            for leaf, k in zip(leaves, keys, strict=True)
+        ],
     )
 
 

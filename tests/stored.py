@@ -25,11 +25,15 @@ PACKINGS = ("stream", "documents", "best_fit")
 
 @contextmanager
 def stored(sizes: list[int], first: int = 0) -> Iterator[TokenStore]:
-    """A store of documents of these sizes, in shards of about 20 tokens, its letters from the `first` of the alphabet on."""
+    """A store of documents of these sizes, in shards of about 20 tokens, its letters from the
+    `first` of the alphabet on."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "SHARD_CHARACTERS", 20)
         letters = (chr(97 + (first + place) % 26) for place in range(sum(sizes)))
-        pieces = [Piece("".join(islice(letters, size)), str(index), True) for index, size in enumerate(sizes)]
+        pieces = [
+            Piece("".join(islice(letters, size)), str(index), True)
+            for index, size in enumerate(sizes)
+        ]
         yield open_or_build(Path(folder), lambda: pieces, BYTES)
 
 
@@ -49,7 +53,9 @@ def same(left: NumpyBatch, right: NumpyBatch) -> bool:
     return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
 
 
-def assert_shared(make: Callable[..., Batches], steps: list[int], counts: tuple[int, ...] = (2, 4)) -> None:
+def assert_shared(
+    make: Callable[..., Batches], steps: list[int], counts: tuple[int, ...] = (2, 4)
+) -> None:
     """Processes read together, row by row in turn, what one reads alone."""
     for step in steps:
         whole = make()[step]

@@ -12,7 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
-HEAVY = ("flax", "optax", "orbax", "grain", "tyro", "rich", "matplotlib", "tokenizers", "zstandard", "tensorboardX")
+HEAVY = (
+    "flax",
+    "optax",
+    "orbax",
+    "grain",
+    "tyro",
+    "rich",
+    "matplotlib",
+    "tokenizers",
+    "zstandard",
+    "tensorboardX",
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -22,15 +33,30 @@ def functions(path: Path) -> list[Function]:
 
 def code_lines(path: Path) -> set[int]:
     """Numbers of the lines that hold code: neither blank nor a comment alone."""
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+    nothing = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENCODING,
+    }
     with path.open("rb") as file:
-        spans = [t for t in tokenize.tokenize(file.readline) if t.type not in nothing and t.type != tokenize.ENDMARKER]
+        spans = [
+            t
+            for t in tokenize.tokenize(file.readline)
+            if t.type not in nothing and t.type != tokenize.ENDMARKER
+        ]
     return {number for span in spans for number in range(span.start[0], span.end[0] + 1)}
 
 
 def docstring_lines(node: Function) -> range:
     first = node.body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    is_text = (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    )
     return range(first.lineno, (first.end_lineno or first.lineno) + 1) if is_text else range(0)
 
 
@@ -41,9 +67,13 @@ def test_the_tail_is_bounded() -> None:
         length, code = len(path.read_text().splitlines()), code_lines(path)
         found += [f"{path}: {length} lines"] * (length >= 300)
         for node in functions(path):
-            lines = set(range(node.lineno, (node.end_lineno or node.lineno) + 1)) & code - set(docstring_lines(node))
+            lines = set(range(node.lineno, (node.end_lineno or node.lineno) + 1)) & code - set(
+                docstring_lines(node)
+            )
             arguments = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
-            found += [f"{path}:{node.lineno} {node.name}: {len(lines)} lines of code"] * (len(lines) > 50)
+            found += [f"{path}:{node.lineno} {node.name}: {len(lines)} lines of code"] * (
+                len(lines) > 50
+            )
             found += [f"{path}:{node.lineno} {node.name}: {arguments} arguments"] * (arguments > 8)
     assert not found, "\n".join(found)
 
@@ -67,7 +97,15 @@ def test_data_tokenizer_and_report_know_neither_a_run_nor_a_model() -> None:
 
 
 def test_no_file_is_named_after_nothing() -> None:
-    assert not {path.stem for path in FILES} & {"utils", "util", "common", "helpers", "core", "manager", "misc"}
+    assert not {path.stem for path in FILES} & {
+        "utils",
+        "util",
+        "common",
+        "helpers",
+        "core",
+        "manager",
+        "misc",
+    }
 
 
 def test_importing_jaxformer_imports_none_of_the_heavy_libraries() -> None:
@@ -80,16 +118,26 @@ def test_importing_jaxformer_imports_none_of_the_heavy_libraries() -> None:
 
 def test_calling_a_model_imports_neither_checkpoints_nor_data_nor_the_command_line() -> None:
     seen = modules_after("import jaxformer; jaxformer.forward, jaxformer.init")
-    brought = {"flax", "rich", "zstandard"}  # Flax is wanted, and the others come with it and with JAX
+    brought = {
+        "flax",
+        "rich",
+        "zstandard",
+    }  # Flax is wanted, and the others come with it and with JAX
     assert not {name for name in seen if name.partition(".")[0] in {*HEAVY} - brought}
     assert not {
-        name for name in seen if name.startswith(("jaxformer.data", "jaxformer.training", "jaxformer.runs", "jaxformer.cli"))
+        name
+        for name in seen
+        if name.startswith(
+            ("jaxformer.data", "jaxformer.training", "jaxformer.runs", "jaxformer.cli")
+        )
     }
 
 
 def modules_after(code: str) -> list[str]:
     line = f"{code}; import sys, json; print(json.dumps(sorted(sys.modules)))"
-    found: list[str] = json.loads(subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True))
+    found: list[str] = json.loads(
+        subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True)
+    )
     return found
 
 
@@ -103,7 +151,11 @@ def test_the_readme_begins_with_the_two_commands(readme: str) -> None:
     assert "pip install -e . && python train.py configs/quickstart.py" in first_screen
     assert 'pip install -e ".[test]" && pytest' in first_screen
     extras = (ROOT / "pyproject.toml").read_text()
-    assert "\ntest = [" in extras and (ROOT / "configs/quickstart.py").is_file() and (ROOT / "train.py").is_file()
+    assert (
+        "\ntest = [" in extras
+        and (ROOT / "configs/quickstart.py").is_file()
+        and (ROOT / "train.py").is_file()
+    )
 
 
 def test_every_file_and_folder_that_the_readme_names_exists(readme: str) -> None:
@@ -115,7 +167,9 @@ def test_every_file_and_folder_that_the_readme_names_exists(readme: str) -> None
 
 def test_every_image_and_page_that_the_readme_links_to_exists(readme: str) -> None:
     linked = re.findall(r"\]\(([^)#]+)\)", readme)
-    missing = [link for link in linked if not link.startswith("http") and not (ROOT / link).exists()]
+    missing = [
+        link for link in linked if not link.startswith("http") and not (ROOT / link).exists()
+    ]
     assert not missing
 
 
@@ -128,10 +182,14 @@ def test_every_command_that_the_readme_gives_is_one(readme: str) -> None:
 
 def reach_after(code: str) -> int:
     """Lines of the package's own files that were imported when the code has run."""
-    where = "sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'jaxformer')"
+    where = (
+        "sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'jaxformer')"
+    )
     line = f"{code}\nimport sys, json\nprint(json.dumps({where}))"
     out = subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True)
-    return sum(len(Path(file).read_text().splitlines()) for file in json.loads(out.splitlines()[-1]))
+    return sum(
+        len(Path(file).read_text().splitlines()) for file in json.loads(out.splitlines()[-1])
+    )
 
 
 FIT = """
@@ -169,13 +227,20 @@ with jf.Checkpoints(sys.argv[1]) as checkpoints:
 """
     subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=ROOT, check=True)
     seen = modules_after(f"import jaxformer; jaxformer.load({str(tmp_path)!r})")
-    kinds = ("jaxformer.training", "jaxformer.runs", "jaxformer.optim", "jaxformer.data", "jaxformer.losses")
+    kinds = (
+        "jaxformer.training",
+        "jaxformer.runs",
+        "jaxformer.optim",
+        "jaxformer.data",
+        "jaxformer.losses",
+    )
     assert "jaxformer.loading" in seen
     assert not {name for name in seen if name.startswith(kinds)}
 
 
 def package_graph() -> dict[str, set[str]]:
-    """Which packages and files directly below jaxformer import which, imports inside functions counted in."""
+    """Which packages and files directly below jaxformer import which, imports inside functions
+    counted in."""
     graph: dict[str, set[str]] = {}
     for path in FILES:
         parts = path.relative_to(ROOT / "jaxformer").with_suffix("").parts
@@ -203,21 +268,42 @@ def test_the_graph_of_packages_has_no_cycle() -> None:
 
 
 def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
-    composer = ("runs", "cli", "lm_eval", "config", "config_file", "config_json", "evaluation", "loading", "__init__")
-    inside = [path for path in FILES if path.relative_to(ROOT / "jaxformer").with_suffix("").parts[0] not in composer]
+    composer = (
+        "runs",
+        "cli",
+        "lm_eval",
+        "config",
+        "config_file",
+        "config_json",
+        "evaluation",
+        "loading",
+        "__init__",
+    )
+    inside = [
+        path
+        for path in FILES
+        if path.relative_to(ROOT / "jaxformer").with_suffix("").parts[0] not in composer
+    ]
     assert not [str(path) for path in inside if "RunConfig" in path.read_text()]
 
 
 def test_every_module_can_be_imported_under_its_own_name() -> None:
-    """No package shares a name with a public function, so `import jaxformer.training.state as s` works."""
+    """No package shares a name with a public function, so `import jaxformer.training.state as s`
+    works."""
     import importlib
 
     import jaxformer
 
     public = {name for name in jaxformer.__all__ if callable(getattr(jaxformer, name))}
-    packages = {path.stem for path in (ROOT / "jaxformer").iterdir() if path.is_dir() or path.suffix == ".py"}
+    packages = {
+        path.stem
+        for path in (ROOT / "jaxformer").iterdir()
+        if path.is_dir() or path.suffix == ".py"
+    }
     assert not public & packages
     for path in FILES:
-        parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+        parts = [
+            part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"
+        ]
         if parts[-1] != "__main__":
             importlib.import_module(".".join(parts))

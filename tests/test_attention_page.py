@@ -1,4 +1,5 @@
-"""A page of attention maps holds exactly what it was given, loads nothing from anywhere, and no token can break it."""
+"""A page of attention maps holds exactly what it was given, loads nothing from anywhere, and no
+token can break it."""
 
 import base64
 import json
@@ -14,16 +15,33 @@ import pytest
 from jaxformer.config import ConfigError
 from jaxformer.report.attention import attention_figure, attention_page, visible
 
-HOSTILE = ["</script><b>", "<!--", "'\"`${1}\\", "👩\u200d🚀", "\ud800", "{{data}}", "&lt;", "שלום", "\u202e"]
+HOSTILE = [
+    "</script><b>",
+    "<!--",
+    "'\"`${1}\\",
+    "👩\u200d🚀",
+    "\ud800",
+    "{{data}}",
+    "&lt;",
+    "שלום",
+    "\u202e",
+]
 SOURCE, TARGET = ["Der", " Hund", ".\n"], ["<s>", "The", " dog", "."]
 
 
-def softmax_maps(layers: int = 2, heads: int = 3, source: int = len(SOURCE), target: int = len(TARGET)) -> dict[str, Any]:
+def softmax_maps(
+    layers: int = 2, heads: int = 3, source: int = len(SOURCE), target: int = len(TARGET)
+) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     sides = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
-    scores = {kind: np.exp(4 * rng.normal(size=(layers, heads, *shape))) for kind, shape in sides.items()}
+    scores = {
+        kind: np.exp(4 * rng.normal(size=(layers, heads, *shape))) for kind, shape in sides.items()
+    }
     scores["decoder"] = np.tril(scores["decoder"])
-    return {kind: (each / each.sum(-1, keepdims=True)).astype(np.float32) for kind, each in scores.items()}
+    return {
+        kind: (each / each.sum(-1, keepdims=True)).astype(np.float32)
+        for kind, each in scores.items()
+    }
 
 
 def tokens(source: list[str] = SOURCE, target: list[str] = TARGET) -> dict[str, list[str]]:
@@ -54,14 +72,20 @@ class Page(HTMLParser):
 def test_the_weights_of_the_page_are_those_given_to_a_hundred_thousandth() -> None:
     maps = softmax_maps()
     for kind, found in Page(attention_page(maps, tokens(), title="t")).data["maps"].items():
-        weights = np.frombuffer(base64.b64decode(found["weights"]), "<u2").reshape(found["shape"]) / 65535
+        weights = (
+            np.frombuffer(base64.b64decode(found["weights"]), "<u2").reshape(found["shape"]) / 65535
+        )
         np.testing.assert_allclose(weights, maps[kind], rtol=0, atol=1e-5)
         assert ((weights == 0) == (maps[kind] < 0.5 / 65535)).all()
 
 
 def test_a_page_has_the_kinds_and_tokens_of_its_maps_alone() -> None:
     maps = softmax_maps()
-    assert list(Page(attention_page(maps, tokens(), title="t")).data["maps"]) == ["encoder", "decoder", "cross"]
+    assert list(Page(attention_page(maps, tokens(), title="t")).data["maps"]) == [
+        "encoder",
+        "decoder",
+        "cross",
+    ]
     for kind, axis in (("encoder", "source"), ("decoder", "target")):
         data = Page(attention_page({kind: maps[kind]}, {axis: tokens()[axis]}, title="t")).data
         assert list(data["maps"]) == [kind] and list(data["tokens"]) == [axis]
@@ -71,27 +95,48 @@ def test_a_page_has_the_kinds_and_tokens_of_its_maps_alone() -> None:
 def test_no_text_can_change_the_page_around_it(hostile: str) -> None:
     plain = Page(attention_page(softmax_maps(), tokens(), title="t", candidates=[[("x", 0.5)]] * 4))
     strange = [hostile, *TARGET[1:]]
-    page = attention_page(softmax_maps(), tokens(target=strange), title=hostile, candidates=[[(hostile, 0.5)]] * 4)
+    page = attention_page(
+        softmax_maps(), tokens(target=strange), title=hostile, candidates=[[(hostile, 0.5)]] * 4
+    )
     found = Page(page)
     assert found.elements == plain.elements
     assert found.data["title"] == hostile
-    assert found.data["tokens"]["target"][0] == visible(hostile) == found.data["candidates"][0][0][0]
+    assert (
+        found.data["tokens"]["target"][0] == visible(hostile) == found.data["candidates"][0][0][0]
+    )
 
 
 def test_a_page_asks_for_nothing_from_anywhere() -> None:
     page = attention_page(softmax_maps(), tokens(), title="t")
-    addresses = [value for _, attrs in Page(page).elements for name, value in attrs.items() if name in ("src", "href")]
+    addresses = [
+        value
+        for _, attrs in Page(page).elements
+        for name, value in attrs.items()
+        if name in ("src", "href")
+    ]
     assert addresses == ["data:,"]
-    assert not re.findall(r"https?:|//\w+\.|url\(|@import|\bimport\b|fetch\(|XMLHttpRequest|WebSocket|sendBeacon", page)
+    assert not re.findall(
+        r"https?:|//\w+\.|url\(|@import|\bimport\b|fetch\(|XMLHttpRequest|WebSocket|sendBeacon",
+        page,
+    )
 
 
 def test_white_space_is_seen() -> None:
-    assert [visible(text) for text in (" the", "\n", "a\tb", "", "\x00", "Ä")] == ["·the", "↵", "a⇥b", "∅", "\ufffd", "Ä"]
+    assert [visible(text) for text in (" the", "\n", "a\tb", "", "\x00", "Ä")] == [
+        "·the",
+        "↵",
+        "a⇥b",
+        "∅",
+        "\ufffd",
+        "Ä",
+    ]
 
 
 def test_sixty_four_tokens_of_a_base_model_stay_below_two_megabytes() -> None:
     words = [f" word{i}" for i in range(64)]
-    assert len(attention_page(softmax_maps(6, 8, 64, 64), tokens(words, words), title="t")) < 2_000_000
+    assert (
+        len(attention_page(softmax_maps(6, 8, 64, 64), tokens(words, words), title="t")) < 2_000_000
+    )
 
 
 def test_every_element_that_the_scripts_ask_for_is_on_the_page() -> None:
@@ -109,7 +154,10 @@ def test_shapes_that_do_not_fit_are_all_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         attention_page(maps, tokens(), title="t")
     said = str(caught.value)
-    assert "'cross' has the shape (2, 3, 3, 4), not (layers, heads, 4 target tokens, 3 source tokens)" in said
+    assert (
+        "'cross' has the shape (2, 3, 3, 4), not (layers, heads, 4 target tokens, 3 source tokens)"
+        in said
+    )
     assert "'encoder' has the shape (3, 3)" in said and "decoder" not in said
 
 
@@ -117,7 +165,11 @@ def test_shapes_that_do_not_fit_are_all_named_at_once() -> None:
     ("maps", "words", "said"),
     [
         ({}, tokens(), "there is none"),
-        ({"crossed": np.zeros((1, 1, 4, 3))}, tokens(), "'crossed' is not a kind of map: 'encoder', 'decoder', 'cross' are"),
+        (
+            {"crossed": np.zeros((1, 1, 4, 3))},
+            tokens(),
+            "'crossed' is not a kind of map: 'encoder', 'decoder', 'cross' are",
+        ),
         ({"encoder": np.zeros((1, 1, 4, 4))}, {"target": TARGET}, "source tokens are missing"),
         ({"encoder": np.zeros((0, 1, 3, 3))}, tokens(), "shape (0, 1, 3, 3)"),
         ({"encoder": np.full((1, 1, 3, 3), np.nan)}, tokens(), "from nan to nan"),
@@ -129,7 +181,9 @@ def test_shapes_that_do_not_fit_are_all_named_at_once() -> None:
         ),
     ],
 )
-def test_maps_that_cannot_be_shown_are_refused(maps: dict[str, Any], words: dict[str, list[str]], said: str) -> None:
+def test_maps_that_cannot_be_shown_are_refused(
+    maps: dict[str, Any], words: dict[str, list[str]], said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         attention_page(maps, words, title="t")
     assert said in str(caught.value)
@@ -152,7 +206,9 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_a_figure_is_a_png_whatever_its_tokens_are(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_figure_is_a_png_whatever_its_tokens_are(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     strange = tokens(source=["$x_{$", "日本", "👍"])
     attention_figure(softmax_maps(), strange, tmp_path / "map.png", title="$a_{$")
     width, height = png_size(tmp_path / "map.png")
@@ -160,13 +216,17 @@ def test_a_figure_is_a_png_whatever_its_tokens_are(tmp_path: Path, recwarn: pyte
     assert not list(recwarn)
 
 
-def test_a_figure_draws_a_panel_a_head_and_names_the_tokens_up_to_sixty_four(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_draws_a_panel_a_head_and_names_the_tokens_up_to_sixty_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from jaxformer.report.attention import _figure
 
     maps = softmax_maps(2, 3, 64, 65)
     for kind, count in (("encoder", 64), ("decoder", 0)):
         words = [f"w{i}" for i in range(maps[kind].shape[-1])]
-        panels = _figure(maps[kind], (words, words), "t", ()).axes[:-1]  # the last one is the scale of colours
+        panels = _figure(maps[kind], (words, words), "t", ()).axes[
+            :-1
+        ]  # the last one is the scale of colours
         assert len(panels) == 2 * 3
         assert [label.get_text() for label in panels[0].get_yticklabels()] == words[:count]
         for (layer, head), panel in zip(np.ndindex(2, 3), panels, strict=True):
@@ -175,4 +235,10 @@ def test_a_figure_draws_a_panel_a_head_and_names_the_tokens_up_to_sixty_four(mon
 
 def test_a_figure_of_a_kind_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hold no 'cross': choose one of 'decoder'"):
-        attention_figure({"decoder": softmax_maps()["decoder"]}, tokens(), tmp_path / "x.png", title="t", kind="cross")
+        attention_figure(
+            {"decoder": softmax_maps()["decoder"]},
+            tokens(),
+            tmp_path / "x.png",
+            title="t",
+            kind="cross",
+        )

@@ -1,4 +1,5 @@
-"""Bad input: exit status 2, one clear message that names what, where, what is allowed and what to do, and nothing lost."""
+"""Bad input: exit status 2, one clear message that names what, where, what is allowed and what to
+do, and nothing lost."""
 
 import fcntl
 import gzip
@@ -46,17 +47,41 @@ def train_refused(capsys: Capture, folder: Path, changes: dict[str, Any], parts:
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a mistyped field": ({"model.n_layer": 3}, ["no setting model.n_layer.", "meant model.n_layers;"]),
-    "a field of another section": ({"train.learning_rate": 3}, ["train.learning_rate", "meant optimizer.learning_rate;"]),
-    "a field that resembles none": ({"optimizer.lr": 3}, ["optimizer.lr", "optimizer.name", "optimizer.learning_rate"]),
-    "a value outside its choices": ({"model.norm": "batch"}, ["model.norm", "batch", "'rms', 'rms1p', 'layer', 'none'"]),
+    "a mistyped field": (
+        {"model.n_layer": 3},
+        ["no setting model.n_layer.", "meant model.n_layers;"],
+    ),
+    "a field of another section": (
+        {"train.learning_rate": 3},
+        ["train.learning_rate", "meant optimizer.learning_rate;"],
+    ),
+    "a field that resembles none": (
+        {"optimizer.lr": 3},
+        ["optimizer.lr", "optimizer.name", "optimizer.learning_rate"],
+    ),
+    "a value outside its choices": (
+        {"model.norm": "batch"},
+        ["model.norm", "batch", "'rms', 'rms1p', 'layer', 'none'"],
+    ),
     "a word for a number": ({"train.steps": "many"}, ["train.steps", "many", "INT"]),
     "a fraction of a step": ({"train.steps": 1.5}, ["train.steps", "1.5"]),
     "no step": ({"train.steps": 0}, ["train.steps=0 must be at least 1"]),
-    "a negative learning rate": ({"optimizer.learning_rate": -1}, ["optimizer.learning_rate=-1.0 must be at least 0"]),
-    "a learning rate that is no number": ({"optimizer.learning_rate": "nan"}, ["optimizer.learning_rate=nan"]),
-    "a dropout of all": ({"model.dropout": 1}, ["model.dropout=1.0 must be at least 0 and below 1"]),
-    "a width that heads do not divide": ({"model.n_heads": 5}, ["d_model=32", "model.n_heads=5", "1, 2, 4, 8, 16, 32"]),
+    "a negative learning rate": (
+        {"optimizer.learning_rate": -1},
+        ["optimizer.learning_rate=-1.0 must be at least 0"],
+    ),
+    "a learning rate that is no number": (
+        {"optimizer.learning_rate": "nan"},
+        ["optimizer.learning_rate=nan"],
+    ),
+    "a dropout of all": (
+        {"model.dropout": 1},
+        ["model.dropout=1.0 must be at least 0 and below 1"],
+    ),
+    "a width that heads do not divide": (
+        {"model.n_heads": 5},
+        ["d_model=32", "model.n_heads=5", "1, 2, 4, 8, 16, 32"],
+    ),
     "heads that key heads do not divide": (
         {"model.n_heads": 4, "model.n_kv_heads": 3},
         ["n_heads=4", "model.n_kv_heads=3", "choose one of 1, 2, 4"],
@@ -82,7 +107,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data.sequence_length": 9000, "model.max_length": 9000},
         ["data.train", "9,001", "give more text", "data.sequence_length"],
     ),
-    "a kernel that the device has not": ({"model.attention_kernel": "cudnn"}, ["attention_kernel='cudnn'", "'auto'"]),
+    "a kernel that the device has not": (
+        {"model.attention_kernel": "cudnn"},
+        ["attention_kernel='cudnn'", "'auto'"],
+    ),
     "no run directory": ({"run.dir": ""}, ["run.dir is empty"]),
 }
 
@@ -97,7 +125,9 @@ def test_a_batch_that_the_devices_do_not_divide_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     mesh = jax.sharding.AbstractMesh((4, 1, 1), MESH_AXES)
     for batch, pieces, remedy in ((6, 1, 4), (8, 4, 16)):
-        with pytest.raises(ConfigError, match=rf"train\.batch_size={batch} .* multiple of {remedy}\."):
+        with pytest.raises(
+            ConfigError, match=rf"train\.batch_size={batch} .* multiple of {remedy}\."
+        ):
             check_batch_size(mesh, batch, pieces)
     with pytest.raises(ConfigError, match=r"mesh\.tensor=3 does not fit 4 devices"):
         make_mesh(tensor=3)
@@ -107,7 +137,10 @@ DATA: dict[str, tuple[bytes | None, list[str]]] = {
     "missing": (None, ["data.train", "text.txt does not exist"]),
     "empty": (b"", ["data.train", "text.txt is empty"]),
     "nothing but white space": (b" \n\n \n", ["data.train", "text.txt is empty"]),
-    "not UTF-8": (b"plain text " * 40 + b"caf\xe9 and more", ["text.txt is not UTF-8", "byte 0xe9", "offset 443"]),
+    "not UTF-8": (
+        b"plain text " * 40 + b"caf\xe9 and more",
+        ["text.txt is not UTF-8", "byte 0xe9", "offset 443"],
+    ),
 }
 
 
@@ -122,49 +155,82 @@ def test_a_text_that_cannot_be_used_is_named_with_the_place(
     if content is not None:
         path.write_bytes(content)
     parts = [part.replace("data.train", setting) for part in parts]
-    train_refused(capsys, tmp_path, {setting: path, "data.cache_dir": tmp_path / "cache"}, [*parts, str(path)])
+    train_refused(
+        capsys, tmp_path, {setting: path, "data.cache_dir": tmp_path / "cache"}, [*parts, str(path)]
+    )
 
 
 FILES: dict[str, tuple[bytes, list[str]]] = {
-    "broken.jsonl": (b'{"text": "a"}\n{"text": ', ["broken.jsonl, line 2 is not JSON", "data.malformed=skip"]),
-    "body.jsonl": (b'{"body": "a"}\n', ["body.jsonl, line 1 has no field 'text'", "'body'", "data.text_field", "skip"]),
+    "broken.jsonl": (
+        b'{"text": "a"}\n{"text": ',
+        ["broken.jsonl, line 2 is not JSON", "data.malformed=skip"],
+    ),
+    "body.jsonl": (
+        b'{"body": "a"}\n',
+        ["body.jsonl, line 1 has no field 'text'", "'body'", "data.text_field", "skip"],
+    ),
     "latin.txt": (
         b"caf\xe9",
-        ["latin.txt is not UTF-8", "byte 0xe9 at offset 3", "iconv", "data.undecodable=replace or skip"],
+        [
+            "latin.txt is not UTF-8",
+            "byte 0xe9 at offset 3",
+            "iconv",
+            "data.undecodable=replace or skip",
+        ],
     ),
     "cut.txt.gz": (
         gzip.compress(os.urandom(999).hex().encode())[:-4],
         ["cut.txt.gz is truncated", "Make or fetch it again"],
     ),
-    "cut.parquet": (b"PAR1 and no more", ["cut.parquet is truncated or damaged", "make or fetch it again"]),
+    "cut.parquet": (
+        b"PAR1 and no more",
+        ["cut.parquet is truncated or damaged", "make or fetch it again"],
+    ),
     "words.csv": (b"a,b", ["data.train", "words.csv is not a .txt", "write the columns to a .tsv"]),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_with_a_fault_is_named_with_the_place_and_the_remedy(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_with_a_fault_is_named_with_the_place_and_the_remedy(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
     content, parts = FILES[name]
     (tmp_path / name).write_bytes(content)
-    train_refused(capsys, tmp_path, {"data.train": tmp_path / name, "data.cache_dir": tmp_path / "cache"}, parts)
+    train_refused(
+        capsys,
+        tmp_path,
+        {"data.train": tmp_path / name, "data.cache_dir": tmp_path / "cache"},
+        parts,
+    )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a file that exists and cannot be read, for root too")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs a file that exists and cannot be read, for root too"
+)
 def test_a_text_that_cannot_be_read_is_named(tmp_path: Path, capsys: Capture) -> None:
-    train_refused(capsys, tmp_path, {"data.train": "/proc/self/mem"}, ["/proc/self/mem cannot be read"])
+    train_refused(
+        capsys, tmp_path, {"data.train": "/proc/self/mem"}, ["/proc/self/mem cannot be read"]
+    )
 
 
 def test_a_given_tokenizer_larger_than_the_model_is_named(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "tokenizer.json"
     byte_tokenizer().save(path)
     changes = {"tokenizer.path": path, "model.vocab_size": 256}
-    train_refused(capsys, tmp_path, changes, ["model.vocab_size=256", "257", "set it to at least 257"])
+    train_refused(
+        capsys, tmp_path, changes, ["model.vocab_size=256", "257", "set it to at least 257"]
+    )
 
 
 def test_a_tokenizer_that_is_not_there_or_is_none_is_named(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "tokenizer.json"
-    train_refused(capsys, tmp_path, {"tokenizer.path": path}, [str(path), "does not exist", "tokenizer.path"])
+    train_refused(
+        capsys, tmp_path, {"tokenizer.path": path}, [str(path), "does not exist", "tokenizer.path"]
+    )
     path.write_text("{}")
-    train_refused(capsys, tmp_path, {"tokenizer.path": path}, [str(path), "is not a tokenizer.json"])
+    train_refused(
+        capsys, tmp_path, {"tokenizer.path": path}, [str(path), "is not a tokenizer.json"]
+    )
 
 
 def test_a_run_directory_of_another_config_is_left_alone_and_the_fields_are_named(
@@ -172,22 +238,41 @@ def test_a_run_directory_of_another_config_is_left_alone_and_the_fields_are_name
 ) -> None:
     run_dir = copy(trained[0], tmp_path / "run")
     before = contents(run_dir)
-    changes = {"model.n_layers": 3, "optimizer.learning_rate": 0.5, "run.seed": 2, "train.log_every": 3}
-    parts = ["another config", "model.n_layers: 2 there, 3 asked for", "optimizer.learning_rate: 0.006 there, 0.5 asked for"]
-    refused(capsys, ["train", *line(run_dir, trained[1], changes)], [*parts, "run.seed: 1337 there, 2", "another run.dir"])
+    changes = {
+        "model.n_layers": 3,
+        "optimizer.learning_rate": 0.5,
+        "run.seed": 2,
+        "train.log_every": 3,
+    }
+    parts = [
+        "another config",
+        "model.n_layers: 2 there, 3 asked for",
+        "optimizer.learning_rate: 0.006 there, 0.5 asked for",
+    ]
+    refused(
+        capsys,
+        ["train", *line(run_dir, trained[1], changes)],
+        [*parts, "run.seed: 1337 there, 2", "another run.dir"],
+    )
     assert main(["train", *line(run_dir, trained[1], changes)]) == 2
     assert "log_every" not in capsys.readouterr().err
     assert contents(run_dir) == before
 
 
-def test_a_run_directory_of_other_text_is_left_alone(trained: tuple[Path, Path], tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_directory_of_other_text_is_left_alone(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
     text, run_dir = tmp_path / "text.txt", tmp_path / "run"
     write_text(text)
     changes = {"train.steps": 1, "train.checkpoint_every": 0}
     assert train_here(line(run_dir, text, changes)) == 0
     before = contents(run_dir)
     write_text(text, seed=1)
-    refused(capsys, ["train", *line(run_dir, text, changes)], [str(run_dir), "other text", "train", "nothing was changed"])
+    refused(
+        capsys,
+        ["train", *line(run_dir, text, changes)],
+        [str(run_dir), "other text", "train", "nothing was changed"],
+    )
     assert contents(run_dir) == before
 
 
@@ -197,30 +282,49 @@ def test_a_run_directory_in_use_is_left_to_the_process_that_has_it(
     run_dir = copy(trained[0], tmp_path / "run")
     with (run_dir / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        refused(capsys, ["train", *line(run_dir, trained[1])], [str(run_dir), "in use by another process"])
+        refused(
+            capsys,
+            ["train", *line(run_dir, trained[1])],
+            [str(run_dir), "in use by another process"],
+        )
     assert main(["train", *line(run_dir, trained[1])]) == 0
 
 
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: Capture) -> None:
     text = write_text(tmp_path / "text.txt")
-    refused(capsys, ["train", *line(text / "run", text)], [f"{text / 'run'}", "cannot be written", "another run.dir"])
+    refused(
+        capsys,
+        ["train", *line(text / "run", text)],
+        [f"{text / 'run'}", "cannot be written", "another run.dir"],
+    )
 
 
 CONFIGS = {
     "missing": (None, ["no such file", "quickstart.py"]),
     "a syntax error": ("x = 1\nconfig = (\n", ["line 2", "SyntaxError"]),
-    "an error": ("from jaxformer import RunConfig\n\nconfig = RunConfig(modle=3)\n", ["line 3", "modle", "model"]),
+    "an error": (
+        "from jaxformer import RunConfig\n\nconfig = RunConfig(modle=3)\n",
+        ["line 3", "modle", "model"],
+    ),
     "a mistyped field": (
         "import jaxformer as jf\nconfig = jf.ModelConfig(n_layer=3)\n",
         ["line 2", "meant model.n_layers;"],
     ),
-    "a value out of range": ("import jaxformer as jf\nconfig = jf.ModelConfig(n_layers=-3)\n", ["model.n_layers=-3"]),
-    "no config": ("import jaxformer as jf\nother = jf.RunConfig()\n", ["no RunConfig named 'config'", "['other']"]),
+    "a value out of range": (
+        "import jaxformer as jf\nconfig = jf.ModelConfig(n_layers=-3)\n",
+        ["model.n_layers=-3"],
+    ),
+    "no config": (
+        "import jaxformer as jf\nother = jf.RunConfig()\n",
+        ["no RunConfig named 'config'", "['other']"],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_file_that_is_none_is_named_with_the_line(case: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_config_file_that_is_none_is_named_with_the_line(
+    case: str, tmp_path: Path, capsys: Capture
+) -> None:
     content, parts = CONFIGS[case]
     path = tmp_path / "mine.py"
     if content is not None:
@@ -228,8 +332,14 @@ def test_a_config_file_that_is_none_is_named_with_the_line(case: str, tmp_path: 
     refused(capsys, ["train", str(path)], [str(path), *parts])
 
 
-def test_what_is_neither_python_nor_a_runs_json_is_no_config(tmp_path: Path, capsys: Capture) -> None:
-    for name, content in (("config.yaml", "a: 1"), ("config.json", '{"model": {"layers": 3}}'), ("config.json", "{")):
+def test_what_is_neither_python_nor_a_runs_json_is_no_config(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for name, content in (
+        ("config.yaml", "a: 1"),
+        ("config.json", '{"model": {"layers": 3}}'),
+        ("config.json", "{"),
+    ):
         path = tmp_path / name
         path.write_text(content)
         refused(capsys, ["train", str(path)], [str(path)])
@@ -268,7 +378,11 @@ def test_a_text_that_cannot_be_evaluated_on_is_named(
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    refused(capsys, ["evaluate", str(trained[0]), "--data.validation", str(path)], [str(path), *parts[1:]])
+    refused(
+        capsys,
+        ["evaluate", str(trained[0]), "--data.validation", str(path)],
+        [str(path), *parts[1:]],
+    )
 
 
 TINY = jf.ModelConfig(vocab_size=20, d_model=16, n_layers=1, n_heads=2, max_length=16)
@@ -289,7 +403,9 @@ TINY = jf.ModelConfig(vocab_size=20, d_model=16, n_layers=1, n_heads=2, max_leng
         ([[3]], -2, ["max_new_tokens=-2"]),
     ],
 )
-def test_a_prompt_that_cannot_be_continued_is_refused(prompt: Any, new: int, parts: list[str]) -> None:
+def test_a_prompt_that_cannot_be_continued_is_refused(
+    prompt: Any, new: int, parts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as raised:
         jf.generate(jf.init(TINY, jax.random.key(0)), TINY, prompt, new, temperature=0)
     assert all(part in str(raised.value) for part in parts), str(raised.value)
@@ -298,4 +414,11 @@ def test_a_prompt_that_cannot_be_continued_is_refused(prompt: Any, new: int, par
 def test_a_row_that_is_all_padding_is_refused() -> None:
     segments = jnp.array([[1, 1], [0, 0]])
     with pytest.raises(ConfigError, match="empty"):
-        jf.generate(jf.init(TINY, jax.random.key(0)), TINY, [[1, 2], [3, 4]], 2, temperature=0, segment_ids=segments)
+        jf.generate(
+            jf.init(TINY, jax.random.key(0)),
+            TINY,
+            [[1, 2], [3, 4]],
+            2,
+            temperature=0,
+            segment_ids=segments,
+        )

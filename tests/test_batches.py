@@ -1,4 +1,5 @@
-"""Batches: a function of seed and step that loses no token, mixes no document, and is shared by any number of processes."""
+"""Batches: a function of seed and step that loses no token, mixes no document, and is shared by any
+number of processes."""
 
 from itertools import islice
 
@@ -23,16 +24,22 @@ def evaluation_batches(made: TokenStore, data: DataConfig, *rest: int) -> Evalua
 
 @settings(max_examples=25, deadline=None)
 @given(SIZES, st.integers(1, 20), st.integers(1, 5))
-def test_every_token_but_the_first_is_a_target_once(sizes: list[int], length: int, batch_size: int) -> None:
+def test_every_token_but_the_first_is_a_target_once(
+    sizes: list[int], length: int, batch_size: int
+) -> None:
     with stored(sizes) as made:
         expected = made.read(1, made.tokens).tolist()
         batches = list(evaluation := evaluation_batches(made, data(length), batch_size))
         assert targets(batches) == expected
         assert len(evaluation) == len(batches) == -(-len(expected) // (length * batch_size))
-        assert {array.shape for batch in batches for array in batch.values()} == {(batch_size, length)}
+        assert {array.shape for batch in batches for array in batch.values()} == {
+            (batch_size, length)
+        }
         if made.tokens > length:
             epoch = batches_of(made, data(length), 1, 0)
-            assert sorted(targets([epoch[step] for step in range(epoch.examples)])) == sorted(expected)
+            assert sorted(targets([epoch[step] for step in range(epoch.examples)])) == sorted(
+                expected
+            )
             assert epoch.steps_per_epoch == epoch.examples == -(-len(expected) // length)
 
 
@@ -40,7 +47,8 @@ def test_every_token_but_the_first_is_a_target_once(sizes: list[int], length: in
 @given(SIZES, st.integers(2, 20))
 def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: int) -> None:
     with stored(sizes) as made:
-        # A document's segment begins with the end token before it, and what it predicts ends with its own.
+        # A document's segment begins with the end token before it, and what it predicts ends with
+        # its own.
         lengths = [sizes[0], *(size + 1 for size in sizes[1:]), 1]
         owner = np.repeat(np.arange(len(lengths)), lengths)
         rows = rows_of(made, data(length, "documents"))
@@ -73,13 +81,19 @@ def test_arrays_are_the_documented_ones(packing: str) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(SIZES.filter(lambda sizes: sum(sizes) > 8), st.integers(0, 2**40), st.integers(0, 1000))
-def test_two_and_four_processes_read_together_what_one_reads(sizes: list[int], seed: int, step: int) -> None:
+def test_two_and_four_processes_read_together_what_one_reads(
+    sizes: list[int], seed: int, step: int
+) -> None:
     with stored(sizes) as made:
         for packing in PACKINGS:
-            assert_shared(lambda *place: batches_of(made, data(6, packing), 4, seed, *place), [step])  # noqa: B023
+            assert_shared(
+                lambda *place: batches_of(made, data(6, packing), 4, seed, *place), [step]
+            )  # noqa: B023
         split = [list(evaluation_batches(made, data(6), 4, index, 2)) for index in range(2)]
         for batch, left, right in zip(evaluation_batches(made, data(6), 4), *split, strict=True):
-            assert (batch["targets"][0::2] == left["targets"]).all() and (batch["targets"][1::2] == right["targets"]).all()
+            assert (batch["targets"][0::2] == left["targets"]).all() and (
+                batch["targets"][1::2] == right["targets"]
+            ).all()
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -92,7 +106,9 @@ def test_a_batch_is_a_function_of_seed_and_step(packing: str) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(packing: str, prefetch: int) -> None:
+def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(
+    packing: str, prefetch: int
+) -> None:
     with stored([40] * 10) as made:
         batches = batches_of(made, data(8, packing, prefetch), 4, 7)
         for start in (0, 5, 1_000_003):
@@ -116,29 +132,53 @@ def test_a_batch_of_one_row_is_read_from_any_step_on(lengths: str, prefetch: int
 def test_each_epoch_has_every_row_in_another_order(packing: str) -> None:
     with stored([40] * 10) as made:
         batches = batches_of(made, data(8, packing), 1, 3)
-        rows = [bytes(batches[step]["tokens"].astype(np.uint8)) for step in range(2 * batches.examples)]
+        rows = [
+            bytes(batches[step]["tokens"].astype(np.uint8)) for step in range(2 * batches.examples)
+        ]
         first, second = rows[: batches.examples], rows[batches.examples :]
         assert sorted(first) == sorted(second) and first != second and first != sorted(first)
-        other = batches_of(made, data(8, packing), 1, 4)  # the next seed's first epoch is not this seed's second
-        assert [bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)] != second
+        other = batches_of(
+            made, data(8, packing), 1, 4
+        )  # the next seed's first epoch is not this seed's second
+        assert [
+            bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)
+        ] != second
 
 
 def test_a_store_of_one_row_is_enough() -> None:
     with stored([8]) as made:
-        assert batches_of(made, data(8), 3, 0)[5]["tokens"].tolist() == [made.read(0, 8).tolist()] * 3
+        assert (
+            batches_of(made, data(8), 3, 0)[5]["tokens"].tolist() == [made.read(0, 8).tolist()] * 3
+        )
 
 
 def test_text_that_is_too_short_is_one_message() -> None:
-    with stored([7]) as made, pytest.raises(ConfigError, match=r"has 8 tokens.*data\.sequence_length=8 takes 9.*at most 7"):
+    with (
+        stored([7]) as made,
+        pytest.raises(
+            ConfigError, match=r"has 8 tokens.*data\.sequence_length=8 takes 9.*at most 7"
+        ),
+    ):
         batches_of(made, data(8), 1, 0)
     with stored([7]) as made:
-        short = list(evaluation_batches(made, data(20, "documents"), 2))  # held-out text may be shorter than a row
-        assert len(short) == 1 and short[0]["weights"].sum() == 7 and short[0]["segment_ids"].sum() == 7
+        short = list(
+            evaluation_batches(made, data(20, "documents"), 2)
+        )  # held-out text may be shorter than a row
+        assert (
+            len(short) == 1
+            and short[0]["weights"].sum() == 7
+            and short[0]["segment_ids"].sum() == 7
+        )
         made.tokens = 1
         with pytest.raises(ConfigError, match="has 1 tokens: at least 2"):
             evaluation_batches(made, data(8), 1)
 
 
 def test_a_batch_that_processes_cannot_share_is_one_message() -> None:
-    with stored([30]) as made, pytest.raises(ConfigError, match=r"train\.batch_size=3 is not divisible by the 2 processes"):
+    with (
+        stored([30]) as made,
+        pytest.raises(
+            ConfigError, match=r"train\.batch_size=3 is not divisible by the 2 processes"
+        ),
+    ):
         batches_of(made, data(8), 3, 0, 0, 2)

@@ -1,4 +1,5 @@
-"""Beam search: against all texts there are, against greedy decoding, and its scores against the model's own."""
+"""Beam search: against all texts there are, against greedy decoding, and its scores against the
+model's own."""
 
 import itertools
 
@@ -31,7 +32,9 @@ def log_probabilities(params, config, prompt, texts, sources):
     """Of each token of texts [M, n] after one prompt [T]: [M, n], by full forward passes."""
     both = np.concatenate([np.repeat(prompt[None], len(texts), 0), texts], axis=1)
     many = {name: np.repeat(row[None], len(texts), 0) for name, row in sources.items()}
-    logs = jax.nn.log_softmax(forward(params, config, both, **many)[:, len(prompt) - 1 : -1], axis=-1)
+    logs = jax.nn.log_softmax(
+        forward(params, config, both, **many)[:, len(prompt) - 1 : -1], axis=-1
+    )
     return np.take_along_axis(np.asarray(logs), texts[..., None], axis=-1)[..., 0]
 
 
@@ -61,7 +64,9 @@ def test_with_room_for_all_texts_the_best_of_all_are_found(family, alpha):
     assert found.tokens.shape == (3, 10, 4) and found.scores.shape == (3, 10)
     for row in range(3):
         own = {name: source[row] for name, source in sources.items()}
-        texts, scores = zip(*exhaustive(params, config, prompt[row], own, 4, alpha, END)[:10], strict=True)
+        texts, scores = zip(
+            *exhaustive(params, config, prompt[row], own, 4, alpha, END)[:10], strict=True
+        )
         np.testing.assert_allclose(found.scores[row], scores, atol=1e-4)
         np.testing.assert_array_equal(found.tokens[row], texts)
 
@@ -71,7 +76,9 @@ def test_with_room_for_all_texts_the_best_of_all_are_found(family, alpha):
 def test_one_beam_without_a_penalty_is_greedy(family, seed):
     params, config, prompt, sources = tiny(family, seed)
     for end in (None, END):
-        found = beam_search(params, config, prompt, 12, beams=1, length_penalty=0.0, end_token=end, **sources)
+        found = beam_search(
+            params, config, prompt, 12, beams=1, length_penalty=0.0, end_token=end, **sources
+        )
         greedy = jf.generate(params, config, prompt, 12, temperature=0, end_token=end, **sources)
         np.testing.assert_array_equal(found.tokens[:, 0], greedy)
 
@@ -80,15 +87,21 @@ def test_one_beam_without_a_penalty_is_greedy(family, seed):
 def test_scores_are_the_log_probabilities_of_the_model_over_the_penalty(family):
     params, config, prompt, sources = tiny(family, 5)
     alpha = 0.8
-    found = beam_search(params, config, prompt, 9, beams=4, length_penalty=alpha, end_token=END, **sources)
-    for row, (texts, scores) in enumerate(zip(np.asarray(found.tokens), np.asarray(found.scores), strict=True)):
+    found = beam_search(
+        params, config, prompt, 9, beams=4, length_penalty=alpha, end_token=END, **sources
+    )
+    for row, (texts, scores) in enumerate(
+        zip(np.asarray(found.tokens), np.asarray(found.scores), strict=True)
+    ):
         own = {name: source[row] for name, source in sources.items()}
         lengths = lengths_of(texts, END)
         logs = log_probabilities(params, config, prompt[row], texts, own)
         wanted = (logs * (np.arange(9) < lengths[:, None])).sum(1) / ((5 + lengths) / 6) ** alpha
         np.testing.assert_allclose(scores, wanted, atol=1e-4)
         assert (np.diff(scores) <= 0).all() and len({tuple(text) for text in texts}) == 4
-        assert all((text[length:] == END).all() for text, length in zip(texts, lengths, strict=True))
+        assert all(
+            (text[length:] == END).all() for text, length in zip(texts, lengths, strict=True)
+        )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -122,15 +135,24 @@ def test_padded_rows_of_a_batch_are_searched_as_they_would_be_alone(family, side
 def test_keeping_fewer_texts_gives_the_first_of_them():
     params, config, prompt, _ = tiny("decoder", 1)
     rules = {"beams": 5, "end_token": END, "length_penalty": 1.0}
-    all_kept, best = (beam_search(params, config, prompt, 20, keep=keep, **rules) for keep in (0, 1))
+    all_kept, best = (
+        beam_search(params, config, prompt, 20, keep=keep, **rules) for keep in (0, 1)
+    )
     np.testing.assert_array_equal(best.tokens[:, 0], all_kept.tokens[:, 0])
     np.testing.assert_allclose(best.scores[:, 0], all_kept.scores[:, 0], atol=1e-5)
 
 
 def test_more_beams_find_nothing_worse_here_and_something_better():
     params, config, prompt, _ = tiny("decoder", 1)
-    best = [beam_search(params, config, prompt, 12, beams=b, end_token=END, keep=1).scores[:, 0] for b in (1, 4, 16)]
-    assert (best[1] >= best[0] - 1e-5).all() and (best[2] >= best[1] - 1e-5).all() and (best[2] > best[0] + 1e-3).any()
+    best = [
+        beam_search(params, config, prompt, 12, beams=b, end_token=END, keep=1).scores[:, 0]
+        for b in (1, 4, 16)
+    ]
+    assert (
+        (best[1] >= best[0] - 1e-5).all()
+        and (best[2] >= best[1] - 1e-5).all()
+        and (best[2] > best[0] + 1e-3).any()
+    )
 
 
 def test_padding_ids_of_the_table_are_never_chosen():

@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
-WORKERS = {path.stem for path in FOLDER.glob("*_baseline.py")}  # started by the benchmarks themselves
+WORKERS = {
+    path.stem for path in FOLDER.glob("*_baseline.py")
+}  # started by the benchmarks themselves
 NEEDS = {"train_cpu": ("torch",), "decode_cpu": ("torch", "transformers"), "tokens": ("tiktoken",)}
 
 

@@ -1,4 +1,5 @@
-"""Packing without cuts: best-fit decreasing, by which no token is lost, none is there twice, and no document is mixed."""
+"""Packing without cuts: best-fit decreasing, by which no token is lost, none is there twice, and no
+document is mixed."""
 
 import itertools
 from collections import Counter
@@ -50,7 +51,9 @@ def test_pieces_go_where_they_would_one_by_one(case: tuple[np.ndarray, int]) -> 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), CAPACITIES)
-def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_cut(sizes: list[int], capacity: int) -> None:
+def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_cut(
+    sizes: list[int], capacity: int
+) -> None:
     ends = np.cumsum(sizes)
     fit = BestFit(ends, capacity)
     held = [list(fit.stretches(row)) for row in range(len(fit))]
@@ -66,7 +69,9 @@ def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_c
 
 @settings(max_examples=40, deadline=None)
 @given(SIZES, st.integers(1, 30))
-def test_every_token_is_a_target_once_beside_its_own_document_alone(sizes: list[int], length: int) -> None:
+def test_every_token_is_a_target_once_beside_its_own_document_alone(
+    sizes: list[int], length: int
+) -> None:
     with stored(sizes) as made:
         text = [BYTES.end_token, *made.read(0, made.tokens).tolist()]
         pairs: Counter[tuple[int, int]] = Counter()
@@ -88,19 +93,30 @@ def test_rows_are_full_whatever_the_documents_and_do_not_depend_on_chance() -> N
     for capacity in (256, 2048):
         first, again = BestFit(ends, capacity), BestFit(ends, capacity)
         assert first.filled > 0.999
-        assert all(list(first.stretches(row)) == list(again.stretches(row)) for row in range(0, len(first), 97))
+        assert all(
+            list(first.stretches(row)) == list(again.stretches(row))
+            for row in range(0, len(first), 97)
+        )
 
 
 def test_a_row_of_masks_holds_whole_documents(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKS)
     texts = ["abcdefg", "hij", "klmnopqr"]
     made = open_or_build(tmp_path, lambda: [Piece(text, text, True) for text in texts], tokenizer)
-    run = RunConfig(model=ModelConfig(family="encoder"), data=DataConfig(sequence_length=14, packing="best_fit"))
+    run = RunConfig(
+        model=ModelConfig(family="encoder"), data=DataConfig(sequence_length=14, packing="best_fit")
+    )
     rows = cut_rows(MaskedRows, made, run, tokenizer)
     assert [rows[index]["targets"].tolist() for index in range(len(rows))] == [
         [257, *b"klmnopqr", 256, 258, 0, 0, 0],
         [257, *b"abcdefg", 256, *b"hij", 256, 258],
     ]
-    assert rows[1]["segment_ids"].tolist() == [1] * 9 + [2] * 5 and rows.filled == pytest.approx((21 / 24 * 12 + 2) / 14)
-    single = cut_rows(MaskedRows, made, replace(run, data=replace(run.data, sequence_length=100)), tokenizer)
-    assert len(single) == 1 and single[0]["segment_ids"].tolist()[:24] == [1] * 9 + [2] * 4 + [3] * 10 + [0]
+    assert rows[1]["segment_ids"].tolist() == [1] * 9 + [2] * 5 and rows.filled == pytest.approx(
+        (21 / 24 * 12 + 2) / 14
+    )
+    single = cut_rows(
+        MaskedRows, made, replace(run, data=replace(run.data, sequence_length=100)), tokenizer
+    )
+    assert len(single) == 1 and single[0]["segment_ids"].tolist()[:24] == [1] * 9 + [2] * 4 + [
+        3
+    ] * 10 + [0]

@@ -17,8 +17,15 @@ def small_blocks(monkeypatch):
 
 def inputs(length=14, heads=4, kv_heads=2, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, length, heads, 8), (2, length, kv_heads, 8), (2, length, kv_heads, 8), (2, length, heads, 8)]
-    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+    shapes = [
+        (2, length, heads, 8),
+        (2, length, kv_heads, 8),
+        (2, length, kv_heads, 8),
+        (2, length, heads, 8),
+    ]
+    return [
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
+    ]
 
 
 def reference(q, k, v, mask):
@@ -69,13 +76,17 @@ def test_positions_decide_and_not_the_order_of_the_keys():
     order = jax.random.permutation(jax.random.key(5), 14)
     positions = jnp.broadcast_to(order, (2, 14))
     mask = positions[:, None, :] <= positions[:, :, None]
-    assert_same(lambda q, k, v: blocked_attention(q, k, v, (positions, positions)), mask, q, k, v, slope)
+    assert_same(
+        lambda q, k, v: blocked_attention(q, k, v, (positions, positions)), mask, q, k, v, slope
+    )
 
 
 def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
     q, k, v, slope = inputs()
     late, early = jnp.full((2, 14), 9), jnp.full((2, 14), 3)
-    arrays = with_gradients(lambda q, k, v: blocked_attention(q, k, v, (early, late)), q, k, v, slope)
+    arrays = with_gradients(
+        lambda q, k, v: blocked_attention(q, k, v, (early, late)), q, k, v, slope
+    )
     assert not any(np.any(a) for a in arrays)
 
 
@@ -87,7 +98,9 @@ def test_bfloat16_is_near_the_float32_reference():
 
 def test_large_scores_stay_finite():
     q, k, v, slope = inputs()
-    assert all(np.isfinite(a).all() for a in with_gradients(blocked_attention, 1e3 * q, 1e3 * k, v, slope))
+    assert all(
+        np.isfinite(a).all() for a in with_gradients(blocked_attention, 1e3 * q, 1e3 * k, v, slope)
+    )
 
 
 def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
@@ -96,8 +109,12 @@ def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
     shapes = [jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)] * 3
 
     def temporaries(function):
-        step = jax.jit(jax.grad(lambda q, k, v: jnp.square(function(q, k, v)).sum(), argnums=(0, 1, 2)))
+        step = jax.jit(
+            jax.grad(lambda q, k, v: jnp.square(function(q, k, v)).sum(), argnums=(0, 1, 2))
+        )
         return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    plain = temporaries(lambda q, k, v: dot_product_attention(q, k, v, jnp.tril(jnp.ones((1024, 1024), bool))))
+    plain = temporaries(
+        lambda q, k, v: dot_product_attention(q, k, v, jnp.tril(jnp.ones((1024, 1024), bool)))
+    )
     assert temporaries(blocked_attention) < plain / 2

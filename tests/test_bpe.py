@@ -1,4 +1,5 @@
-"""The BPE trainer: what it makes is what its rule says, whatever the text, its size, and the number of processes."""
+"""The BPE trainer: what it makes is what its rule says, whatever the text, its size, and the number
+of processes."""
 
 import random
 import subprocess
@@ -21,8 +22,11 @@ from jaxformer.tokenizer.table import byte_level_bpe
 # As they were published, with GPT-2 and with Llama 3.
 PUBLISHED = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama3": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
 }
 SPECIALS = ("<|endoftext|>", "<|endoftext|><|endoftext|>", "<s>", "aa", "aab")
 # What makes ties, what makes runs, what the patterns treat apart, and what takes several bytes.
@@ -35,8 +39,12 @@ ALPHABETS = (
     " \t\r\n\x0b\x1c\x85\xa0\u2028\u3000a.1",
     "x<|endoftext|>",
 )
-NAMED = st.lists(st.sampled_from([*SPECIALS, "<", "<|end", "|>", "a", " "]), max_size=9).map("".join)
-TEXTS = st.one_of(*(st.text(alphabet, max_size=80) for alphabet in ALPHABETS), st.text(max_size=40), NAMED).filter(bool)
+NAMED = st.lists(st.sampled_from([*SPECIALS, "<", "<|end", "|>", "a", " "]), max_size=9).map(
+    "".join
+)
+TEXTS = st.one_of(
+    *(st.text(alphabet, max_size=80) for alphabet in ALPHABETS), st.text(max_size=40), NAMED
+).filter(bool)
 
 Result = tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
 
@@ -47,10 +55,14 @@ def between(text: str, specials: Sequence[str]) -> list[str]:
 
 
 def parted(text: str, specials: Sequence[str], pattern: str) -> list[str]:
-    return [word for part in between(text, specials) for word in regex.findall(PUBLISHED[pattern], part)]
+    return [
+        word for part in between(text, specials) for word in regex.findall(PUBLISHED[pattern], part)
+    ]
 
 
-def plain(text: str, vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2") -> Result:
+def plain(
+    text: str, vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2"
+) -> Result:
     """The rule, word for word: every merge counts every pair of every word again."""
     corpus = [[bytes([byte]) for byte in word.encode()] for word in parted(text, specials, pattern)]
     vocab = [special.encode() for special in specials] + [bytes([byte]) for byte in range(256)]
@@ -75,7 +87,9 @@ def merged(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     return out
 
 
-def trained(folder: Path, text: str, vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2") -> Result:
+def trained(
+    folder: Path, text: str, vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2"
+) -> Result:
     path = folder / "corpus.txt"
     path.write_bytes(text.encode())
     return train_bpe(path, vocab_size, specials, pattern=pattern)
@@ -96,20 +110,33 @@ def test_training_equals_a_plain_implementation_that_counts_anew_for_each_merge(
 
 
 @settings(max_examples=150, deadline=None)
-@given(TEXTS, st.lists(st.sampled_from(SPECIALS), unique=True, max_size=3), st.sampled_from([*PUBLISHED]))
-def test_training_on_any_text_equals_the_plain_implementation(text: str, specials: list[str], pattern: str) -> None:
+@given(
+    TEXTS,
+    st.lists(st.sampled_from(SPECIALS), unique=True, max_size=3),
+    st.sampled_from([*PUBLISHED]),
+)
+def test_training_on_any_text_equals_the_plain_implementation(
+    text: str, specials: list[str], pattern: str
+) -> None:
     vocab_size = 256 + len(specials) + 25
-    assert train_on([[text]], vocab_size, specials, pattern=pattern) == plain(text, vocab_size, specials, pattern)
+    assert train_on([[text]], vocab_size, specials, pattern=pattern) == plain(
+        text, vocab_size, specials, pattern
+    )
 
 
 def test_training_on_prose_equals_the_plain_implementation(tmp_path: Path) -> None:
-    """Enough of it that pairs lose counts while they wait in the heap, and words many of their tokens."""
+    """Enough of it that pairs lose counts while they wait in the heap, and words many of their
+    tokens."""
     text = Path(words.__file__).read_text(encoding="utf-8")
     assert trained(tmp_path, text, 600) == plain(text, 600)
 
 
 def test_of_pairs_as_frequent_the_greater_in_the_order_of_byte_strings_is_merged() -> None:
-    assert merge_words(*spell({"ab": 2, "ac": 2, "ba": 2, "zz": 1}), 3) == [(b"b", b"a"), (b"a", b"c"), (b"a", b"b")]
+    assert merge_words(*spell({"ab": 2, "ac": 2, "ba": 2, "zz": 1}), 3) == [
+        (b"b", b"a"),
+        (b"a", b"c"),
+        (b"a", b"b"),
+    ]
     # "ab" begins "abb" and is the lesser; the two then stand before the same token.
     made = merge_words(*spell({"abbx": 5, "abx": 5, "abb": 3}), 9)
     assert made[:4] == [(b"a", b"b"), (b"ab", b"b"), (b"abb", b"x"), (b"ab", b"x")]
@@ -127,26 +154,37 @@ def test_occurrences_that_overlap_are_merged_from_the_left() -> None:
 
 def test_counts_of_any_size_are_exact() -> None:
     many = 2**64
-    found = merge_words(*spell({"ab": many, "cd": many + 1, "ef": many - 1, "gh": 2**32, "xgh": 2**32}), 5)
+    found = merge_words(
+        *spell({"ab": many, "cd": many + 1, "ef": many - 1, "gh": 2**32, "xgh": 2**32}), 5
+    )
     assert found == [(b"c", b"d"), (b"a", b"b"), (b"e", b"f"), (b"g", b"h"), (b"x", b"gh")]
 
 
 def test_ids_are_those_of_special_tokens_then_bytes_then_merges_in_order(tmp_path: Path) -> None:
     specials = ["<|endoftext|>", "é"]
-    vocab, merges = trained(tmp_path, "low low lower<|endoftext|>newest é newest widest", 270, specials)
+    vocab, merges = trained(
+        tmp_path, "low low lower<|endoftext|>newest é newest widest", 270, specials
+    )
     assert [*vocab] == [*range(270)]
     assert [vocab[0], vocab[1]] == [b"<|endoftext|>", "é".encode()]
     assert [vocab[2 + byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [vocab[258 + place] for place in range(12)] == [first + second for first, second in merges]
+    assert [vocab[258 + place] for place in range(12)] == [
+        first + second for first, second in merges
+    ]
 
 
-def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     texts = ["low lower<|endoftext|>newest " * 9, "3 widest"]
     tables = train_on([[text] for text in texts], 290, [END_OF_TEXT, "<s>"], pattern="llama3")
     assert (b"3", b" ") not in tables[1] and tables[0][0] == END_OF_TEXT.encode()
     monkeypatch.setattr(make, "BLOCK", 7)
     made = make.train_bpe_tokenizer(texts, 290, ["<s>"], "llama3")
-    assert made.fingerprint() == Tokenizer(byte_level_bpe(*tables, [END_OF_TEXT, "<s>"], "llama3")).fingerprint()
+    assert (
+        made.fingerprint()
+        == Tokenizer(byte_level_bpe(*tables, [END_OF_TEXT, "<s>"], "llama3")).fingerprint()
+    )
 
 
 def test_training_ends_where_no_pair_is_left(tmp_path: Path) -> None:
@@ -168,20 +206,30 @@ def words_of_parts(text: str, size: int, specials: Sequence[str], pattern: str) 
     blocks = [text[start : start + size] for start in range(0, len(text), size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "BLOCK", 2)
-        return [word for part in words.parts(blocks, specials, pattern) for word in words.split_words(part, pattern)]
+        return [
+            word
+            for part in words.parts(blocks, specials, pattern)
+            for word in words.split_words(part, pattern)
+        ]
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.integers(1, 30), st.lists(st.sampled_from(SPECIALS), unique=True, max_size=3))
-def test_a_text_cut_into_parts_has_the_words_of_the_whole(pattern: str, text: str, size: int, specials: list[str]) -> None:
+def test_a_text_cut_into_parts_has_the_words_of_the_whole(
+    pattern: str, text: str, size: int, specials: list[str]
+) -> None:
     assert words_of_parts(text, size, specials, pattern) == parted(text, specials, pattern)
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
 @pytest.mark.parametrize("alphabet", ALPHABETS)
 def test_a_long_text_cut_into_parts_has_the_words_of_the_whole(alphabet: str, pattern: str) -> None:
-    text = "".join(random.Random(0).choices([*alphabet, *SPECIALS], [9] * len(alphabet) + [1] * len(SPECIALS), k=2000))
+    text = "".join(
+        random.Random(0).choices(
+            [*alphabet, *SPECIALS], [9] * len(alphabet) + [1] * len(SPECIALS), k=2000
+        )
+    )
     for size in (1, 2, 3, 5, 40, 300):
         for specials in ((), SPECIALS):
             assert words_of_parts(text, size, specials, pattern) == parted(text, specials, pattern)
@@ -196,9 +244,13 @@ def test_words_of_ascii_are_those_of_the_published_pattern(pattern: str) -> None
         assert words.split_words(text, pattern) == regex.findall(PUBLISHED[pattern], text)
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(0)
-    pieces = rng.choices(["the ", "cat", " sat\n", "Grüße", "<|endoftext|>", "世界 ", "\n\n", " "], k=3000)
+    pieces = rng.choices(
+        ["the ", "cat", " sat\n", "Grüße", "<|endoftext|>", "世界 ", "\n\n", " "], k=3000
+    )
     path = tmp_path / "corpus.txt"
     path.write_bytes("".join(pieces).encode())
     monkeypatch.setattr(words, "BLOCK", 700)
@@ -228,7 +280,9 @@ def test_a_counting_process_imports_neither_numpy_nor_the_package() -> None:
     assert "pickle" in seen and "numpy" not in seen and "jaxformer" not in seen
 
 
-def test_a_counting_process_that_ends_by_itself_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counting_process_that_ends_by_itself_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(RuntimeError, match=r"counts words ended \(status 1\)"):
         train_on([["some text" * 50_000]], 300, processes=2)
@@ -239,9 +293,15 @@ def test_a_counting_process_that_ends_by_itself_is_an_error_that_says_so(monkeyp
     [
         (
             {"vocab_size": 257},
-            r"vocab_size=257 must be a whole number from 258 .* the 256 bytes and 2 special tokens take 258",
+            (
+                r"vocab_size=257 must be a whole number from 258 .* the 256 bytes and 2 special"
+                r" tokens take 258"
+            ),
         ),
-        ({"vocab_size": 2_000_000}, r"vocab_size=2000000 must be a whole number from 258 to 1,114,114"),
+        (
+            {"vocab_size": 2_000_000},
+            r"vocab_size=2000000 must be a whole number from 258 to 1,114,114",
+        ),
         ({"special_tokens": ["<s>", "<a>", "<s>"]}, "holds '<s>' twice"),
         ({"special_tokens": ["<s>", ""]}, "holds an empty name"),
         ({"special_tokens": "<s>"}, r"write \['<s>'\]"),
@@ -249,7 +309,9 @@ def test_a_counting_process_that_ends_by_itself_is_an_error_that_says_so(monkeyp
         ({"processes": 0}, "processes=0 must be at least 1"),
     ],
 )
-def test_a_faulty_argument_is_refused_with_what_is_allowed(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_faulty_argument_is_refused_with_what_is_allowed(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("some text")
     arguments: dict[str, object] = {"vocab_size": 300, "special_tokens": ["<s>", "<a>"], **changes}
@@ -257,7 +319,9 @@ def test_a_faulty_argument_is_refused_with_what_is_allowed(changes: dict[str, ob
         train_bpe(path, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_file_is_refused_with_its_name_and_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bpe, "BLOCK", 5)
     path = tmp_path / "corpus.txt"
     with pytest.raises(ConfigError, match=r"corpus\.txt cannot be read \(No such file"):
@@ -273,7 +337,9 @@ def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path, mo
         (b"1234\xe4\xb8zzzzzzz", 4, "e4"),
     ):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"corpus\.txt: byte {place} \(0x{byte}\) is not UTF-8"):
+        with pytest.raises(
+            ConfigError, match=rf"corpus\.txt: byte {place} \(0x{byte}\) is not UTF-8"
+        ):
             train_bpe(path, 300)
     with pytest.raises(ConfigError, match=r"'\\ud800', half a character"):
         train_on([["a\ud800b"]], 300)
@@ -285,7 +351,9 @@ def test_no_special_tokens_may_be_said_as_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [[""], [b"<s>"], ["<s>", "<s>"], "<s>"])
-def test_special_tokens_are_held_against_the_same_rule_by_both_doors(names: object, tmp_path: Path) -> None:
+def test_special_tokens_are_held_against_the_same_rule_by_both_doors(
+    names: object, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("ab ab")
     vocab, merges = train_bpe(tmp_path / "a.txt", 258)
     for door in (

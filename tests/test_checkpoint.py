@@ -27,10 +27,14 @@ def test_a_run_loads_as_the_model_it_trained(trained: Path) -> None:
     loaded = jf.load(trained)
     config = jf.load_config(trained / "config.json").model
     assert loaded.config == config and config.vocab_size == 300
-    assert jax.tree.map(jnp.shape, loaded.params) == jax.tree.map(jnp.shape, jf.init(config, jax.random.key(0)))
+    assert jax.tree.map(jnp.shape, loaded.params) == jax.tree.map(
+        jnp.shape, jf.init(config, jax.random.key(0))
+    )
     assert loaded.tokenizer is not None and loaded.tokenizer.vocab_size == 300
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("the cat sees")) == "the cat sees"
-    logits = jf.forward(loaded.params, loaded.config, jnp.array([loaded.tokenizer.encode("the cat sees the")]))
+    logits = jf.forward(
+        loaded.params, loaded.config, jnp.array([loaded.tokenizer.encode("the cat sees the")])
+    )
     assert bool(jnp.isfinite(logits).all())
 
 
@@ -53,7 +57,9 @@ def test_what_is_no_run_or_has_no_such_step_says_so(trained: Path, tmp_path: Pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.json"]
 
 
-def test_a_checkpoint_of_another_shape_is_refused_before_an_array_is_read(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_shape_is_refused_before_an_array_is_read(
+    trained: Path, tmp_path: Path
+) -> None:
     run_dir = copy(trained, tmp_path / "run")
     path = run_dir / "config.json"
     config = json.loads(path.read_text())
@@ -65,17 +71,27 @@ def test_a_checkpoint_of_another_shape_is_refused_before_an_array_is_read(traine
         jf.load(run_dir)
     message = str(raised.value)
     assert (
-        "params.blocks.attention.q: float32[2, 32, 2, 16] in the checkpoint, float32[3, 32, 2, 16] in the model" in message
+        "params.blocks.attention.q: float32[2, 32, 2, 16] in the checkpoint, float32[3, 32, 2, 16]"
+        " in the model" in message
     )
-    assert "params.head.weight: not in the checkpoint" in message or "params.head: not in the checkpoint" in message
+    assert (
+        "params.head.weight: not in the checkpoint" in message
+        or "params.head: not in the checkpoint" in message
+    )
 
 
-def test_a_state_of_another_optimizer_is_refused_with_both_sides_named(trained: Path, tmp_path: Path) -> None:
+def test_a_state_of_another_optimizer_is_refused_with_both_sides_named(
+    trained: Path, tmp_path: Path
+) -> None:
     run_dir = copy(trained, tmp_path / "run")
     before = contents(run_dir / "checkpoints")
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), jf.load(run_dir).params)
-    target = TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=here), params, {"velocity": params})  # type: ignore[arg-type]
+    params = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), jf.load(run_dir).params
+    )
+    target = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=here), params, {"velocity": params}
+    )  # type: ignore[arg-type]
     with Checkpoints(run_dir) as checkpoints, pytest.raises(ConfigError) as raised:
         checkpoints.restore(target, print)
     assert "optimizer.velocity.embed.tokens: not in the checkpoint" in str(raised.value)
@@ -84,8 +100,11 @@ def test_a_state_of_another_optimizer_is_refused_with_both_sides_named(trained: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(trained: Path, tmp_path: Path) -> None:
-    """Each file in turn is cut in half, emptied and removed: the load gives the same bits, or the checkpoint before it."""
+def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(
+    trained: Path, tmp_path: Path
+) -> None:
+    """Each file in turn is cut in half, emptied and removed: the load gives the same bits, or the
+    checkpoint before it."""
     run_dir = copy(trained, tmp_path / "run")
     for step in saved(run_dir)[:-2]:
         shutil.rmtree(run_dir / "checkpoints" / str(step))
@@ -108,12 +127,15 @@ def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(trained: Path, t
                 np.testing.assert_array_equal(a, b, err_msg=f"{path} torn, told {told}")
             path.write_bytes(content)
     assert torn > 5
-    gc.collect()  # what Orbax leaves of a read that failed warns of itself here, not in a later test
+    # what Orbax leaves of a read that failed warns of itself here, not in a later test
+    gc.collect()
 
 
 def test_a_save_is_untouched_by_the_steps_that_reuse_its_buffers(tmp_path: Path) -> None:
     advance = jax.jit(
-        lambda state: TrainState(state.step + 1, {"w": state.params["w"] * 0.5 + 1}, {"m": state.optimizer["m"] + 1}),
+        lambda state: TrainState(
+            state.step + 1, {"w": state.params["w"] * 0.5 + 1}, {"m": state.optimizer["m"] + 1}
+        ),
         donate_argnums=0,
     )
     w = np.random.default_rng(0).standard_normal((1024, 2048)).astype(np.float32)
@@ -124,7 +146,9 @@ def test_a_save_is_untouched_by_the_steps_that_reuse_its_buffers(tmp_path: Path)
         for step in range(1, 7):
             given = state
             state = advance(given)
-            if step % 2:  # while a buffer is being saved JAX keeps it from being reused, all others are
+            if (
+                step % 2
+            ):  # while a buffer is being saved JAX keeps it from being reused, all others are
                 assert given.params["w"].is_deleted()
                 checkpoints.save(state, step)
     for step in (5, 3, 1):
@@ -156,7 +180,10 @@ def test_the_functions_keep_their_names_after_their_rooms_were_imported() -> Non
 def test_train_in_python_is_the_job_of_the_command(trained: Path, tmp_path: Path) -> None:
     text = trained.parent / "reference.txt"
     config, *rest = line(copy(trained, tmp_path / "run"), text, {"run.progress": "none"})
-    overrides = [f"{name.removeprefix('--')}={value}" for name, value in zip(rest[::2], rest[1::2], strict=True)]
+    overrides = [
+        f"{name.removeprefix('--')}={value}"
+        for name, value in zip(rest[::2], rest[1::2], strict=True)
+    ]
     result = jf.train(jf.load_config(config, overrides))
     assert result.run_dir == tmp_path / "run" and result.metrics[-1]["step"] == STEPS
     for a, b in zip(jax.tree.leaves(result.params), params_of(trained), strict=True):

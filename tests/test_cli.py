@@ -25,7 +25,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_a_run_leaves_what_the_readme_promises(trained: tuple[Path, Path]) -> None:
     run_dir = trained[0]
-    names = {"config.json", "tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "loss.png"}
+    names = {
+        "config.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "tensorboard",
+        "loss.png",
+    }
     assert names <= {entry.name for entry in run_dir.iterdir()}
     lines = read_metrics(run_dir)
     steps = [entry for entry in lines if "loss" in entry]
@@ -36,39 +43,88 @@ def test_a_run_leaves_what_the_readme_promises(trained: tuple[Path, Path]) -> No
     assert seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1]
     evaluations = [entry for entry in lines if "val_loss" in entry]
     assert [entry["step"] for entry in evaluations] == [10, 20, 30, 40]
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1 and evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
+    assert (
+        steps[-1]["loss"] < steps[0]["loss"] - 1
+        and evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
+    )
 
 
 def test_the_run_shows_what_it_does_and_ends_with_the_next_command(
     trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
     run_dir = tmp_path / "run"
-    assert main(["train", *line(run_dir, trained[1], {"train.steps": 2, "train.checkpoint_every": 0})]) == 0
+    assert (
+        main(["train", *line(run_dir, trained[1], {"train.steps": 2, "train.checkpoint_every": 0})])
+        == 0
+    )
     out = " ".join(capsys.readouterr().out.split())
-    banner = ("device", "mesh", "parameters", "memory", "FLOPs", "attention", "tokens to train on", "one epoch")
-    ending = ("validation loss", "bits per byte", "gzip -9", "Sample", "run directory", "jaxformer sample")
+    banner = (
+        "device",
+        "mesh",
+        "parameters",
+        "memory",
+        "FLOPs",
+        "attention",
+        "tokens to train on",
+        "one epoch",
+    )
+    ending = (
+        "validation loss",
+        "bits per byte",
+        "gzip -9",
+        "Sample",
+        "run directory",
+        "jaxformer sample",
+    )
     assert all(word in out for word in (*banner, "loss", "tokens/s", "MFU", *ending))
 
 
-def test_sampling_greedily_writes_what_generate_returns(trained: tuple[Path, Path], capsys: Capture) -> None:
+def test_sampling_greedily_writes_what_generate_returns(
+    trained: tuple[Path, Path], capsys: Capture
+) -> None:
     prompt, new = "the cat sees", 20
-    assert main(["sample", str(trained[0]), "--prompt", prompt, "--temperature", "0", "--max_new_tokens", str(new)]) == 0
+    assert (
+        main(
+            [
+                "sample",
+                str(trained[0]),
+                "--prompt",
+                prompt,
+                "--temperature",
+                "0",
+                "--max_new_tokens",
+                str(new),
+            ]
+        )
+        == 0
+    )
     written = capsys.readouterr().out
     loaded = jf.load(trained[0])
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     rules = {"end_token": tokenizer.end_token, "vocab_size": tokenizer.vocab_size}
-    made = jf.generate(loaded.params, loaded.config, [tokenizer.encode(prompt)], new, temperature=0, **rules)
+    made = jf.generate(
+        loaded.params, loaded.config, [tokenizer.encode(prompt)], new, temperature=0, **rules
+    )
     assert written == prompt + tokenizer.decode(made[0].tolist()) + "\n"
 
 
-def test_a_seed_repeats_its_sample_and_another_step_is_another_model(trained: tuple[Path, Path], capsys: Capture) -> None:
+def test_a_seed_repeats_its_sample_and_another_step_is_another_model(
+    trained: tuple[Path, Path], capsys: Capture
+) -> None:
     def sample(*more: str) -> str:
-        assert main(["sample", str(trained[0]), "--prompt", "the", "--max_new_tokens", "30", *more]) == 0
+        assert (
+            main(["sample", str(trained[0]), "--prompt", "the", "--max_new_tokens", "30", *more])
+            == 0
+        )
         return capsys.readouterr().out
 
     once = sample("--seed", "3")
-    assert once == sample("--seed", "3") and once != sample("--seed", "4") and once != sample("--seed", "3", "--step", "4")
+    assert (
+        once == sample("--seed", "3")
+        and once != sample("--seed", "4")
+        and once != sample("--seed", "3", "--step", "4")
+    )
 
 
 def test_a_sample_streams(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +136,34 @@ def test_a_sample_streams(trained: tuple[Path, Path], monkeypatch: pytest.Monkey
             shown.append(self.getvalue())
 
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert main(["sample", str(trained[0]), "--prompt", "a dog", "--temperature", "0", "--max_new_tokens", "40"]) == 0
+    assert (
+        main(
+            [
+                "sample",
+                str(trained[0]),
+                "--prompt",
+                "a dog",
+                "--temperature",
+                "0",
+                "--max_new_tokens",
+                "40",
+            ]
+        )
+        == 0
+    )
     assert len({*shown}) >= 4 and all(b.startswith(a) for a, b in itertools.pairwise(shown))
 
 
-def test_evaluating_a_run_gives_what_its_training_ended_with(trained: tuple[Path, Path], capsys: Capture) -> None:
+def test_evaluating_a_run_gives_what_its_training_ended_with(
+    trained: tuple[Path, Path], capsys: Capture
+) -> None:
     last = logged(trained[0])[-1]
     assert main(["evaluate", str(trained[0])]) == 0
     out = capsys.readouterr().out
-    assert f"loss {last['val_loss']:.4f} nats per token" in out and f"{last['val_bits_per_byte']:.4f} bits per byte" in out
+    assert (
+        f"loss {last['val_loss']:.4f} nats per token" in out
+        and f"{last['val_bits_per_byte']:.4f} bits per byte" in out
+    )
     assert "perplexity" in out
 
 
@@ -104,13 +179,18 @@ def test_evaluating_on_other_text_reads_that_text_alone_with_the_tokenizer_of_th
     assert main(["evaluate", str(run_dir), "--data.validation", str(other)]) == 0
     loss = float(capsys.readouterr().out.partition("loss ")[2].partition(" ")[0])
     assert loss > logged(trained[0])[-1]["val_loss"] + 0.5
-    assert (tmp_path / "cache/stores").exists() and not (tmp_path / "cache/tokenizers").exists()  # it brings its own
+    assert (tmp_path / "cache/stores").exists() and not (
+        tmp_path / "cache/tokenizers"
+    ).exists()  # it brings its own
     assert main(["evaluate", str(run_dir)]) == 2
     assert "gone.txt does not exist" in capsys.readouterr().err
 
 
-def test_a_run_of_the_smallest_kind_goes_from_text_to_sample(tmp_path: Path, capsys: Capture) -> None:
-    """Characters, no dropout, AdamW, a plain stream, nothing held out: the other side of every choice of the tiny run."""
+def test_a_run_of_the_smallest_kind_goes_from_text_to_sample(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """Characters, no dropout, AdamW, a plain stream, nothing held out: the other side of every
+    choice of the tiny run."""
     text = tmp_path / "text.txt"
     text.write_text("abcd efgh " * 100)
     changes = {
@@ -156,7 +236,9 @@ def test_python_dash_m_jaxformer_is_the_command() -> None:
 
 def test_help_read_by_a_pipe_that_closes_ends_quietly() -> None:
     line = f"{sys.executable} train.py configs/quickstart.py --help | head -1"
-    found = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert "usage" in found.stdout and not found.stderr
 
 
@@ -165,10 +247,18 @@ def test_the_arguments_are_read_before_a_device_is_touched() -> None:
     code = "import sys; from jaxformer.cli import main; "
     code += "status = main(['train', 'configs/quickstart.py', '--model.layers', '3']); "
     code += "sys.exit(status if 'jax' not in sys.modules and 'grain' not in sys.modules else 3)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 2
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False
+        ).returncode
+        == 2
+    )
 
 
 def test_greedy_sampling_depends_on_no_seed(trained: tuple[Path, Path]) -> None:
     loaded = jf.load(trained[0])
-    made = [jf.generate(loaded.params, loaded.config, [[5, 6]], 6, temperature=0, key=jax.random.key(k)) for k in (0, 1)]
+    made = [
+        jf.generate(loaded.params, loaded.config, [[5, 6]], 6, temperature=0, key=jax.random.key(k))
+        for k in (0, 1)
+    ]
     assert made[0].tolist() == made[1].tolist()

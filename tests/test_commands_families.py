@@ -29,7 +29,9 @@ Capture = pytest.CaptureFixture[str]
 TEXT = "the cat sees a dog under the tall tree and the dog likes a small cat by the river"
 PAIRS = [(f"{a} {b}", f"{b} {a}") for a, b in itertools.pairwise(TEXT.split())]
 TOKENIZER = train_bpe_tokenizer([TEXT] * 3, 420, (*MARKS, *SENTINELS[:3]))
-SHAPE: dict[str, Any] = dict(vocab_size=TOKENIZER.vocab_size + 2, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64)
+SHAPE: dict[str, Any] = dict(
+    vocab_size=TOKENIZER.vocab_size + 2, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64
+)
 RUNS: dict[str, dict[str, Any]] = {
     "decoder": {"n_layers": 2},
     "encoder_decoder": {"family": "encoder_decoder"},
@@ -49,7 +51,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def write_run(folder: Path, name: str) -> Path:
     base, pairs = jf.RunConfig(), folder.with_name("pairs.tsv")
-    pairs.write_text("source\ttarget\n" + "".join(f"{source}\t{target}\n" for source, target in PAIRS))
+    pairs.write_text(
+        "source\ttarget\n" + "".join(f"{source}\t{target}\n" for source, target in PAIRS)
+    )
     objective = "pairs" if name == "encoder_decoder" else "auto"
     data = replace(
         base.data,
@@ -78,7 +82,9 @@ def printed(capsys: Capture, *arguments: object) -> str:
 
 def shares(path: Path, row: list[int], **inputs: Any) -> np.ndarray:
     model = jf.load(path)
-    return np.asarray(jax.nn.softmax(forward(model.params, model.config, np.array([row]), **inputs)[0], axis=-1))
+    return np.asarray(
+        jax.nn.softmax(forward(model.params, model.config, np.array([row]), **inputs)[0], axis=-1)
+    )
 
 
 def special(role: str) -> int:
@@ -89,34 +95,50 @@ def special(role: str) -> int:
 
 def leading(text: str) -> list[tuple[str, float]]:
     """The lines "  12.3%  name"."""
-    return [(name, float(share)) for share, name in re.findall(r"^ *([\d.]+)%  (.+)$", text, re.MULTILINE)]
+    return [
+        (name, float(share))
+        for share, name in re.findall(r"^ *([\d.]+)%  (.+)$", text, re.MULTILINE)
+    ]
 
 
 def test_an_encoder_decoder_reads_the_prompt_as_its_source_and_writes_its_target(runs, capsys):
     model, end, prompt = jf.load(runs["encoder_decoder"]), TOKENIZER.end_token, "a dog by the river"
     source = [[*TOKENIZER.encode(prompt), end]]
     rules = {"end_token": end, "vocab_size": TOKENIZER.vocab_size}
-    wanted = jf.generate(model.params, model.config, [[end]], 20, source=source, temperature=0, **rules)
-    unclosed = jf.generate(model.params, model.config, [[end]], 20, source=[source[0][:-1]], temperature=0, **rules)
+    wanted = jf.generate(
+        model.params, model.config, [[end]], 20, source=source, temperature=0, **rules
+    )
+    unclosed = jf.generate(
+        model.params, model.config, [[end]], 20, source=[source[0][:-1]], temperature=0, **rules
+    )
     assert wanted.tolist() != unclosed.tolist()
     line = ["sample", runs["encoder_decoder"], "--prompt", prompt, "--max_new_tokens", 20]
     assert printed(capsys, *line, "--temperature", 0) == TOKENIZER.decode(wanted[0]) + "\n"
-    found = beam_search(model.params, model.config, [[end]], 20, source=source, beams=4, length_penalty=1.0, **rules)
+    found = beam_search(
+        model.params, model.config, [[end]], 20, source=source, beams=4, length_penalty=1.0, **rules
+    )
     assert (
-        printed(capsys, *line, "--beams", 4, "--length_penalty", 1) == text_of(TOKENIZER, found.tokens[0, 0].tolist()) + "\n"
+        printed(capsys, *line, "--beams", 4, "--length_penalty", 1)
+        == text_of(TOKENIZER, found.tokens[0, 0].tolist()) + "\n"
     )
 
 
 def test_a_decoder_continues_a_prompt_by_the_best_of_its_beams(runs, capsys):
     model, prompt = jf.load(runs["decoder"]), "the cat"
     rules = {"end_token": TOKENIZER.end_token, "vocab_size": TOKENIZER.vocab_size}
-    found = beam_search(model.params, model.config, [TOKENIZER.encode(prompt)], 12, beams=3, **rules)
-    out = printed(capsys, "sample", runs["decoder"], "--prompt", prompt, "--beams", 3, "--max_new_tokens", 12)
+    found = beam_search(
+        model.params, model.config, [TOKENIZER.encode(prompt)], 12, beams=3, **rules
+    )
+    out = printed(
+        capsys, "sample", runs["decoder"], "--prompt", prompt, "--beams", 3, "--max_new_tokens", 12
+    )
     assert out == prompt + text_of(TOKENIZER, found.tokens[0, 0].tolist()) + "\n"
 
 
 def test_hidden_tokens_are_told_with_their_probabilities(runs, capsys):
-    out = printed(capsys, "sample", runs["masked"], "--prompt", "the [MASK] sees a [MASK]", "--pair", "a dog")
+    out = printed(
+        capsys, "sample", runs["masked"], "--prompt", "the [MASK] sees a [MASK]", "--pair", "a dog"
+    )
     before, between, pair = (TOKENIZER.encode(text) for text in ("the", " sees a", "a dog"))
     cls, sep, mask = map(special, ("cls", "sep", "mask"))
     first = [cls, *before, mask, *between, mask, sep]
@@ -125,14 +147,22 @@ def test_hidden_tokens_are_told_with_their_probabilities(runs, capsys):
     for text, at in zip(told, np.flatnonzero(np.array(row) == mask), strict=True):
         wanted = shares(runs["masked"], row, token_types=types)[at][: TOKENIZER.vocab_size]
         best = np.argsort(-wanted)[:5]
-        assert [name for name, _ in leading(text)] == [repr(TOKENIZER.shown(token)) for token in best.tolist()]
-        np.testing.assert_allclose([share for _, share in leading(text)], wanted[best] * 100, atol=0.051)
+        assert [name for name, _ in leading(text)] == [
+            repr(TOKENIZER.shown(token)) for token in best.tolist()
+        ]
+        np.testing.assert_allclose(
+            [share for _, share in leading(text)], wanted[best] * 100, atol=0.051
+        )
 
 
 @pytest.mark.parametrize("name", ["classes", "decoder classes"])
 def test_a_text_is_told_its_classes_with_their_probabilities(runs, name, capsys):
     text = TOKENIZER.encode("a small cat")
-    row = [special("cls"), *text, special("sep")] if name == "classes" else [*text, TOKENIZER.end_token]
+    row = (
+        [special("cls"), *text, special("sep")]
+        if name == "classes"
+        else [*text, TOKENIZER.end_token]
+    )
     wanted = shares(runs[name], row)
     found = dict(leading(printed(capsys, "sample", runs[name], "--prompt", "a small cat")))
     np.testing.assert_allclose([found[label] for label in LABELS], wanted * 100, atol=0.051)
@@ -144,17 +174,24 @@ def test_each_word_is_told_its_tag(runs, capsys):
     pieces = [TOKENIZER.encode(" " * (place > 0) + word) for place, word in enumerate(words)]
     assert len(pieces[1]) > 1
     first = np.cumsum([1, *map(len, pieces)])[:-1]
-    tags = shares(runs["tags"], [special("cls"), *itertools.chain(*pieces), special("sep")])[first].argmax(-1)
+    tags = shares(runs["tags"], [special("cls"), *itertools.chain(*pieces), special("sep")])[
+        first
+    ].argmax(-1)
     out = printed(capsys, "sample", runs["tags"], "--prompt", " ".join(words))
-    assert [line.split() for line in out.splitlines()] == [[w, LABELS[t]] for w, t in zip(words, tags, strict=True)]
+    assert [line.split() for line in out.splitlines()] == [
+        [w, LABELS[t]] for w, t in zip(words, tags, strict=True)
+    ]
 
 
 def test_names_of_special_tokens_in_a_prompt_stand_for_them():
     sentinel = TOKENIZER.sentinels()
     ids = tokens_of(TOKENIZER, "the <extra_id_0> dog <extra_id_1>")
     assert ids == [*TOKENIZER.encode("the"), sentinel[0], *TOKENIZER.encode(" dog"), sentinel[1]]
-    assert text_of(TOKENIZER, [sentinel[0], *TOKENIZER.encode(" cat"), sentinel[1], TOKENIZER.end_token]) == (
-        "<extra_id_0> cat<extra_id_1>"
+    assert (
+        text_of(
+            TOKENIZER, [sentinel[0], *TOKENIZER.encode(" cat"), sentinel[1], TOKENIZER.end_token]
+        )
+        == "<extra_id_0> cat<extra_id_1>"
     )
     assert tokens_of(TOKENIZER, "<extra_id_7>") == TOKENIZER.encode("<extra_id_7>")
 
@@ -168,7 +205,11 @@ def test_evaluating_pairs_with_beams_gives_the_bleu_of_the_translations(runs, tm
     outputs = translate(model.params, model.config, TOKENIZER, sources, beams=2)
     assert written.read_text().splitlines() == [" ".join(text.split()) for text in outputs]
     score = sacrebleu.corpus_bleu(outputs, [list(references)]).score
-    assert f"BLEU {score:.2f} of {len(PAIRS)} texts" in out and "nrefs:1|case:mixed" in out and "nats per token" in out
+    assert (
+        f"BLEU {score:.2f} of {len(PAIRS)} texts" in out
+        and "nrefs:1|case:mixed" in out
+        and "nats per token" in out
+    )
 
 
 def page_data(path: Path) -> dict[str, Any]:
@@ -190,12 +231,17 @@ def test_the_page_of_an_encoder_decoder_holds_its_maps_and_what_it_expected(runs
     printed(capsys, *line, "--target", "a dog", "--figure", figure)
     model, end = jf.load(run), TOKENIZER.end_token
     source, tokens = [*TOKENIZER.encode("the cat"), end], [end, *TOKENIZER.encode("a dog")]
-    maps = jf.attention_maps(model.params, model.config, np.array([tokens]), source=np.array([source]))
+    maps = jf.attention_maps(
+        model.params, model.config, np.array([tokens]), source=np.array([source])
+    )
     data = page_data(page)
     assert set(data["maps"]) == {"encoder", "decoder", "cross"}
     for kind, entry in data["maps"].items():
         np.testing.assert_allclose(entry["weights"], getattr(maps, kind)[:, 0], atol=1e-4)
-    assert data["tokens"]["target"] == ["<|endoftext|>", *(t.replace(" ", "·") for t in map(TOKENIZER.shown, tokens[1:]))]
+    assert data["tokens"]["target"] == [
+        "<|endoftext|>",
+        *(t.replace(" ", "·") for t in map(TOKENIZER.shown, tokens[1:])),
+    ]
     wanted = np.asarray(jax.nn.softmax(maps.logits[0], axis=-1))
     for step, row in zip(data["candidates"], wanted, strict=True):
         np.testing.assert_allclose([share for _, share in step], np.sort(row)[:-6:-1], atol=1e-5)
@@ -207,11 +253,21 @@ def test_without_a_target_the_page_shows_what_the_model_writes(runs, tmp_path, b
     page, run, end = tmp_path / "page.html", runs["encoder_decoder"], TOKENIZER.end_token
     printed(capsys, "attention", run, "--prompt", "a dog", "--output", page, "--beams", beams)
     model = jf.load(run)
-    rules = {"source": [[*TOKENIZER.encode("a dog"), end]], "end_token": end, "vocab_size": TOKENIZER.vocab_size}
+    rules = {
+        "source": [[*TOKENIZER.encode("a dog"), end]],
+        "end_token": end,
+        "vocab_size": TOKENIZER.vocab_size,
+    }
     if beams:
-        made = beam_search(model.params, model.config, [[end]], 63, beams=beams, **rules).tokens[0, 0].tolist()
+        made = (
+            beam_search(model.params, model.config, [[end]], 63, beams=beams, **rules)
+            .tokens[0, 0]
+            .tolist()
+        )
     else:
-        made = jf.generate(model.params, model.config, [[end]], 63, temperature=0, **rules)[0].tolist()
+        made = jf.generate(model.params, model.config, [[end]], 63, temperature=0, **rules)[
+            0
+        ].tolist()
     wanted = [end, *(made[: made.index(end)] if end in made else made)]
     assert len(page_data(page)["tokens"]["target"]) == len(wanted)
 
@@ -239,19 +295,51 @@ def test_the_page_of_one_stack_holds_its_maps(runs, tmp_path, name, kind, axis, 
 
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "nothing to read": ("sample", ["encoder_decoder"], ["--prompt"]),
-    "a source that is too long": ("sample", ["encoder_decoder", "--prompt", "zq" * 40], ["81 tokens", "64", "shorten"]),
+    "a source that is too long": (
+        "sample",
+        ["encoder_decoder", "--prompt", "zq" * 40],
+        ["81 tokens", "64", "shorten"],
+    ),
     "nothing hidden": ("sample", ["masked", "--prompt", "the cat"], ["[MASK]"]),
-    "an encoder that should write": ("sample", ["masked", "--prompt", "a", "--beams", "3"], ["'masked'", "--beams"]),
-    "a second text for a decoder": ("sample", ["decoder", "--prompt", "a", "--pair", "b"], ["--pair", "'decoder'"]),
+    "an encoder that should write": (
+        "sample",
+        ["masked", "--prompt", "a", "--beams", "3"],
+        ["'masked'", "--beams"],
+    ),
+    "a second text for a decoder": (
+        "sample",
+        ["decoder", "--prompt", "a", "--pair", "b"],
+        ["--pair", "'decoder'"],
+    ),
     "an empty text to classify": ("sample", ["classes", "--prompt", ""], ["empty"]),
-    "a text to classify that is too long": ("sample", ["classes", "--prompt", "zq" * 40], ["82 tokens", "32"]),
+    "a text to classify that is too long": (
+        "sample",
+        ["classes", "--prompt", "zq" * 40],
+        ["82 tokens", "32"],
+    ),
     "no words to tag": ("sample", ["tags", "--prompt", " "], ["empty"]),
     "beams below none": ("sample", ["decoder", "--prompt", "a", "--beams", "-1"], ["beams=-1"]),
     "a file for no translations": ("evaluate", ["encoder_decoder", "--output", "x"], ["--beams"]),
-    "a translation by what is no translator": ("evaluate", ["masked", "--beams", "2"], ["data.objective=masked", "pairs"]),
-    "a page that is too long": ("attention", ["decoder", "--prompt", "zq" * 200], ["400 tokens", "64"]),
-    "a target for a decoder": ("attention", ["decoder", "--prompt", "a", "--target", "b"], ["--target", "'decoder'"]),
-    "a layer that is not there": ("attention", ["decoder", "--prompt", "a", "--layers", "7"], ["layers=[7]", "0 .. 1"]),
+    "a translation by what is no translator": (
+        "evaluate",
+        ["masked", "--beams", "2"],
+        ["data.objective=masked", "pairs"],
+    ),
+    "a page that is too long": (
+        "attention",
+        ["decoder", "--prompt", "zq" * 200],
+        ["400 tokens", "64"],
+    ),
+    "a target for a decoder": (
+        "attention",
+        ["decoder", "--prompt", "a", "--target", "b"],
+        ["--target", "'decoder'"],
+    ),
+    "a layer that is not there": (
+        "attention",
+        ["decoder", "--prompt", "a", "--layers", "7"],
+        ["layers=[7]", "0 .. 1"],
+    ),
     "a page in no directory": (
         "attention",
         ["decoder", "--prompt", "a", "--output", "no/x.html"],
@@ -274,5 +362,8 @@ def test_what_cannot_be_is_said_in_words(runs, case, tmp_path, monkeypatch, caps
 def test_a_token_alone_is_shown_by_its_text_its_name_or_its_bytes():
     shown = [TOKENIZER.shown(token) for token in TOKENIZER.encode("the é")]
     assert shown[0] == "the" and shown[-2:] == ["\\xc3", "\\xa9"]
-    assert TOKENIZER.shown(TOKENIZER.end_token) == "<|endoftext|>" and TOKENIZER.shown(9999) == "<9999>"
+    assert (
+        TOKENIZER.shown(TOKENIZER.end_token) == "<|endoftext|>"
+        and TOKENIZER.shown(9999) == "<9999>"
+    )
     assert isinstance(TOKENIZER, Tokenizer)

@@ -1,4 +1,5 @@
-"""Configs: every file loads as what it says it is, and a setting has one name, one meaning and one sentence."""
+"""Configs: every file loads as what it says it is, and a setting has one name, one meaning and one
+sentence."""
 
 import ast
 import dataclasses
@@ -37,7 +38,9 @@ def test_the_six_configs_are_there() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_file_is_short_and_loads_as_a_hashable_value_that_json_gives_back(path: Path, tmp_path: Path) -> None:
+def test_a_config_file_is_short_and_loads_as_a_hashable_value_that_json_gives_back(
+    path: Path, tmp_path: Path
+) -> None:
     assert len(path.read_text().splitlines()) < 50
     config = jf.load_config(path)
     assert isinstance(config, RunConfig) and hash(config) == hash(jf.load_config(path))
@@ -54,7 +57,10 @@ def test_a_published_model_has_its_published_number_of_parameters(name: str) -> 
 def test_the_base_transformers_learning_rate_is_the_papers() -> None:
     """d_model^-0.5 min(step^-0.5, step warmup^-1.5) (arXiv:1706.03762), counted from step 1."""
     config = read_config(ROOT / "configs/transformer_base.py")
-    schedule, warmup = make_schedule(config.optimizer, config.train.steps), config.optimizer.warmup_steps
+    schedule, warmup = (
+        make_schedule(config.optimizer, config.train.steps),
+        config.optimizer.warmup_steps,
+    )
     for step in (1, 1000, 3999, 4000, 8000, 100_000):
         expected = config.model.d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
         np.testing.assert_allclose(float(schedule(step - 1)), expected, rtol=1e-3)
@@ -62,21 +68,46 @@ def test_the_base_transformers_learning_rate_is_the_papers() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_that_a_file_names_is_one(path: Path) -> None:
-    named = [line.partition(" = ")[0] for line in path.read_text().splitlines() if " = replace(" in line and line[0] != " "]
+    named = [
+        line.partition(" = ")[0]
+        for line in path.read_text().splitlines()
+        if " = replace(" in line and line[0] != " "
+    ]
     for name in named:
         assert isinstance(read_config(f"{path}:{name}"), RunConfig)
 
 
 def test_tinystories_and_shakespeare_are_of_the_sizes_asked_for() -> None:
     run = jf.load_config(ROOT / "configs/tinystories.py")
-    shape = (run.model.vocab_size, run.model.d_model, run.model.d_ff, run.model.n_layers, run.model.n_heads)
-    assert shape == (10_000, 512, 1344, 4, 16) and (run.model.rope_theta, run.data.sequence_length) == (10_000, 256)
+    shape = (
+        run.model.vocab_size,
+        run.model.d_model,
+        run.model.d_ff,
+        run.model.n_layers,
+        run.model.n_heads,
+    )
+    assert shape == (10_000, 512, 1344, 4, 16) and (
+        run.model.rope_theta,
+        run.data.sequence_length,
+    ) == (10_000, 256)
     assert run.train.steps * run.train.batch_size * run.data.sequence_length == 327_680_000
-    cpu, gpu = (jf.load_config(f"{ROOT}/configs/shakespeare_char.py{name}") for name in ("", ":gpu"))
+    cpu, gpu = (
+        jf.load_config(f"{ROOT}/configs/shakespeare_char.py{name}") for name in ("", ":gpu")
+    )
     sizes = [
-        (r.model.n_layers, r.model.n_heads, r.model.d_model, r.data.sequence_length, r.train.batch_size) for r in (cpu, gpu)
+        (
+            r.model.n_layers,
+            r.model.n_heads,
+            r.model.d_model,
+            r.data.sequence_length,
+            r.train.batch_size,
+        )
+        for r in (cpu, gpu)
     ]
-    assert sizes == [(4, 4, 128, 64, 12), (6, 6, 384, 256, 64)] and (cpu.train.steps, gpu.train.steps) == (2000, 5000)
+    assert sizes == [(4, 4, 128, 64, 12), (6, 6, 384, 256, 64)] and (
+        cpu.train.steps,
+        gpu.train.steps,
+    ) == (2000, 5000)
 
 
 def test_a_config_is_a_static_argument_and_equal_configs_share_a_compilation() -> None:
@@ -87,18 +118,32 @@ def test_a_config_is_a_static_argument_and_equal_configs_share_a_compilation() -
         return x * config.d_model
 
     jitted = jax.jit(width, static_argnums=1)
-    assert [float(jitted(1.0, jf.ModelConfig(vocab_size=9, d_model=d, n_heads=2))) for d in (32, 32, 64)] == [32, 32, 64]
+    assert [
+        float(jitted(1.0, jf.ModelConfig(vocab_size=9, d_model=d, n_heads=2))) for d in (32, 32, 64)
+    ] == [32, 32, 64]
     assert len(traced) == 2
 
 
 def test_overrides_in_python_are_those_of_the_command_line() -> None:
     path = ROOT / "configs/quickstart.py"
-    given = {"model.n_layers": "3", "optimizer.learning_rate": "2e-4", "model.tied_head": "False", "data.train": "a b.txt"}
+    given = {
+        "model.n_layers": "3",
+        "optimizer.learning_rate": "2e-4",
+        "model.tied_head": "False",
+        "data.train": "a b.txt",
+    }
     line = [part for name, value in given.items() for part in (f"--{name}", value)]
     found = jf.load_config(path, [f"{name}={value}" for name, value in given.items()])
     assert found == parse_arguments(read_config(path), line, program="train.py")
-    assert (found.model.n_layers, found.optimizer.learning_rate, found.model.tied_head) == (3, 2e-4, False)
-    assert found.data.train == "a b.txt" and jf.load_config(path, ["data.train=a=b"]).data.train == "a=b"
+    assert (found.model.n_layers, found.optimizer.learning_rate, found.model.tied_head) == (
+        3,
+        2e-4,
+        False,
+    )
+    assert (
+        found.data.train == "a b.txt"
+        and jf.load_config(path, ["data.train=a=b"]).data.train == "a=b"
+    )
 
 
 def test_the_defaults_of_the_file_hold_where_nothing_overrides_them() -> None:
@@ -113,11 +158,16 @@ def test_the_defaults_of_the_file_hold_where_nothing_overrides_them() -> None:
     [
         ("model.n_layer=3", ["model.n_layer", "model.n_layers"]),
         ("model.n_layers", ["model.n_layers", "section.field=value"]),
-        ("model.d_model=100", ["model.d_model=100", "model.n_heads=3", "1, 2, 4, 5, 10, 20, 25, 50, 100"]),
+        (
+            "model.d_model=100",
+            ["model.d_model=100", "model.n_heads=3", "1, 2, 4, 5, 10, 20, 25, 50, 100"],
+        ),
         ("optimizer.schedule=cosin", ["optimizer.schedule", "cosin", "'cosine'"]),
     ],
 )
-def test_a_mistaken_override_is_a_config_error_that_says_what_is_meant(override: str, parts: list[str]) -> None:
+def test_a_mistaken_override_is_a_config_error_that_says_what_is_meant(
+    override: str, parts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as raised:
         jf.load_config(ROOT / "configs/quickstart.py", [override])
     assert all(part in " ".join(str(raised.value).split()) for part in parts)
@@ -153,7 +203,8 @@ def test_every_field_is_read_somewhere() -> None:
         node
         for path in inside
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "property" for d in node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and any(getattr(d, "id", "") == "property" for d in node.decorator_list)
     ]
     outside = [path for path in (ROOT / "jaxformer").rglob("*.py") if path not in inside]
     read = {name for path in outside for name in attributes(ast.parse(path.read_text()))}
@@ -164,7 +215,11 @@ def test_every_field_is_read_somewhere() -> None:
 
 
 def attributes(tree: ast.AST) -> set[str]:
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def test_help_lists_every_field_with_its_type_its_default_and_a_sentence(
@@ -174,7 +229,10 @@ def test_help_lists_every_field_with_its_type_its_default_and_a_sentence(
     assert main(["train", str(ROOT / "configs/quickstart.py"), "--help"]) == 0
     shown = capsys.readouterr().out
     told = " ".join(re.sub(r"[│╭╮╰╯─|]|-{3,}", " ", shown).split())
-    entries = {entry.partition(" ")[0]: entry.partition(" ")[2] for entry in re.split(r" --(?=[a-z]+\.)", told)}
+    entries = {
+        entry.partition(" ")[0]: entry.partition(" ")[2]
+        for entry in re.split(r" --(?=[a-z]+\.)", told)
+    }
     for name, value in flat(read_config(ROOT / "configs/quickstart.py")).items():
         kind, _, rest = entries[name].partition(" ")
         sentence, _, default = rest.partition(" (default: ")

@@ -29,7 +29,9 @@ def test_a_file_without_a_version_is_of_the_first_and_what_it_lacks_has_its_defa
 
 
 def test_a_newer_file_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"a/config.json was written by a newer.*version 3.*Upgrade"):
+    with pytest.raises(
+        ConfigError, match=r"a/config.json was written by a newer.*version 3.*Upgrade"
+    ):
         from_json(written(version=VERSION + 1), "runs/a/config.json")
 
 

@@ -1,4 +1,5 @@
-"""A Hugging Face directory is a model like a run's: commands, fine-tuning and conversion take one for the other."""
+"""A Hugging Face directory is a model like a run's: commands, fine-tuning and conversion take one
+for the other."""
 
 import contextlib
 import io
@@ -32,16 +33,32 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-BERT = dict(model__family="encoder", model__norm="layer", model__norm_placement="post", model__bias="all") | dict(
-    model__embedding_norm=True, model__positions="learned", model__activation="gelu", model__token_types=2
+BERT = dict(
+    model__family="encoder", model__norm="layer", model__norm_placement="post", model__bias="all"
+) | dict(
+    model__embedding_norm=True,
+    model__positions="learned",
+    model__activation="gelu",
+    model__token_types=2,
 )
 T5 = dict(model__family="encoder_decoder", model__positions="t5", model__attention_scale=1.0)
-WHOLE = dict(model__max_length=32, data__packing="stream")  # rows as those in which a directory is evaluated
+WHOLE = dict(
+    model__max_length=32, data__packing="stream"
+)  # rows as those in which a directory is evaluated
 KINDS = {
     "decoder": (dict(data__train="text.txt", **WHOLE), "LlamaForCausalLM"),
-    "masked": (dict(data__train="text.txt", model__tied_head=True, **WHOLE, **BERT), "BertForMaskedLM"),
-    "classes": (dict(data__train="labelled.tsv", model__head="classes", **BERT), "BertForSequenceClassification"),
-    "pairs": (dict(data__train="pairs.tsv", data__objective="pairs", **T5), "T5ForConditionalGeneration"),
+    "masked": (
+        dict(data__train="text.txt", model__tied_head=True, **WHOLE, **BERT),
+        "BertForMaskedLM",
+    ),
+    "classes": (
+        dict(data__train="labelled.tsv", model__head="classes", **BERT),
+        "BertForSequenceClassification",
+    ),
+    "pairs": (
+        dict(data__train="pairs.tsv", data__objective="pairs", **T5),
+        "T5ForConditionalGeneration",
+    ),
 }
 
 
@@ -100,14 +117,18 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     moved = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
     found = verify.compare(there, moved, model.config)
     assert found.largest > 1e-3 * found.deviation and found.kl.max() > 1e-9
-    monkeypatch.setattr("jaxformer.loading.load", lambda path, step: jf.Loaded(moved, model.config, None))
+    monkeypatch.setattr(
+        "jaxformer.loading.load", lambda path, step: jf.Loaded(moved, model.config, None)
+    )
     assert convert.run([str(there), str(base / "moved"), "--verify"]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
 
 
 def test_rounded_weights_are_told_apart_from_wrong_ones(base):
     here, _ = made(base, "decoder")
-    said = told("convert", here, base / "rounded", "--dtype", "bfloat16", "--shard_size", "20K", "--verify")
+    said = told(
+        "convert", here, base / "rounded", "--dtype", "bfloat16", "--shard_size", "20K", "--verify"
+    )
     assert "bfloat16, in " in said and "apart by what bfloat16 rounds" in said
     assert len(list((base / "rounded").glob("model-*.safetensors"))) > 1
 
@@ -115,14 +136,25 @@ def test_rounded_weights_are_told_apart_from_wrong_ones(base):
 def test_verify_without_transformers_says_what_to_install(base, monkeypatch):
     here, _ = made(base, "decoder")
     monkeypatch.setattr(verify, "find_spec", lambda name: None)
-    assert "pip install torch transformers" in told("convert", here, base / "never", "--verify", status=2)
+    assert "pip install torch transformers" in told(
+        "convert", here, base / "never", "--verify", status=2
+    )
     assert not (base / "never").exists()
 
 
 COMMANDS = {
-    "decoder": (["sample", "--prompt", "the cat", "--max_new_tokens", 5], ["evaluate", "--data.validation", "text.txt"]),
-    "masked": (["sample", "--prompt", "the [MASK] sees"], ["evaluate", "--data.validation", "text.txt"]),
-    "classes": (["sample", "--prompt", "good fine"], ["evaluate", "--data.validation", "labelled.tsv"]),
+    "decoder": (
+        ["sample", "--prompt", "the cat", "--max_new_tokens", 5],
+        ["evaluate", "--data.validation", "text.txt"],
+    ),
+    "masked": (
+        ["sample", "--prompt", "the [MASK] sees"],
+        ["evaluate", "--data.validation", "text.txt"],
+    ),
+    "classes": (
+        ["sample", "--prompt", "good fine"],
+        ["evaluate", "--data.validation", "labelled.tsv"],
+    ),
     "pairs": (
         ["sample", "--prompt", "the cat 3", "--beams", 2],
         ["evaluate", "--data.validation", "pairs.tsv", "--beams", 2],
@@ -134,12 +166,18 @@ COMMANDS = {
 def test_sample_evaluate_and_attention_say_of_a_directory_what_they_say_of_the_run(base, kind):
     here, there = made(base, kind)
     for name, *options in COMMANDS[kind]:
-        options = [base / option if str(option).endswith((".txt", ".tsv")) else option for option in options]
+        options = [
+            base / option if str(option).endswith((".txt", ".tsv")) else option
+            for option in options
+        ]
         options += ["--seed", 0] if name == "sample" else []
         said = [told(name, path, *options) for path in (here, there)]
         assert said[0] == said[1] and (said[0].strip() or name == "sample")
     page = base / f"{kind}.html"
-    assert "attention of" in told("attention", there, "--prompt", "the cat", "--output", page) and page.stat().st_size > 1000
+    assert (
+        "attention of" in told("attention", there, "--prompt", "the cat", "--output", page)
+        and page.stat().st_size > 1000
+    )
 
 
 def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
@@ -151,29 +189,49 @@ def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
 def test_a_run_is_evaluated_on_what_it_learnt_alone(base):
     here, there = made(base, "pairs")
     text = base / "text.txt"
-    assert "name no other" in told("evaluate", here, "--data.validation", text, "--data.objective", "prefix", status=2)
-    assert "loss" in told("evaluate", there, "--data.validation", text, "--data.objective", "prefix")
+    assert "name no other" in told(
+        "evaluate", here, "--data.validation", text, "--data.objective", "prefix", status=2
+    )
+    assert "loss" in told(
+        "evaluate", there, "--data.validation", text, "--data.objective", "prefix"
+    )
 
 
 @pytest.mark.parametrize("kind", ["decoder", "classes"])
 def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
-    """At a learning rate of 0 one step leaves them as they are; the config and the tokenizer are the directory's."""
+    """At a learning rate of 0 one step leaves them as they are; the config and the tokenizer are
+    the directory's."""
     _, there = made(base, kind)
     still = dict(optimizer__learning_rate=0.0, train__steps=1, run__init_from=there)
     head = dict(model__head="classes") if kind == "classes" else {}
-    tuned = run(base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still, **head)
+    tuned = run(
+        base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still, **head
+    )
     ours, hf = leaves(tuned), leaves(there)
     assert ours.keys() == hf.keys() and all(np.array_equal(ours[path], hf[path]) for path in hf)
     assert jf.load(tuned).tokenizer.fingerprint() == jf.load(there).tokenizer.fingerprint()
-    run(base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still | {"train__steps": 2}, **head)
+    run(
+        base,
+        f"{kind}_tuned",
+        data__train=base / KINDS[kind][0]["data__train"],
+        **still | {"train__steps": 2},
+        **head,
+    )
 
 
 def test_a_pretrained_trunk_gets_a_new_head(base):
     _, there = made(base, "masked")
-    settings = dict(model__head="classes", run__init_from=there, optimizer__learning_rate=0.0, train__steps=1)
+    settings = dict(
+        model__head="classes", run__init_from=there, optimizer__learning_rate=0.0, train__steps=1
+    )
     settings |= dict(model__max_length=32)
-    ours, hf = leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)), leaves(there)
-    assert ours["head.weight"].shape[0] == 2 and np.array_equal(ours["blocks.ffn.up"], hf["blocks.ffn.up"])
+    ours, hf = (
+        leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)),
+        leaves(there),
+    )
+    assert ours["head.weight"].shape[0] == 2 and np.array_equal(
+        ours["blocks.ffn.up"], hf["blocks.ffn.up"]
+    )
 
 
 REFUSED = [
@@ -211,7 +269,9 @@ def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     for path in made(base, "decoder"):
         found, plain = jf.load(path, mesh=mesh, dtype="bfloat16"), jf.load(path)
-        for leaf, other in zip(jax.tree.leaves(found.params), jax.tree.leaves(plain.params), strict=True):
+        for leaf, other in zip(
+            jax.tree.leaves(found.params), jax.tree.leaves(plain.params), strict=True
+        ):
             assert leaf.sharding.mesh == mesh and leaf.dtype == jax.numpy.bfloat16
             assert np.array_equal(leaf, other.astype("bfloat16"))
         with pytest.raises(jf.ConfigError, match="dtype='int4' is not one of"):
@@ -224,8 +284,15 @@ def test_a_head_of_other_classes_is_not_carried(base):
     other = shutil.copytree(there, base / "other_classes")
     keys = json.loads((other / "config.json").read_text())
     assert keys["id2label"] == {"0": "n", "1": "y"}
-    (other / "config.json").write_text(json.dumps(keys | {"id2label": {"0": "y", "1": "n"}, "label2id": {"y": 0, "n": 1}}))
-    settings = dict(model__head="classes", optimizer__learning_rate=0.0, train__steps=1, run__init_from=other)
-    ours, hf = leaves(run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)), leaves(other)
+    (other / "config.json").write_text(
+        json.dumps(keys | {"id2label": {"0": "y", "1": "n"}, "label2id": {"y": 0, "n": 1}})
+    )
+    settings = dict(
+        model__head="classes", optimizer__learning_rate=0.0, train__steps=1, run__init_from=other
+    )
+    ours, hf = (
+        leaves(run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)),
+        leaves(other),
+    )
     assert np.array_equal(ours["blocks.ffn.up"], hf["blocks.ffn.up"])
     assert not np.array_equal(ours["head.weight"], hf["head.weight"])

@@ -24,7 +24,12 @@ from jaxformer.sharding import PARAMETERS, partition
 
 MODELS = {
     "tied decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
-    "encoder-decoder": {"family": "encoder_decoder", "positions": "learned", "bias": "all", "head_bias": True},
+    "encoder-decoder": {
+        "family": "encoder_decoder",
+        "positions": "learned",
+        "bias": "all",
+        "head_bias": True,
+    },
 }
 forward = jax.jit(jf.forward, static_argnums=1)
 
@@ -63,7 +68,9 @@ def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
     table = adapt(specs(config), {"blocks.attention.[qv]": low_rank, "*": lambda spec: spec})
     changed = {path.rpartition(".")[0] for path in rows(table).keys() - rows(specs(config)).keys()}
     assert changed == {"blocks.attention.q", "blocks.attention.v"}
-    with pytest.raises(jf.ConfigError, match=r"'blocks\.atention\.\*' fits none of the .* embed\.tokens"):
+    with pytest.raises(
+        jf.ConfigError, match=r"'blocks\.atention\.\*' fits none of the .* embed\.tokens"
+    ):
         adapt(specs(config), {"blocks.atention.*": low_rank})
 
 
@@ -72,14 +79,18 @@ def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
 def test_the_logits_are_those_of_the_arrays(name, loop):
     _, params, config, batch = case(name)
     config = jf.ModelConfig(**SIZES | MODELS[name] | {"layer_loop": loop})
-    np.testing.assert_allclose(forward(params, config, **batch), forward(made(params), config, **batch), atol=1e-4)
+    np.testing.assert_allclose(
+        forward(params, config, **batch), forward(made(params), config, **batch), atol=1e-4
+    )
 
 
 def test_the_new_tokens_are_those_of_the_arrays():
     for make in (low_rank, rounded):
         _, params, config, batch = case("tied decoder", make)
         found = jf.generate(params, config, batch["tokens"], 5, temperature=0)
-        np.testing.assert_array_equal(found, jf.generate(made(params), config, batch["tokens"], 5, temperature=0))
+        np.testing.assert_array_equal(
+            found, jf.generate(made(params), config, batch["tokens"], 5, temperature=0)
+        )
 
 
 def test_decoding_casts_what_the_leaf_casts():
@@ -107,12 +118,16 @@ def test_loss_and_gradients_are_those_of_the_arrays(name, tiled, monkeypatch):
     expected, wanted = jax.jit(jax.value_and_grad(lambda p: objective(made(p))))(params)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for (path, a), b in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4 * max(float(jnp.abs(b).max()), 1e-2), err_msg=str(path))
+        np.testing.assert_allclose(
+            a, b, atol=1e-4 * max(float(jnp.abs(b).max()), 1e-2), err_msg=str(path)
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles(dtype):
-    leaf = init_params({"w": rounded(specs(jf.ModelConfig(**SIZES))["head"]["weight"])}, jax.random.key(0))["w"]
+    leaf = init_params(
+        {"w": rounded(specs(jf.ModelConfig(**SIZES))["head"]["weight"])}, jax.random.key(0)
+    )["w"]
     assert isinstance(leaf, Rounded)
     x = jax.random.normal(jax.random.key(1), (2, 8, 16)).astype(dtype)
     targets, weights = jnp.arange(16).reshape(2, 8), jnp.ones((2, 8))
@@ -124,7 +139,10 @@ def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles(
     for a, b in zip(tiled, dense, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(
-            a.astype(jnp.float32), b.astype(jnp.float32), rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4, atol=1e-2
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4,
+            atol=1e-2,
         )
 
 
@@ -144,6 +162,8 @@ def test_a_model_directory_refuses_it_by_name(tmp_path):
 def test_every_transform_takes_it():
     _, params, config, batch = case("tied decoder")
     one = forward(params, config, **batch)
-    two = jax.vmap(lambda p: jf.forward(p, config, **batch))(jax.tree.map(lambda part: jnp.stack([part, part]), params))
+    two = jax.vmap(lambda p: jf.forward(p, config, **batch))(
+        jax.tree.map(lambda part: jnp.stack([part, part]), params)
+    )
     np.testing.assert_allclose(two[1], one, atol=1e-4)
     assert jax.eval_shape(lambda p: jf.forward(p, config, **batch), params).shape == one.shape

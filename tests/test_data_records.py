@@ -1,4 +1,5 @@
-"""Records: each format gives the same ones, each fault is one message, and the rows that are made of them lose none."""
+"""Records: each format gives the same ones, each fault is one message, and the rows that are made
+of them lose none."""
 
 import gzip
 import json
@@ -27,8 +28,14 @@ from jaxformer.tokenizer import MARKS, byte_tokenizer
 
 BYTES = byte_tokenizer()
 END = BYTES.end_token
-PAIR: Fields = (RecordField("data.source_field", "source", "text"), RecordField("data.target_field", "target", "text"))
-TAGS: Fields = (RecordField("data.text_field", "text", "words"), RecordField("data.label_field", "label", "tags"))
+PAIR: Fields = (
+    RecordField("data.source_field", "source", "text"),
+    RecordField("data.target_field", "target", "text"),
+)
+TAGS: Fields = (
+    RecordField("data.text_field", "text", "words"),
+    RecordField("data.label_field", "label", "tags"),
+)
 
 
 def records(spec: object, fields: Fields = PAIR) -> list[Record]:
@@ -39,26 +46,43 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
     expected = [("ein Hut", "a hat"), ("zwei ü", ""), ('drei "Hüte"', "three")]
     lines = [json.dumps({"id": 1, "target": b, "source": a}) for a, b in expected]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n\n".join(lines).encode()))
-    (tmp_path / "a.tsv").write_bytes("\r\n".join(["id\tsource\ttarget", *(f"1\t{a}\t{b}" for a, b in expected)]).encode())
+    (tmp_path / "a.tsv").write_bytes(
+        "\r\n".join(["id\tsource\ttarget", *(f"1\t{a}\t{b}" for a, b in expected)]).encode()
+    )
     for side, name in enumerate(("de", "en")):
         (tmp_path / f"a.{name}").write_text("".join(pair[side] + "\n" for pair in expected))
-    assert records(tmp_path / "a.jsonl.gz") == records(tmp_path / "a.tsv") == records(tmp_path / "a.{de,en}") == expected
+    assert (
+        records(tmp_path / "a.jsonl.gz")
+        == records(tmp_path / "a.tsv")
+        == records(tmp_path / "a.{de,en}")
+        == expected
+    )
 
 
 def test_blank_lines_are_no_records_but_blank_fields_are(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n  \n{"source": "", "target": "a"}\n\t\n')
     (tmp_path / "a.tsv").write_text("source\ttarget\n\n  \n\ta\n\t\n")
-    assert records(tmp_path / "a.jsonl") == [("", "a")] and records(tmp_path / "a.tsv") == [("", "a"), ("", "")]
+    assert records(tmp_path / "a.jsonl") == [("", "a")] and records(tmp_path / "a.tsv") == [
+        ("", "a"),
+        ("", ""),
+    ]
 
 
 def test_words_and_tags_are_lists_or_apart_by_spaces(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": ["a", "b c"], "label": [0, "X"]}\n{"text": "a b", "label": "0 X"}\n')
-    assert records(tmp_path / "a.jsonl", TAGS) == [(("a", "b c"), ("0", "X")), (("a", "b"), ("0", "X"))]
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": ["a", "b c"], "label": [0, "X"]}\n{"text": "a b", "label": "0 X"}\n'
+    )
+    assert records(tmp_path / "a.jsonl", TAGS) == [
+        (("a", "b c"), ("0", "X")),
+        (("a", "b"), ("0", "X")),
+    ]
 
 
 def test_a_tsv_can_be_read_as_text(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("n\ttext\n1\tone\n2\ttwo\n")
-    assert [piece.text for piece in find_source(str(tmp_path / "a.tsv"), "data.train").pieces()] == ["one", "two"]
+    assert [
+        piece.text for piece in find_source(str(tmp_path / "a.tsv"), "data.train").pieces()
+    ] == ["one", "two"]
 
 
 FAULTS: dict[str, tuple[dict[str, str], str, Fields, str]] = {
@@ -105,7 +129,12 @@ FAULTS: dict[str, tuple[dict[str, str], str, Fields, str]] = {
         r"names 3 line-aligned files, .* takes 2: text \(",
     ),
     "missing side": ({"a.de": "a"}, "a.{de,en}", PAIR, r"a\.en does not exist"),
-    "text": ({"a.txt": "a"}, "a.txt", PAIR, r"a\.txt is plain text, .* records of text \(data\.source_field=source\) and"),
+    "text": (
+        {"a.txt": "a"},
+        "a.txt",
+        PAIR,
+        r"a\.txt is plain text, .* records of text \(data\.source_field=source\) and",
+    ),
     "not UTF-8": (
         {"a.tsv": "source\ttarget\na\t\udcff\n"},
         "a.tsv",
@@ -125,48 +154,73 @@ def test_a_fault_is_one_message_with_file_line_and_field(case: str, tmp_path: Pa
 
 
 def test_packages_need_classes() -> None:
-    with pytest.raises(ConfigError, match=r"stdlib_packages holds pieces of code .* set data\.objective=classes"):
+    with pytest.raises(
+        ConfigError, match=r"stdlib_packages holds pieces of code .* set data\.objective=classes"
+    ):
         find_source("stdlib_packages", "data.train", PAIR)
 
 
 def test_pieces_of_packages_do_not_name_them_and_are_split_by_file(tmp_path: Path) -> None:
-    fields = (RecordField("data.text_field", "text", "text"), RecordField("data.label_field", "label", "label"))
+    fields = (
+        RecordField("data.text_field", "text", "text"),
+        RecordField("data.label_field", "label", "label"),
+    )
     source = find_source("stdlib_packages", "data.train", fields)
     found = scan(source, tmp_path)
-    train, held_out = (list(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation"))
+    train, held_out = (
+        list(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation")
+    )
     assert not {piece.document for piece in train} & {piece.document for piece in held_out}
     labels = {piece.record[1] for piece in train}
     assert labels == {piece.record[1] for piece in held_out} and 8 <= len(labels) <= 15
     for piece in train:
         text, label = map(str, piece.record)
-        assert label not in text.lower() and text.count("\n") in range(9, 41) and piece.document.startswith(f"{label}/")
+        assert (
+            label not in text.lower()
+            and text.count("\n") in range(9, 41)
+            and piece.document.startswith(f"{label}/")
+        )
     assert 0.03 < len(held_out) / len(train) < 0.3
     names = [file.name for file in source.files if file.name.startswith("asyncio/")]
     places = sorted(map(source.place, names))
-    assert places == [(rank + 0.5) / len(names) for rank in range(len(names))] and places != list(map(source.place, names))
+    assert places == [(rank + 0.5) / len(names) for rank in range(len(names))] and places != list(
+        map(source.place, names)
+    )
 
 
 def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> RunConfig:
     settings: Any = {"family": family, "head": head, "token_types": 2 * (family == "encoder")}
-    return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data), tokenizer=TokenizerConfig(kind="bytes"))
+    return RunConfig(
+        model=ModelConfig(**settings),
+        data=DataConfig(**data),
+        tokenizer=TokenizerConfig(kind="bytes"),
+    )
 
 
 def stored(folder: Path, pairs: list[tuple[str, str]], run: RunConfig) -> ExampleStore:
     template = template_of(PairTemplate, run, BYTES)
-    return open_or_encode(folder, lambda: [Piece("", "", True, pair) for pair in pairs], template.encode)
+    return open_or_encode(
+        folder, lambda: [Piece("", "", True, pair) for pair in pairs], template.encode
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.text("abé", max_size=9), st.text("xyz", max_size=9)), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.text("abé", max_size=9), st.text("xyz", max_size=9)), min_size=1, max_size=40
+    ),
     st.integers(8, 30),
     st.integers(8, 30),
     st.integers(0, 9),
 )
-def test_packing_loses_no_pair_and_mixes_none(pairs: list[tuple[str, str]], length: int, source: int, seed: int) -> None:
+def test_packing_loses_no_pair_and_mixes_none(
+    pairs: list[tuple[str, str]], length: int, source: int, seed: int
+) -> None:
     run = run_of(sequence_length=length, source_length=source)
     with tempfile.TemporaryDirectory() as folder:
-        rows = ExampleRows(stored(Path(folder), pairs, run), template_of(PairTemplate, run, BYTES), seed)
+        rows = ExampleRows(
+            stored(Path(folder), pairs, run), template_of(PairTemplate, run, BYTES), seed
+        )
         found: list[tuple[bytes, bytes]] = []
         for row in (rows[index] for index in range(len(rows))):
             numbers = row["segment_ids"].max()
@@ -178,12 +232,18 @@ def test_packing_loses_no_pair_and_mixes_none(pairs: list[tuple[str, str]], leng
                 found.append((bytes(ids[:-1]), bytes(targets[:-1])))
         cut = [(a.encode()[: source - 1], b.encode()[: length - 1]) for a, b in pairs]
         assert Counter(found) == Counter(cut)
-        assert rows.cut == sum((a.encode(), b.encode()) != short for (a, b), short in zip(pairs, cut, strict=True))
+        assert rows.cut == sum(
+            (a.encode(), b.encode()) != short for (a, b), short in zip(pairs, cut, strict=True)
+        )
 
 
 def _segment(row: NumpyBatch, number: int) -> tuple[list[int], list[int], list[int]]:
     source, target = row["source_segment_ids"] == number, row["segment_ids"] == number
-    return row["source"][source].tolist(), row["tokens"][target].tolist(), row["targets"][target].tolist()
+    return (
+        row["source"][source].tolist(),
+        row["tokens"][target].tolist(),
+        row["targets"][target].tolist(),
+    )
 
 
 def test_packing_is_fast_full_and_a_function_of_its_order() -> None:
@@ -205,12 +265,21 @@ def one_row(
     """A row of records without held-out ones, the labels, and what was said."""
     path, said = folder / "data.jsonl", list[str]()
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changed = {**vars(run.data), "train": str(path), "cache_dir": str(folder / "cache"), "validation_fraction": 0.0}
-    corpus = prepare(RunConfig(model=run.model, data=DataConfig(**changed), tokenizer=run.tokenizer), said.append)
+    changed = {
+        **vars(run.data),
+        "train": str(path),
+        "cache_dir": str(folder / "cache"),
+        "validation_fraction": 0.0,
+    }
+    corpus = prepare(
+        RunConfig(model=run.model, data=DataConfig(**changed), tokenizer=run.tokenizer), said.append
+    )
     return corpus.train[row], corpus.labels, said
 
 
-def test_what_is_kept_is_found_again_only_for_the_same_records_and_objective(tmp_path: Path) -> None:
+def test_what_is_kept_is_found_again_only_for_the_same_records_and_objective(
+    tmp_path: Path,
+) -> None:
     lines = [{"source": "abc", "target": "x"}]
     one_row(tmp_path, run_of(objective="pairs", sequence_length=16), lines)
     fields = {"text_field": "source", "label_field": "target", "sequence_length": 16}
@@ -219,14 +288,24 @@ def test_what_is_kept_is_found_again_only_for_the_same_records_and_objective(tmp
         row, labels, said = one_row(tmp_path, run_of("decoder", "classes", **fields), lines)
         assert row["tokens"][:4].tolist() == [*b"abc", END] and labels == (lines[0]["target"],)
         assert any("made in" in line for line in said)
-    assert any("reusing" in line for line in one_row(tmp_path, run_of("decoder", "classes", **fields), lines)[2])
+    assert any(
+        "reusing" in line
+        for line in one_row(tmp_path, run_of("decoder", "classes", **fields), lines)[2]
+    )
 
 
 def test_only_answers_are_learnt(tmp_path: Path) -> None:
     run = run_of("decoder", objective="answers", sequence_length=16)
     row, _, said = one_row(tmp_path, run, [{"source": "abc", "target": "xy"}])
-    assert row["tokens"].tolist() == [*b"abcxy", *[0] * 11] and row["targets"].tolist() == [*b"bcxy", END, *[0] * 11]
-    assert row["weights"].tolist() == [0, 0, 1, 1, 1, *[0] * 11] and row["segment_ids"].tolist() == [1] * 5 + [0] * 11
+    assert row["tokens"].tolist() == [*b"abcxy", *[0] * 11] and row["targets"].tolist() == [
+        *b"bcxy",
+        END,
+        *[0] * 11,
+    ]
+    assert (
+        row["weights"].tolist() == [0, 0, 1, 1, 1, *[0] * 11]
+        and row["segment_ids"].tolist() == [1] * 5 + [0] * 11
+    )
     row, _, said = one_row(tmp_path, run, [{"source": "a" * 14, "target": "xyz"}])
     assert row["targets"].tolist() == [*b"a" * 13, *b"xyz"] and row["weights"].sum() == 3
     assert any("1 of 1 examples are longer than a row, and are cut" in line for line in said)
@@ -234,15 +313,31 @@ def test_only_answers_are_learnt(tmp_path: Path) -> None:
 
 def test_a_text_to_classify_is_framed_as_in_bert(tmp_path: Path) -> None:
     cls, sep, _ = range(257, 257 + len(MARKS))
-    lines = [{"text": "abcdefgh", "other": "xy", "label": 10}, {"text": "a", "label": 9, "other": ""}]
+    lines = [
+        {"text": "abcdefgh", "other": "xy", "label": 10},
+        {"text": "a", "label": 9, "other": ""},
+    ]
     run = run_of("encoder", "classes", sequence_length=12)
     row, labels, _ = one_row(tmp_path, run, lines)
-    assert labels == ("9", "10") and row["targets"].tolist() == [1] and row["weights"].tolist() == [1]
-    assert row["tokens"].tolist() == [cls, *b"abcdefgh", sep, 0, 0] and row["segment_ids"].tolist() == [1] * 10 + [0] * 2
+    assert (
+        labels == ("9", "10") and row["targets"].tolist() == [1] and row["weights"].tolist() == [1]
+    )
+    assert (
+        row["tokens"].tolist() == [cls, *b"abcdefgh", sep, 0, 0]
+        and row["segment_ids"].tolist() == [1] * 10 + [0] * 2
+    )
     run = run_of("encoder", "classes", sequence_length=12, pair_field="other")
     row, _, said = one_row(tmp_path, run, lines)
-    assert row["tokens"].tolist() == [cls, *b"abcdefg", sep, *b"xy", sep]  # the longer of the two is cut
-    assert row["token_types"].tolist() == [0] * 9 + [1] * 3 and any("1 of 2 examples" in line for line in said)
+    assert row["tokens"].tolist() == [
+        cls,
+        *b"abcdefg",
+        sep,
+        *b"xy",
+        sep,
+    ]  # the longer of the two is cut
+    assert row["token_types"].tolist() == [0] * 9 + [1] * 3 and any(
+        "1 of 2 examples" in line for line in said
+    )
     row, _, _ = one_row(tmp_path, run_of("decoder", "classes", sequence_length=12), lines)
     assert row["tokens"].tolist() == [*b"abcdefgh", END, 0, 0, 0] and "token_types" not in row
 
@@ -258,7 +353,9 @@ def test_a_words_tag_is_learnt_on_its_first_piece(tmp_path: Path) -> None:
     assert row["tokens"].tolist()[:9] == [token for index in order for token in frames[index]]
     assert row["weights"].tolist()[:9] == [weight for index in order for weight in told[index]]
     assert row["targets"].tolist()[:9] == [tag for index in order for tag in tags[index]]
-    assert not row["weights"][9:].any() and sorted(Counter(row["segment_ids"].tolist()).values()) == [3, 6, 7]
+    assert not row["weights"][9:].any() and sorted(
+        Counter(row["segment_ids"].tolist()).values()
+    ) == [3, 6, 7]
 
 
 def test_labels_have_one_order_and_an_unknown_one_is_named(tmp_path: Path) -> None:
@@ -267,13 +364,19 @@ def test_labels_have_one_order_and_an_unknown_one_is_named(tmp_path: Path) -> No
         lines = (json.dumps({"text": "x", "label": label}) for label in labels)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "validation")}
-    run = run_of("encoder", "classes", cache_dir=str(tmp_path / "cache"), sequence_length=16, **paths)
+    run = run_of(
+        "encoder", "classes", cache_dir=str(tmp_path / "cache"), sequence_length=16, **paths
+    )
     with pytest.raises(
-        ConfigError, match=r"data\.validation=.* labels that the training data has not: 'c'\. It knows a, b: "
+        ConfigError,
+        match=r"data\.validation=.* labels that the training data has not: 'c'\. It knows a, b: ",
     ):
         prepare(run)
     corpus = prepare(run, labels=("c", "b", "a"))  # those of a model that has learnt them
-    assert [int(corpus.train[row]["targets"][0]) for row in range(2)] == [2, 1] and corpus.labels == ("c", "b", "a")
+    assert [int(corpus.train[row]["targets"][0]) for row in range(2)] == [
+        2,
+        1,
+    ] and corpus.labels == ("c", "b", "a")
 
 
 def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +386,9 @@ def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(PairTemplate, "encode", lambda *parts: pytest.fail("encoded again"))
         again = stored(tmp_path, pairs, run)
-    assert [[part.tolist() for part in again[index]] for index in range(2)] == [[[*b"ab"], [*b"x"]], [[], [*b"yz"]]]
+    assert [[part.tolist() for part in again[index]] for index in range(2)] == [
+        [[*b"ab"], [*b"x"]],
+        [[], [*b"yz"]],
+    ]
     (tmp_path / "manifest.json").unlink()
     assert ExampleStore.open(tmp_path) is None

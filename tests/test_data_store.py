@@ -1,4 +1,5 @@
-"""The store: made once whatever interrupts it, reused while nothing changed, and read without its size being felt."""
+"""The store: made once whatever interrupts it, reused while nothing changed, and read without its
+size being felt."""
 
 import gzip
 import itertools
@@ -23,7 +24,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Corpus, TokenStore, gzip_bits_per_byte, open_or_build, store, tokenizing, vocabulary
+from jaxformer.data import (
+    Corpus,
+    TokenStore,
+    gzip_bits_per_byte,
+    open_or_build,
+    store,
+    tokenizing,
+    vocabulary,
+)
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
@@ -44,8 +53,14 @@ def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12), st.integers(1, 40), st.data())
-def test_the_store_is_the_documents_one_after_the_other(texts: list[str], shard: int, data: st.DataObject) -> None:
+@given(
+    st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_the_store_is_the_documents_one_after_the_other(
+    texts: list[str], shard: int, data: st.DataObject
+) -> None:
     expected = [token for text in texts for token in (*text.encode(), BYTES.end_token)]
     begins = np.cumsum([len(text.encode()) + 1 for text in texts])
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -54,11 +69,20 @@ def test_the_store_is_the_documents_one_after_the_other(texts: list[str], shard:
         open_or_build(Path(folder), lambda: pieces_of(texts), BYTES)
         made = TokenStore.open(Path(folder))
         assert made is not None
-        assert (made.tokens, made.documents, made.bytes) == (len(expected), len(texts), len("".join(texts).encode()))
+        assert (made.tokens, made.documents, made.bytes) == (
+            len(expected),
+            len(texts),
+            len("".join(texts).encode()),
+        )
         start = data.draw(st.integers(0, len(expected)))
         stop = data.draw(st.integers(start, len(expected) + 5))
-        assert made.read(start, stop).tolist() == expected[start:stop] and made.read(start, stop).dtype == np.int32
-        assert made.boundaries(start, stop).tolist() == [place for place in begins if start < place < stop]
+        assert (
+            made.read(start, stop).tolist() == expected[start:stop]
+            and made.read(start, stop).dtype == np.int32
+        )
+        assert made.boundaries(start, stop).tolist() == [
+            place for place in begins if start < place < stop
+        ]
 
 
 def test_a_document_in_pieces_ends_once(tmp_path: Path) -> None:
@@ -79,7 +103,9 @@ def test_ids_take_two_bytes_as_long_as_they_fit(
     assert (tmp_path / "00000.tokens").stat().st_size == 4 * width
 
 
-def test_interrupted_work_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_work_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100)
     texts = [f"{index:050d}" for index in range(20)]
 
@@ -119,7 +145,9 @@ def test_what_is_missing_is_made_again_and_what_was_altered_is_refused(
     other = (tmp_path / "00001.tokens").read_bytes()[:-1] + b"?"
     for damaged in (other, other[:6]):
         (tmp_path / "00001.tokens").write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"00001\.tokens was altered since it was written .* remove it"):
+        with pytest.raises(
+            ConfigError, match=r"00001\.tokens was altered since it was written .* remove it"
+        ):
             open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
     (tmp_path / "00001.tokens").unlink()
     assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
@@ -136,7 +164,9 @@ def test_an_altered_file_of_the_same_time_is_found_by_a_thorough_look(tmp_path: 
         TokenStore.open(tmp_path, thorough=True)
 
 
-def test_a_copied_store_is_read_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_store_is_read_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_or_build(tmp_path / "first", lambda: pieces_of(["abc"]), BYTES)
     shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
     read: list[str] = []
@@ -148,24 +178,41 @@ def test_a_copied_store_is_read_through_once(tmp_path: Path, monkeypatch: pytest
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.text(alphabet="abé", max_size=12), min_size=1, max_size=20), st.integers(1, 30), st.data())
-def test_the_sides_of_a_store_are_its_documents_each_on_one_side(texts: list[str], shard: int, draw: st.DataObject) -> None:
+@given(
+    st.lists(st.text(alphabet="abé", max_size=12), min_size=1, max_size=20),
+    st.integers(1, 30),
+    st.data(),
+)
+def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
+    texts: list[str], shard: int, draw: st.DataObject
+) -> None:
     places = draw.draw(st.lists(st.floats(0, 0.999), min_size=len(texts), max_size=len(texts)))
     fraction = draw.draw(st.floats(0.01, 0.99))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
         pieces = [
-            Piece(part, str(n), end) for n, text in enumerate(texts) for part, end in ((text[:3], False), (text[3:], True))
+            Piece(part, str(n), end)
+            for n, text in enumerate(texts)
+            for part, end in ((text[:3], False), (text[3:], True))
         ]
         half = len(pieces) // 4 * 2
         units = [
-            open_or_build(Path(folder, name), lambda part=part: part, BYTES, place=lambda name: places[int(name)])
+            open_or_build(
+                Path(folder, name),
+                lambda part=part: part,
+                BYTES,
+                place=lambda name: places[int(name)],
+            )
             for name, part in (("a", pieces[:half]), ("b", pieces[half:]))
         ]
         whole = TokenStore.joined(units, "both")
         for held_out in (True, False):
             side = whole.held_out(fraction, inverse=not held_out)
-            kept = [text for text, place in zip(texts, places, strict=True) if (place < fraction) is held_out]
+            kept = [
+                text
+                for text, place in zip(texts, places, strict=True)
+                if (place < fraction) is held_out
+            ]
             expected = [token for text in kept for token in (*text.encode(), BYTES.end_token)]
             assert side.read(0, side.tokens).tolist() == expected and side.tokens == len(expected)
             assert (side.documents, side.bytes) == (len(kept), len("".join(kept).encode()))
@@ -174,12 +221,18 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(texts: list[str
             start = draw.draw(st.integers(0, len(expected)))
             stop = draw.draw(st.integers(start, len(expected)))
             assert side.read(start, stop).tolist() == expected[start:stop]
-            assert side.boundaries(start, stop).tolist() == [place for place in ends if start < place < stop]
+            assert side.boundaries(start, stop).tolist() == [
+                place for place in ends if start < place < stop
+            ]
         before, after = (whole.cut(fraction, after) for after in (False, True))
         both = [*before.read(0, before.tokens), *after.read(0, after.tokens)]
-        assert both == whole.read(0, whole.tokens).tolist() and before.fingerprint != after.fingerprint
+        assert (
+            both == whole.read(0, whole.tokens).tolist() and before.fingerprint != after.fingerprint
+        )
         begins = [0, *whole.ends().tolist()]
-        assert [*before.ends(), *(after.ends() + before.tokens)] == sorted({*begins[1:], before.tokens} - {0})
+        assert [*before.ends(), *(after.ends() + before.tokens)] == sorted(
+            {*begins[1:], before.tokens} - {0}
+        )
 
 
 PROGRAM = """
@@ -205,7 +258,12 @@ print("tokens", made.tokens, int(made.read(0, made.tokens).sum()))
 
 def _process(folder: Path) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 EXPECTED = f"tokens {40 * 51} {40 * (50 * 48 + 256) + 4 * 45 + 10 * (0 + 1 + 2 + 3)}"
@@ -231,13 +289,16 @@ def test_a_killed_process_leaves_its_finished_shards_to_the_next(tmp_path: Path)
 
 
 def _sparse_store(folder: Path, size: int) -> TokenStore:
-    """A store whose file says that it holds so many tokens, with a document every thousand, and takes no room."""
+    """A store whose file says that it holds so many tokens, with a document every thousand, and
+    takes no room."""
     folder.mkdir()
     with open(folder / "00000.tokens", "wb") as file:
         file.truncate(2 * size)
     ends = np.arange(1000, size, 1000).astype(np.int64)
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
-    return TokenStore([store.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse")
+    return TokenStore(
+        [store.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
+    )
 
 
 def test_reading_costs_the_same_however_large_the_store(tmp_path: Path) -> None:
@@ -270,26 +331,41 @@ def _texts(made: Corpus) -> list[str]:
     """The documents that are held out."""
     (store,) = made.stores["validation"]
     ends = store.ends().tolist()
-    return [made.tokenizer.decode(store.read(start, stop)) for start, stop in itertools.pairwise([0, *ends])]
+    return [
+        made.tokenizer.decode(store.read(start, stop))
+        for start, stop in itertools.pairwise([0, *ends])
+    ]
 
 
-TALES = [f"the {index}th tale: once upon a time there was a {'very ' * (index % 7)}old king" for index in range(300)]
+TALES = [
+    f"the {index}th tale: once upon a time there was a {'very ' * (index % 7)}old king"
+    for index in range(300)
+]
 TEXT = "<|endoftext|>".join(TALES)
 
 
 def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None:
     said: list[str] = []
     first = prepare(run_of(tmp_path, TEXT), said.append)
-    assert any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 1
-    assert first.validation is not None and first.train.documents + first.validation.documents == 300
-    assert first.tokenizer.decode(_text(first.validation).store.read(0, 9_999)) == "".join(first.validation_text())
+    assert (
+        any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 1
+    )
+    assert (
+        first.validation is not None and first.train.documents + first.validation.documents == 300
+    )
+    assert first.tokenizer.decode(_text(first.validation).store.read(0, 9_999)) == "".join(
+        first.validation_text()
+    )
     assert all(tale in TALES for tale in _texts(first))
     assert first.validation.bytes == len("".join(first.validation_text()))
     said.clear()
     again = prepare(run_of(tmp_path), said.append)
-    assert sum("reusing" in line for line in said) == 2 and not any("ing 1" in line or "training" in line for line in said)
+    assert sum("reusing" in line for line in said) == 2 and not any(
+        "ing 1" in line or "training" in line for line in said
+    )
     assert (
-        again.train.fingerprint == first.train.fingerprint and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+        again.train.fingerprint == first.train.fingerprint
+        and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
     )
 
 
@@ -299,7 +375,10 @@ def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Pa
     packed = run_of(tmp_path)
     packed = replace(packed, data=replace(packed.data, train=str(tmp_path / "corpus.txt.gz")))
     assert prepare(packed).train.fingerprint == first.train.fingerprint
-    assert prepare(run_of(tmp_path, TEXT + " and a queen")).train.fingerprint != first.train.fingerprint
+    assert (
+        prepare(run_of(tmp_path, TEXT + " and a queen")).train.fingerprint
+        != first.train.fingerprint
+    )
     other = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=290))
     assert prepare(other).train.fingerprint != first.train.fingerprint
 
@@ -316,20 +395,30 @@ def _trained_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_the_tokenizer_never_sees_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_never_sees_held_out_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = _trained_on(monkeypatch)
     made = prepare(run_of(tmp_path, TEXT))
     assert set(seen) == set(TALES) - set(_texts(made)) and len(seen) < len(TALES)
 
 
-def test_a_tokenizer_is_trained_on_a_sample_spread_over_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_a_sample_spread_over_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = _trained_on(monkeypatch)
     prepare(run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=300, training_bytes=4000)))
     places = [TEXT.index(text) / len(TEXT) for text in seen]
     assert 3500 < sum(map(len, seen)) <= 4000
     assert max(np.diff([0, *places, 1])) < 0.1
     seen.clear()
-    prepare(run_of(tmp_path, "a word " * 20_000, tokenizer=TokenizerConfig(vocab_size=300, training_bytes=20_000)))
+    prepare(
+        run_of(
+            tmp_path,
+            "a word " * 20_000,
+            tokenizer=TokenizerConfig(vocab_size=300, training_bytes=20_000),
+        )
+    )
     assert 15_000 < sum(map(len, seen)) <= 20_000
 
 
@@ -340,7 +429,9 @@ def test_validation_can_be_a_source_of_its_own_or_nothing(tmp_path: Path) -> Non
     assert made.train.documents == 300 and "".join(made.validation_text()) == "another text"
     assert made.validation is not None and made.validation.documents == 1
     made = prepare(replace(run, data=replace(run.data, validation_fraction=0.0)))
-    assert made.train.documents == 300 and made.validation is None and not list(made.validation_text())
+    assert (
+        made.train.documents == 300 and made.validation is None and not list(made.validation_text())
+    )
 
 
 def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:
@@ -350,8 +441,12 @@ def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_the_model_cannot_hold_is_one_message(tmp_path: Path) -> None:
-    run = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(kind="bytes"), model=ModelConfig(vocab_size=256))
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=256 is less than the tokenizer's 257 entries"):
+    run = run_of(
+        tmp_path, TEXT, tokenizer=TokenizerConfig(kind="bytes"), model=ModelConfig(vocab_size=256)
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size=256 is less than the tokenizer's 257 entries"
+    ):
         prepare(run)
 
 

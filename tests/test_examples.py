@@ -1,4 +1,5 @@
-"""The examples run as they stand, in few lines, and the page of plain JAX computes what the library does."""
+"""The examples run as they stand, in few lines, and the page of plain JAX computes what the library
+does."""
 
 import ast
 import importlib.util
@@ -20,7 +21,10 @@ def docstrings(path):
     """Numbers of the lines of all docstrings."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return {
-        line for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, Function)) for line in docstring_lines(node)
+        line
+        for node in nodes
+        if isinstance(node, (ast.Module, ast.ClassDef, Function))
+        for line in docstring_lines(node)
     }
 
 
@@ -40,7 +44,9 @@ def test_an_example_is_short_trains_and_is_resumed_bitwise(name, most, tmp_path,
     fit = jf.fit
 
     def half(step, state, batches, *, steps, **rest):
-        return fit(step, state, batches, steps=steps if "checkpoints" not in rest else steps // 2, **rest)
+        return fit(
+            step, state, batches, steps=steps if "checkpoints" not in rest else steps // 2, **rest
+        )
 
     monkeypatch.setattr(jf, "fit", half)
     assert int(module.main(str(tmp_path / "parts")).step) * 2 == int(whole.step)
@@ -52,17 +58,24 @@ def test_one_page_of_plain_jax_equals_the_library():
     page = example("one_page")
     assert len((FOLDER / "one_page.py").read_text().splitlines()) <= 120
     params = jf.init(page.CONFIG, jax.random.key(1))
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
+    )
     batch = jax.tree.map(jnp.asarray, page.Batches()[0])
     expected = jf.forward(params, page.CONFIG, batch["tokens"])
-    np.testing.assert_allclose(page.forward(params, batch["tokens"]), expected, atol=2e-5 * float(expected.std()))
+    np.testing.assert_allclose(
+        page.forward(params, batch["tokens"]), expected, atol=2e-5 * float(expected.std())
+    )
     losses = [page.loss, jf.loss_of("causal", page.CONFIG)]
     (found, grads), (wanted, wanted_grads) = (
-        jax.jit(jax.value_and_grad(lambda p, loss=loss: loss(p, batch, None)["loss"][0]))(params) for loss in losses
+        jax.jit(jax.value_and_grad(lambda p, loss=loss: loss(p, batch, None)["loss"][0]))(params)
+        for loss in losses
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max())), grads, wanted_grads
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max())),
+        grads,
+        wanted_grads,
     )
 
 

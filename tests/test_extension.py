@@ -1,5 +1,5 @@
-"""From outside the package: an objective with its own rows and loss, an activation and a custom leaf, trained, resumed and
-evaluated as the package's own are."""
+"""From outside the package: an objective with its own rows and loss, an activation and a custom
+leaf, trained, resumed and evaluated as the package's own are."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,11 @@ class Preferences(Template):
         for side, answer in zip(SIDES, parts[1:], strict=True):
             text = joined(parts[0], answer, [self.end])[: self.length + 1]
             learnt = (np.arange(1, len(text)) >= len(parts[0])).astype(np.float32)
-            row |= {f"{side}_tokens": text[:-1], f"{side}_targets": text[1:], f"{side}_weights": learnt}
+            row |= {
+                f"{side}_tokens": text[:-1],
+                f"{side}_targets": text[1:],
+                f"{side}_weights": learnt,
+            }
         return row
 
 
@@ -55,12 +59,16 @@ def score(params, config, batch, side):
 
 
 def preference_loss(params, config, batch, key):
-    """-log sigmoid of the margin by which the preferred answer is likelier; rows that only fill a batch weigh nothing."""
+    """-log sigmoid of the margin by which the preferred answer is likelier; rows that only fill a
+    batch weigh nothing."""
     weight = batch["chosen_weights"].max(axis=-1)
     margin = score(params, config, batch, "chosen") - score(params, config, batch, "rejected")
     total = weight.sum()
     right = ((margin > 0) * weight).sum()
-    return {"loss": (-(jax.nn.log_sigmoid(margin) * weight).sum(), total), "preferred": (right, total)}
+    return {
+        "loss": (-(jax.nn.log_sigmoid(margin) * weight).sum(), total),
+        "preferred": (right, total),
+    }
 
 
 @pytest.fixture
@@ -109,7 +117,15 @@ def test_an_objective_of_somebody_elses_trains_resumes_and_evaluates(registered,
 
 def test_a_leaf_of_somebody_elses_goes_through_step_checkpoint_and_resume(registered, tmp_path):
     """Only the low-rank product learns: the weights below it stay, and have no moments."""
-    config = jf.ModelConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=2, d_ff=48, max_length=32, activation="softplus")
+    config = jf.ModelConfig(
+        vocab_size=61,
+        d_model=32,
+        n_layers=2,
+        n_heads=2,
+        d_ff=48,
+        max_length=32,
+        activation="softplus",
+    )
     table = jf.adapt(jf.specs(config), {"blocks.attention.*": low_rank, "embed.tokens": low_rank})
     optimizer = optax.adamw(1e-2)
 
@@ -119,11 +135,17 @@ def test_a_leaf_of_somebody_elses_goes_through_step_checkpoint_and_resume(regist
     class Rows:
         def __getitem__(self, step):
             rows = np.random.default_rng(step).integers(0, 61, (4, 17), dtype=np.int32)
-            return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones((4, 16), np.float32)}
+            return {
+                "tokens": rows[:, :-1],
+                "targets": rows[:, 1:],
+                "weights": np.ones((4, 16), np.float32),
+            }
 
     def trained(steps, directory=None, **options):
         state = jf.init_state(table, optimizer, trainable=trainable, **options)
-        step = jf.make_step(jf.loss_of("causal", config), optimizer, trainable=trainable, microbatches=2)
+        step = jf.make_step(
+            jf.loss_of("causal", config), optimizer, trainable=trainable, microbatches=2
+        )
         checkpoints = jf.Checkpoints(directory, every=2) if directory else None
         return jf.fit(step, state, Rows(), steps=steps, checkpoints=checkpoints)
 
@@ -131,16 +153,27 @@ def test_a_leaf_of_somebody_elses_goes_through_step_checkpoint_and_resume(regist
     whole = trained(6)
     trained(4, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, trained(6, tmp_path), whole)
-    before, after = start.params["blocks"]["attention"]["q"], whole.params["blocks"]["attention"]["q"]
+    before, after = (
+        start.params["blocks"]["attention"]["q"],
+        whole.params["blocks"]["attention"]["q"],
+    )
     assert isinstance(after, LowRank)
     np.testing.assert_array_equal(after.weight, before.weight)
     assert not np.array_equal(after.a, before.a) or not np.array_equal(after.b, before.b)
     moments = sum(leaf.size for leaf in jax.tree.leaves(whole.optimizer))
-    learned = sum(leaf.size for path, leaf in jax.tree.leaves_with_path(whole.params) if trainable(path_of(path), leaf))
+    learned = sum(
+        leaf.size
+        for path, leaf in jax.tree.leaves_with_path(whole.params)
+        if trainable(path_of(path), leaf)
+    )
     assert moments == 2 * learned + 1
     sharded = trained(6, mesh=jf.make_mesh())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sharded.params, whole.params)
-    tokens = jf.generate(whole.params, config, Rows()[0]["tokens"][:, :4], max_new_tokens=4, temperature=0.0)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sharded.params, whole.params
+    )
+    tokens = jf.generate(
+        whole.params, config, Rows()[0]["tokens"][:, :4], max_new_tokens=4, temperature=0.0
+    )
     assert tokens.shape == (4, 4)
 
 

@@ -1,7 +1,9 @@
-"""The laws of all families: what a token sees, and that packing, padding, caching, loops and compilation change nothing.
+"""The laws of all families: what a token sees, and that packing, padding, caching, loops and
+compilation change nothing.
 
-The products come from the tables of settings, so that a row added to a table is under every law. Calls run without a
-compiler where they can: the models are so small that compiling each would take most of the time.
+The products come from the tables of settings, so that a row added to a table is under every law.
+Calls run without a compiler where they can: the models are so small that compiling each would take
+most of the time.
 """
 
 import dataclasses
@@ -38,7 +40,9 @@ import jaxformer as jf
 WRITERS = tuple(family for family in FAMILIES if family != "encoder")
 PRODUCT = [
     row
-    for row in itertools.product(POSITIONS, FAMILIES, LAYOUTS, ("full", "cached"), ("auto", "blocked"))
+    for row in itertools.product(
+        POSITIONS, FAMILIES, LAYOUTS, ("full", "cached"), ("auto", "blocked")
+    )
     if (row[1] in WRITERS or row[3] == "full")
     and fits({"positions": row[0], "kernel": "blocked"} if row[4] == "blocked" else {})
 ]
@@ -62,7 +66,9 @@ def logits_alone(config):
 @functools.cache
 def logits_laid_out(config, way):
     batch = laid_out(config)
-    return cached(config, batch) if way == "cached" else jf.forward(params_of(config), config, **batch)
+    return (
+        cached(config, batch) if way == "cached" else jf.forward(params_of(config), config, **batch)
+    )
 
 
 def assert_documents_are_as_alone(config, layout, way):
@@ -82,10 +88,14 @@ def test_the_product_is_whole():
     assert len(PRODUCT) == len(POSITIONS) * ways + (len(POSITIONS) - 2) * ways == 6 * 20 + 4 * 20
 
 
-@pytest.mark.parametrize("choice", PAIRS, ids=lambda choice: " ".join(o for f, o in choice.items() if o != BASE[f]))
+@pytest.mark.parametrize(
+    "choice", PAIRS, ids=lambda choice: " ".join(o for f, o in choice.items() if o != BASE[f])
+)
 def test_every_pair_of_variants_is_packed_and_cached_as_it_is_alone(choice):
     config = config_of(choice)
-    for layout, way in itertools.product(LAYOUTS, ("full", "cached") if config.family in WRITERS else ("full",)):
+    for layout, way in itertools.product(
+        LAYOUTS, ("full", "cached") if config.family in WRITERS else ("full",)
+    ):
         assert_documents_are_as_alone(config, layout, way)
 
 
@@ -96,14 +106,18 @@ ACTIVATIONS = get_args(HINTS["activation"])
 def test_every_activation_serves_every_family(family, activation):
     config = small(family, "rope", activation=activation)
     assert_documents_are_as_alone(config, "packed and padded", "full")
-    others = [small(family, "rope", activation=other) for other in ACTIVATIONS if other != activation]
+    others = [
+        small(family, "rope", activation=other) for other in ACTIVATIONS if other != activation
+    ]
     same = [other for other in others if other.gated == config.gated]
     assert all(jnp.abs(logits_alone(config) - logits_alone(other)).max() > 1e-3 for other in same)
 
 
 def test_the_pairs_are_all_there():
     options = [(factor, option) for factor, row in VARIANTS.items() for option in row]
-    held = {frozenset(pair) for choice in PAIRS for pair in itertools.combinations(choice.items(), 2)}
+    held = {
+        frozenset(pair) for choice in PAIRS for pair in itertools.combinations(choice.items(), 2)
+    }
     missing = [
         pair
         for pair in itertools.combinations(options, 2)
@@ -114,20 +128,26 @@ def test_the_pairs_are_all_there():
 
 
 @pytest.mark.parametrize(
-    "factor, option", [(f, o) for f, row in VARIANTS.items() for o in row if o != BASE[f] and f != "family"]
+    "factor, option",
+    [(f, o) for f, row in VARIANTS.items() for o in row if o != BASE[f] and f != "family"],
 )
 def test_every_variant_moves_the_logits(factor, option):
-    """A setting that nothing reads would leave them; a kernel has to, and rms1p, whose scales begin at 0 and not at 1."""
-    config, changed = (dataclasses.replace(config_of(c), rope_original_length=4) for c in ({}, {factor: option}))
+    """A setting that nothing reads would leave them; a kernel has to, and rms1p, whose scales begin
+    at 0 and not at 1."""
+    config, changed = (
+        dataclasses.replace(config_of(c), rope_original_length=4) for c in ({}, {factor: option})
+    )
     apart = jnp.abs(logits_alone(config) - logits_alone(changed)).max()
     assert apart < 1e-4 if factor == "kernel" or option == "rms1p" else apart > 1e-2
 
 
 @functools.cache
 def reach(config, segments=None, source_segments=None):
-    """bool [T, T] and [T, S]: whether the logits at a position depend on each token, and on each of the source, by gradient.
+    """bool [T, T] and [T, S]: whether the logits at a position depend on each token, and on each of
+    the source, by gradient.
 
-    All tokens are distinct and the output layer is untied, so a row of the embedding table belongs to one position.
+    All tokens are distinct and the output layer is untied, so a row of the embedding table belongs
+    to one position.
     """
     t = s = 12
     batch = {"tokens": jnp.arange(t)[None]}
@@ -138,7 +158,9 @@ def reach(config, segments=None, source_segments=None):
     params = params_of(config)
 
     def logits(table):
-        return jf.forward(params | {"embed": params["embed"] | {"tokens": table}}, config, **batch)[0].sum(-1)
+        return jf.forward(params | {"embed": params["embed"] | {"tokens": table}}, config, **batch)[
+            0
+        ].sum(-1)
 
     moved = np.asarray(jnp.abs(jax.jacrev(logits)(params["embed"]["tokens"])).max(-1) > 0)
     assert not moved[:, t + s :].any()
@@ -155,14 +177,20 @@ def test_a_decoder_sees_what_is_before_it_and_an_encoder_both_sides(positions):
     np.testing.assert_array_equal(source, whole)
 
 
-@pytest.mark.parametrize("positions, kernel", [*((positions, "auto") for positions in POSITIONS), ("rope", "blocked")])
+@pytest.mark.parametrize(
+    "positions, kernel", [*((positions, "auto") for positions in POSITIONS), ("rope", "blocked")]
+)
 def test_padding_and_other_segments_are_seen_by_no_token(positions, kernel):
     segments, sources = (1,) * 5 + (2,) * 5 + (0,) * 2, (0,) + (1,) * 5 + (2,) * 4 + (0,) * 2
-    own, across = (np.array(segments)[:, None] == np.array(side)[None] for side in (segments, sources))
+    own, across = (
+        np.array(segments)[:, None] == np.array(side)[None] for side in (segments, sources)
+    )
     real = np.array(segments) != 0
     for family in FAMILIES:
         target, source = reach(
-            small(family, positions, attention_kernel=kernel), segments, sources if family == "encoder_decoder" else None
+            small(family, positions, attention_kernel=kernel),
+            segments,
+            sources if family == "encoder_decoder" else None,
         )
         expected = own if family == "encoder" else own & np.tril(own)
         np.testing.assert_array_equal(target[real], expected[real])
@@ -190,7 +218,9 @@ def test_a_window_reaches_as_far_as_its_layers_together(family, pattern):
     np.testing.assert_array_equal(reach(config)[0], expected)
     one = small(family, "rope", window=4, window_pattern=pattern, n_layers=1)
     near = np.abs(back) <= 3
-    np.testing.assert_array_equal(reach(one)[0], near if family == "encoder" else near & (back >= 0))
+    np.testing.assert_array_equal(
+        reach(one)[0], near if family == "encoder" else near & (back >= 0)
+    )
     if family == "encoder_decoder":
         assert reach(config)[1].all()
 
@@ -203,7 +233,12 @@ compiled = jax.jit(jf.forward, static_argnums=1)
 def test_scan_equals_unrolled_and_jit_equals_no_jit(positions, family):
     """With a window in some layers and not in others."""
     config = small(
-        family, positions, window=3, window_pattern="wf", n_layers=3, n_encoder_layers=2 * (family == "encoder_decoder")
+        family,
+        positions,
+        window=3,
+        window_pattern="wf",
+        n_layers=3,
+        n_encoder_layers=2 * (family == "encoder_decoder"),
     )
     row = laid_out(config, ("packed",))
     params = params_of(config)
@@ -215,22 +250,32 @@ def test_scan_equals_unrolled_and_jit_equals_no_jit(positions, family):
 @functools.cache
 def value_and_gradient(config):
     row = laid_out(config, ("packed",))
-    return jax.jit(jax.value_and_grad(lambda p: jnp.square(jf.forward(p, config, **row)).mean()))(params_of(config))
+    return jax.jit(jax.value_and_grad(lambda p: jnp.square(jf.forward(p, config, **row)).mean()))(
+        params_of(config)
+    )
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 @pytest.mark.parametrize("loop", ["unroll", "scan"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_remat_changes_no_value_and_no_gradient(family, loop, remat):
-    config = small(family, {"decoder": "alibi", "encoder": "rope", "encoder_decoder": "t5"}[family], layer_loop=loop)
+    config = small(
+        family,
+        {"decoder": "alibi", "encoder": "rope", "encoder_decoder": "t5"}[family],
+        layer_loop=loop,
+    )
     changed = dataclasses.replace(config, remat=remat)
     jax.tree.map(close, value_and_gradient(changed), value_and_gradient(config))
 
 
 @pytest.mark.parametrize("family", WRITERS)
 @pytest.mark.parametrize("original, equal", [(DOCUMENT, True), (4, False)])
-def test_dynamic_rope_is_cached_as_it_is_whole_up_to_its_original_length_alone(family, original, equal):
-    config = small(family, "rope", rope_scaling="dynamic", rope_factor=4.0, rope_original_length=original)
+def test_dynamic_rope_is_cached_as_it_is_whole_up_to_its_original_length_alone(
+    family, original, equal
+):
+    config = small(
+        family, "rope", rope_scaling="dynamic", rope_factor=4.0, rope_original_length=original
+    )
     found, expected = cached(config, alone(config), size=3), logits_alone(config)
     assert (float(jnp.abs(found - expected).max()) < 1e-4) is equal
 
@@ -263,18 +308,30 @@ def test_generation_from_padded_sources_and_prompts_equals_that_from_each_alone(
     for name, ends in lengths.items():
         real[name] = (np.arange(max(ends)) < np.array(ends)[:, None])[:, ::turn]
         given[name] = DOCUMENTS[name][:, : max(ends)]
-    ids = {"segment_ids": real["tokens"].astype(int), "source_segment_ids": real["source"].astype(int)}
-    together = jf.generate(params, config, given["tokens"], 6, temperature=0, source=given["source"], **ids)
+    ids = {
+        "segment_ids": real["tokens"].astype(int),
+        "source_segment_ids": real["source"].astype(int),
+    }
+    together = jf.generate(
+        params, config, given["tokens"], 6, temperature=0, source=given["source"], **ids
+    )
     for i, row in enumerate(together):
         tokens, source = (given[name][i : i + 1, real[name][i]] for name in given)
-        np.testing.assert_array_equal(row, jf.generate(params, config, tokens, 6, temperature=0, source=source)[0])
+        np.testing.assert_array_equal(
+            row, jf.generate(params, config, tokens, 6, temperature=0, source=source)[0]
+        )
 
 
 @pytest.mark.parametrize("positions, family", list(itertools.product(POSITIONS, FAMILIES)))
-def test_positions_given_are_those_that_count_and_relative_schemes_know_distances_alone(positions, family):
+def test_positions_given_are_those_that_count_and_relative_schemes_know_distances_alone(
+    positions, family
+):
     config = small(family, positions)
     counted = np.broadcast_to(np.arange(DOCUMENT), (4, DOCUMENT))
-    found, later = (jf.forward(params_of(config), config, **alone(config), positions=counted + n) for n in (0, 3))
+    found, later = (
+        jf.forward(params_of(config), config, **alone(config), positions=counted + n)
+        for n in (0, 3)
+    )
     close(found, logits_alone(config))
     apart = float(jnp.abs(later - found).max())
     assert apart > 1e-2 if positions in ("learned", "sinusoidal") else apart < 1e-4
@@ -285,7 +342,9 @@ def test_types_given_are_those_that_count_and_none_given_are_zeros(family):
     config = small(family, "rope", token_types=2)
     batch = alone(config)
     of = {
-        types: jf.forward(params_of(config), config, **batch | {"token_types": np.full((4, DOCUMENT), types)})
+        types: jf.forward(
+            params_of(config), config, **batch | {"token_types": np.full((4, DOCUMENT), types)}
+        )
         for types in (0, 1)
     }
     mixed = jnp.abs(logits_alone(config) - of[0]).max()

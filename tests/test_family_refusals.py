@@ -1,4 +1,5 @@
-"""What makes no sense is refused at the door with its reason: settings that exclude each other, inputs of another family."""
+"""What makes no sense is refused at the door with its reason: settings that exclude each other,
+inputs of another family."""
 
 import numpy as np
 import pytest
@@ -19,11 +20,17 @@ REFUSED = [
     ({"residual": "parallel", "norm_placement": "post"}, "one sum for all sublayers"),
     ({"window_pattern": "wx"}, "letters w"),
     ({"window_pattern": ""}, "letters w"),
-    ({"rope_scaling": "yarn", "rope_factor": 2.0, "positions": "alibi"}, "needs model.positions='rope'"),
+    (
+        {"rope_scaling": "yarn", "rope_factor": 2.0, "positions": "alibi"},
+        "needs model.positions='rope'",
+    ),
     ({"rope_scaling": "yarn"}, "set both"),
     ({"rope_factor": 2.0}, "set both"),
     ({"positions": "t5", "relative_distance": 4}, "above half of"),
-    ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_beta_slow": 32.0}, "above model.rope_beta_slow=32"),
+    (
+        {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_beta_slow": 32.0},
+        "above model.rope_beta_slow=32",
+    ),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
     ({"pooler": True}, "pooler=True needs model.family='encoder'"),
     ({"family": "encoder", "head_bias": True}, "head 'masked' has a bias anyway"),

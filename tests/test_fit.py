@@ -1,4 +1,5 @@
-"""The open loop: any loss, model, data and optax optimizer through `make_step`, `init_state` and `fit`."""
+"""The open loop: any loss, model, data and optax optimizer through `make_step`, `init_state` and
+`fit`."""
 
 import os
 import signal
@@ -25,13 +26,20 @@ class Points:
     def __getitem__(self, step):
         rng = np.random.default_rng(step)
         x = rng.standard_normal((8, 4)).astype(np.float32)
-        return {"x": x, "y": x[:, :1] ** 2, "weights": rng.integers(0, 3, (8, 1)).astype(np.float32)}
+        return {
+            "x": x,
+            "y": x[:, :1] ** 2,
+            "weights": rng.integers(0, 3, (8, 1)).astype(np.float32),
+        }
 
 
 def params_of(seed=0):
     """A pytree that is no nested dict."""
     first, second = jax.random.split(jax.random.key(seed))
-    return [{"w": jax.random.normal(first, (4, 16))}, (jax.random.normal(second, (16, 1)), jnp.zeros(1))]
+    return [
+        {"w": jax.random.normal(first, (4, 16))},
+        (jax.random.normal(second, (16, 1)), jnp.zeros(1)),
+    ]
 
 
 def loss(params, batch, key):
@@ -40,7 +48,10 @@ def loss(params, batch, key):
         hidden = hidden + 0.01 * jax.random.normal(key, hidden.shape)
     error = (hidden @ params[1][0] + params[1][1] - batch["y"]) ** 2
     weight = batch["weights"].sum()
-    return {"loss": ((error * batch["weights"]).sum(), weight), "largest": (error.max() * weight, weight)}
+    return {
+        "loss": ((error * batch["weights"]).sum(), weight),
+        "largest": (error.max() * weight, weight),
+    }
 
 
 def trained(steps=STEPS, directory=None, batches=None, **options):
@@ -54,7 +65,11 @@ def trained(steps=STEPS, directory=None, batches=None, **options):
         batches if batches is not None else Points(),
         steps=steps,
         checkpoints=None if directory is None else jf.Checkpoints(directory, every=EVERY),
-        hooks=[lambda step, state, metrics: seen.append((step, float(metrics["loss"]), float(metrics["largest"])))],
+        hooks=[
+            lambda step, state, metrics: seen.append(
+                (step, float(metrics["loss"]), float(metrics["largest"]))
+            )
+        ],
     )
     return state, seen
 
@@ -78,7 +93,9 @@ def test_the_mean_of_the_loss_is_what_plain_jax_gives():
         updates, moments = OPTIMIZER.update(grads, moments, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(seen[step][1], value, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state.params, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state.params, params
+    )
 
 
 def test_hooks_are_called_once_a_step_in_order():
@@ -133,7 +150,11 @@ def test_an_accumulated_step_weighs_every_row_as_one_big_batch_does():
     states = [step(jf.init_state(params_of(), optax.sgd(1.0)), batch) for step in found]
     (whole, metrics), (split, metrics_split) = states
     np.testing.assert_allclose(metrics["loss"], metrics_split["loss"], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), whole.params, split.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        whole.params,
+        split.params,
+    )
     assert state.params[0]["w"].shape == (4, 16)
 
 
@@ -163,7 +184,10 @@ def test_evaluation_divides_sums_by_weights_over_all_batches():
     found = jf.make_evaluate(loss, batches)(params_of())
     sums = [loss(params_of(), batch, None)["loss"] for batch in batches]
     expected = sum(float(total) for total, _ in sums) / sum(float(weight) for _, weight in sums)
-    assert found["val_loss"] == pytest.approx(expected, rel=1e-6) and set(found) == {"val_loss", "val_largest"}
+    assert found["val_loss"] == pytest.approx(expected, rel=1e-6) and set(found) == {
+        "val_loss",
+        "val_largest",
+    }
 
 
 def test_evaluations_come_to_the_hooks_at_their_steps():
@@ -188,11 +212,17 @@ def refused(match, **changes):
 def test_what_cannot_be_trained_is_refused_in_one_message(tmp_path):
     refused(r"batches end before step 1 .*steps=3: give more", batches=[Points()[0]])
     refused(r"batches end before step 2", batches=iter([Points()[0], Points()[1]]))
-    refused(r"batch\['weights'\] of shape \[8, 1\] does not divide into microbatches=3", microbatches=3)
+    refused(
+        r"batch\['weights'\] of shape \[8, 1\] does not divide into microbatches=3", microbatches=3
+    )
     refused("trainable does not fit the parameters", trainable={"w": True})
     refused("of type int give no batch", batches=7)
     trained(steps=2, directory=tmp_path)
-    refused("continues after step 2, and batches is a plain iterable", directory=tmp_path, batches=iter([Points()[0]]))
+    refused(
+        "continues after step 2, and batches is a plain iterable",
+        directory=tmp_path,
+        batches=iter([Points()[0]]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +258,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path):
 
 def test_a_learning_rate_by_step_is_logged_and_moments_follow_another_optimizer():
     schedule = optax.linear_schedule(1.0, 0.0, 10)
-    step = jf.make_step(loss, optax.sgd(schedule, momentum=0.9), schedules={"learning_rate": schedule})
+    step = jf.make_step(
+        loss, optax.sgd(schedule, momentum=0.9), schedules={"learning_rate": schedule}
+    )
     state = jf.init_state(params_of(), optax.sgd(schedule, momentum=0.9), mesh=jf.make_mesh())
     for number in range(3):
         state, metrics = step(state, Points()[number])
@@ -256,7 +288,9 @@ def test_labels_smoothed_or_not_are_options_of_a_loss_and_others_are_refused():
 def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_nothing_is_deleted(tmp_path):
     trained(steps=2 * EVERY, directory=tmp_path)
     newest = tmp_path / "checkpoints" / str(2 * EVERY)
-    before = {path.relative_to(newest): path.read_bytes() for path in newest.rglob("*") if path.is_file()}
+    before = {
+        path.relative_to(newest): path.read_bytes() for path in newest.rglob("*") if path.is_file()
+    }
     largest = max(before, key=lambda name: len(before[name]))
     before[largest] = before[largest][: len(before[largest]) // 2]
     (newest / largest).write_bytes(before[largest])
@@ -272,9 +306,12 @@ def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_nothing_is_delete
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError("no room"), OSError(116, "Stale file handle"), RuntimeError("RESOURCE_EXHAUSTED")]
+    "error",
+    [MemoryError("no room"), OSError(116, "Stale file handle"), RuntimeError("RESOURCE_EXHAUSTED")],
 )
-def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(tmp_path, monkeypatch, error):
+def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(
+    tmp_path, monkeypatch, error
+):
     trained(steps=2 * EVERY, directory=tmp_path)
     before = sorted(str(path) for path in Path(tmp_path).rglob("*"))
 
@@ -282,6 +319,8 @@ def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(tmp_pa
         raise error
 
     monkeypatch.setattr("jaxformer.checkpoints._read", fails)
-    with pytest.raises(jf.ConfigError, match="does not show that it is damaged; nothing was changed"):
+    with pytest.raises(
+        jf.ConfigError, match="does not show that it is damaged; nothing was changed"
+    ):
         trained(directory=tmp_path)
     assert sorted(str(path) for path in Path(tmp_path).rglob("*")) == before

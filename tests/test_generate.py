@@ -1,4 +1,5 @@
-"""Generation: cached decoding against the model without a cache, the sampling rules, padding, ends and streams."""
+"""Generation: cached decoding against the model without a cache, the sampling rules, padding, ends
+and streams."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,9 @@ def test_a_row_stops_at_its_end_token_and_the_others_go_on():
     params, config, prompt = weights_and_tokens("gpt2")
     free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
     end = int(free[0, 4])
-    stopped = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=end))
+    stopped = np.asarray(
+        jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=end)
+    )
     first = [list(row).index(end) if end in row else 12 for row in free]
     for row, (before, after) in enumerate(zip(free, stopped, strict=True)):
         np.testing.assert_array_equal(after[: first[row] + 1], before[: first[row] + 1])
@@ -67,7 +70,9 @@ def test_a_row_stops_at_whichever_of_several_end_tokens_comes_first():
     params, config, prompt = weights_and_tokens("llama")
     free = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0))
     several = (int(free[0, 6]), int(free[1, 3]))
-    stopped = np.asarray(jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=several))
+    stopped = np.asarray(
+        jf.generate(params, config, prompt, max_new_tokens=12, temperature=0, end_token=several)
+    )
     for row, found in zip(free, stopped, strict=True):
         at = next(place for place, token in enumerate(row) if token in several)
         np.testing.assert_array_equal(found, [*row[: at + 1], *[several[0]] * (11 - at)])
@@ -75,7 +80,10 @@ def test_a_row_stops_at_whichever_of_several_end_tokens_comes_first():
 
 def test_the_same_key_gives_the_same_text_and_another_key_another():
     params, config, prompt = weights_and_tokens("llama")
-    a, b, c = (jf.generate(params, config, prompt, max_new_tokens=20, key=jax.random.key(k)) for k in (0, 0, 1))
+    a, b, c = (
+        jf.generate(params, config, prompt, max_new_tokens=20, key=jax.random.key(k))
+        for k in (0, 0, 1)
+    )
     np.testing.assert_array_equal(a, b)
     assert (np.asarray(a) != np.asarray(c)).any()
 
@@ -105,7 +113,9 @@ def test_top_p_keeps_the_fewest_that_reach_p(p, kept):
 
 def test_padding_ids_of_the_table_are_never_drawn():
     params, config, prompt = weights_and_tokens("llama")
-    drawn = jf.generate(params, config, prompt, max_new_tokens=30, key=KEY, temperature=3.0, vocab_size=5)
+    drawn = jf.generate(
+        params, config, prompt, max_new_tokens=30, key=KEY, temperature=3.0, vocab_size=5
+    )
     assert int(drawn.max()) < 5 <= VOCABULARY
 
 

@@ -18,14 +18,42 @@ from jaxformer.params import rows
 
 HEADS = {
     "language": {},
-    "language, tied, scaled, capped": {"tied_head": True, "logit_scale": "rsqrt", "logit_soft_cap": 1.5},
+    "language, tied, scaled, capped": {
+        "tied_head": True,
+        "logit_scale": "rsqrt",
+        "logit_soft_cap": 1.5,
+    },
     "language of a source": {"family": "encoder_decoder", "bias": "all"},
     "masked": {"family": "encoder"},
-    "masked, tied, no norm": {"family": "encoder", "tied_head": True, "norm": "none", "activation": "tanh"},
-    "BERT": {"family": "encoder", "tied_head": True, "norm": "layer", "norm_placement": "post", "activation": "gelu"}
-    | {"bias": "all", "token_types": 2, "next_sentence": True, "positions": "learned", "embedding_norm": True},
+    "masked, tied, no norm": {
+        "family": "encoder",
+        "tied_head": True,
+        "norm": "none",
+        "activation": "tanh",
+    },
+    "BERT": (
+        {
+            "family": "encoder",
+            "tied_head": True,
+            "norm": "layer",
+            "norm_placement": "post",
+            "activation": "gelu",
+        }
+        | {
+            "bias": "all",
+            "token_types": 2,
+            "next_sentence": True,
+            "positions": "learned",
+            "embedding_norm": True,
+        }
+    ),
     "classes": {"family": "encoder", "head": "classes", "n_classes": 3},
-    "classes of the mean": {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": "mean"},
+    "classes of the mean": {
+        "family": "encoder",
+        "head": "classes",
+        "n_classes": 3,
+        "pooling": "mean",
+    },
     "classes of a decoder": {"head": "classes", "n_classes": 3},
     "tags": {"family": "encoder", "head": "tags", "n_classes": 5, "logit_soft_cap": 1.5},
     "tags of a decoder": {"head": "tags", "n_classes": 5},
@@ -53,7 +81,9 @@ def sums(params, config, batch):
 
 
 def softmax_nats(logits, targets):
-    return -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(targets)[..., None], -1)[..., 0]
+    return -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), np.asarray(targets)[..., None], -1
+    )[..., 0]
 
 
 GELU = functools.partial(jax.nn.gelu, approximate=False)
@@ -96,16 +126,25 @@ def test_the_output_layer_is_a_product_of_the_width_of_the_model_and_a_bias_apar
     params, config, batch = case(name)
     x, layout = residual(params, config, batch)
     layer = output_layer(params, config, readout(params, config, x, layout))
-    logits = jnp.einsum("btd,vd->btv", layer.rows, layer.matrix) + (0 if layer.bias is None else layer.bias)
+    logits = jnp.einsum("btd,vd->btv", layer.rows, layer.matrix) + (
+        0 if layer.bias is None else layer.bias
+    )
     logits = 1.5 * jnp.tanh(logits / 1.5) if config.logit_soft_cap else logits
     expected = jf.forward(params, config, **batch)
-    np.testing.assert_allclose(logits[:, 0] if config.output == "classes" else logits, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        logits[:, 0] if config.output == "classes" else logits, expected, rtol=1e-4, atol=1e-4
+    )
     assert layer.rows.shape[-1] == layer.matrix.shape[-1] == config.d_model
-    assert ("bias" in params.get("head", {})) == (layer.bias is not None) == (config.output != "language")
+    assert (
+        ("bias" in params.get("head", {}))
+        == (layer.bias is not None)
+        == (config.output != "language")
+    )
 
 
 def targets_of(config, seed=0):
-    """Targets and weights as the data gives them: a few hidden tokens, a class a row, or all tokens but padding."""
+    """Targets and weights as the data gives them: a few hidden tokens, a class a row, or all tokens
+    but padding."""
     rng = np.random.default_rng(seed)
     one = config.output == "classes"
     targets = rng.integers(0, config.n_classes or 37, (2, 1 if one else 6))
@@ -122,13 +161,18 @@ def test_the_loss_is_the_weighted_cross_entropy_of_the_logits(name):
     logits = jf.forward(params, config, **batch)
     logits = logits[:, None] if config.output == "classes" else logits
     expected = (goal["weights"] * softmax_nats(logits, goal["targets"])).sum()
-    more = {"next_sentence": np.ones((2, 1), int), "next_sentence_weights": np.zeros((2, 1), np.float32)}
+    more = {
+        "next_sentence": np.ones((2, 1), int),
+        "next_sentence_weights": np.zeros((2, 1), np.float32),
+    }
     objective, nats = sums(params, config, batch | goal | (more if config.next_sentence else {}))
     np.testing.assert_allclose(nats, expected, rtol=1e-4)
     np.testing.assert_allclose(objective, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["masked", "classes", "tags", "language of a source", "language, tied, scaled, capped"])
+@pytest.mark.parametrize(
+    "name", ["masked", "classes", "tags", "language of a source", "language, tied, scaled, capped"]
+)
 def test_what_has_no_weight_has_no_gradient_and_the_rest_has_that_of_the_logits(name):
     params, config, batch = case(name)
     goal = targets_of(config)
@@ -136,13 +180,19 @@ def test_what_has_no_weight_has_no_gradient_and_the_rest_has_that_of_the_logits(
     def by_logits(params):
         logits = jf.forward(params, config, **batch)
         logits = logits[:, None] if config.output == "classes" else logits
-        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), goal["targets"][..., None], -1)[..., 0]
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), goal["targets"][..., None], -1)[
+            ..., 0
+        ]
         return (goal["weights"] * nats).sum()
 
     found = jax.jit(jax.grad(lambda p: sums(p, config, batch | goal)[0]))(params)
     expected = jax.jit(jax.grad(by_logits))(params)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(float(jnp.abs(b).max()), 1e-3), err_msg=str(path))
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=2e-5 * max(float(jnp.abs(b).max()), 1e-3), err_msg=str(path)
+        )
     other = goal | {"targets": np.where(goal["weights"] > 0, goal["targets"], 0)}
     assert sums(params, config, batch | goal)[1] == sums(params, config, batch | other)[1]
 
@@ -156,7 +206,9 @@ def test_the_objective_of_next_sentence_is_added_and_nats_are_those_of_the_words
     pool = np.tanh(x[:, 0] @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
     logits = pool @ params["next_sentence"]["weight"].T + params["next_sentence"]["bias"]
     extra = (np.array(weights) * softmax_nats(logits, np.array([1, 0]))).sum()
-    words = (goal["weights"] * softmax_nats(jf.forward(params, config, **batch), goal["targets"])).sum()
+    words = (
+        goal["weights"] * softmax_nats(jf.forward(params, config, **batch), goal["targets"])
+    ).sum()
     objective, nats = sums(params, config, batch | goal)
     np.testing.assert_allclose(nats, words, rtol=1e-4)
     np.testing.assert_allclose(objective, words + extra, rtol=1e-4)
@@ -165,14 +217,18 @@ def test_the_objective_of_next_sentence_is_added_and_nats_are_those_of_the_words
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", ["first", "last", "mean"])
 def test_pooling_leaves_padding_out(pooling, side):
-    config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling}))
+    config = jf.ModelConfig(
+        **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
+    )
     params, tokens = params_of(config), alone(config)["tokens"]
     pad = np.full((4, 5), 7)
     order = slice(None, None, -1 if side == "right" else 1)
     padded = np.concatenate([pad, tokens][order], 1)
     segments = np.concatenate([np.zeros_like(pad), np.ones_like(tokens)][order], 1)
     expected = jf.forward(params, config, tokens)
-    np.testing.assert_allclose(jf.forward(params, config, padded, segment_ids=segments), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        jf.forward(params, config, padded, segment_ids=segments), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_pooling_picks_the_token_or_the_mean():
@@ -180,21 +236,28 @@ def test_pooling_picks_the_token_or_the_mean():
     layout = layout_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
     expected = {"first": [2, 12], "last": [6, 22], "mean": [4, 17]}
     for pooling, firsts in expected.items():
-        config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling}))
+        config = jf.ModelConfig(
+            **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
+        )
         np.testing.assert_allclose(pooled({}, config, x, layout)[:, 0, 0], firsts)
 
 
 def test_the_rows_of_the_heads_are_those_that_are_used():
     found = {
-        name: {path for path in rows(specs(case(name)[1])) if path.startswith(("head", "pooler", "next"))} for name in HEADS
+        name: {
+            path
+            for path in rows(specs(case(name)[1]))
+            if path.startswith(("head", "pooler", "next"))
+        }
+        for name in HEADS
     }
     dense = {"dense", "dense_bias"}
     assert found["language"] == {"head.weight"} and found["language, tied, scaled, capped"] == set()
     assert found["masked"] == {f"head.{leaf}" for leaf in dense | {"weight", "bias", "norm.scale"}}
     assert found["masked, tied, no norm"] == {f"head.{leaf}" for leaf in dense | {"bias"}}
-    assert found["BERT"] == {f"head.{leaf}" for leaf in dense | {"bias", "norm.scale", "norm.bias"}} | {
-        f"pooler.{leaf}" for leaf in dense
-    } | {"next_sentence.weight", "next_sentence.bias"}
+    assert found["BERT"] == {
+        f"head.{leaf}" for leaf in dense | {"bias", "norm.scale", "norm.bias"}
+    } | {f"pooler.{leaf}" for leaf in dense} | {"next_sentence.weight", "next_sentence.bias"}
     assert found["classes"] == {"head.weight", "head.bias"} | {f"pooler.{leaf}" for leaf in dense}
     assert found["classes of a decoder"] == found["tags"] == {"head.weight", "head.bias"}
 

@@ -1,4 +1,5 @@
-"""Token ids as data: what is read of .npy and .bin files is what the text would give, or is refused."""
+"""Token ids as data: what is read of .npy and .bin files is what the text would give, or is
+refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,8 @@ ONE, MANY = " ".join(TALES), END_OF_TEXT.join(TALES)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, one document and many, as text and as `jaxformer tokenizer encode` writes their ids."""
+    """A folder with a tokenizer, one document and many, as text and as `jaxformer tokenizer encode`
+    writes their ids."""
     folder = tmp_path_factory.mktemp("ids")
     train_bpe_tokenizer([ONE], 320).save(folder / "tokenizer.json")
     for name, text, more in (("one", ONE, []), ("many", MANY, ["--special_tokens"])):
@@ -39,16 +41,26 @@ def run_of(made: Path, train: object, cache: Path, **data: Any) -> RunConfig:
     return RunConfig(data=data_config, tokenizer=TokenizerConfig(path=str(made)))
 
 
-def assert_same_batches(found: Corpus, expected: Corpus, data: DataConfig, batch_size: int = 4) -> None:
+def assert_same_batches(
+    found: Corpus, expected: Corpus, data: DataConfig, batch_size: int = 4
+) -> None:
     made, wanted = (Batches(corpus.train, data, batch_size, 7) for corpus in (found, expected))
     assert made.examples == wanted.examples
     assert all(same(made[step], wanted[step]) for step in (0, 3, made.steps_per_epoch + 1))
     assert found.validation and expected.validation
-    held = (evaluation_batches(each.validation, data, 8) for each in (found, expected) if each.validation)
+    held = (
+        evaluation_batches(each.validation, data, 8)
+        for each in (found, expected)
+        if each.validation
+    )
     assert all(same(*pair) for pair in zip(*held, strict=True))
     for side in ("train", "validation"):
         rows, others = getattr(found, side), getattr(expected, side)
-        assert (rows.tokens, rows.documents, rows.bytes) == (others.tokens, others.documents, others.bytes)
+        assert (rows.tokens, rows.documents, rows.bytes) == (
+            others.tokens,
+            others.documents,
+            others.bytes,
+        )
 
 
 @pytest.mark.parametrize("block", [6, 1 << 22])
@@ -83,7 +95,9 @@ def wide() -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["uint16", "int64", ">i4", "many files"])
-def test_ids_of_any_width_and_in_any_files_are_the_same(kind: str, made: Path, tmp_path: Path) -> None:
+def test_ids_of_any_width_and_in_any_files_are_the_same(
+    kind: str, made: Path, tmp_path: Path
+) -> None:
     found = np.append(np.load(made / "many.npy"), Tokenizer.load(made).end_token)
     path: object = tmp_path / "train.bin"
     if kind == "uint16":  # as nanoGPT writes it
@@ -99,7 +113,9 @@ def test_ids_of_any_width_and_in_any_files_are_the_same(kind: str, made: Path, t
         np.save(tmp_path / "train.npy", found.astype(kind))
     validation = {"validation": str(made / "one.npy")}  # no document is chosen by its file's name
     run = run_of(made, path, tmp_path / "cache", **validation)
-    assert_same_batches(prepare(run), prepare(run_of(made, made / "many.npy", tmp_path, **validation)), run.data)
+    assert_same_batches(
+        prepare(run), prepare(run_of(made, made / "many.npy", tmp_path, **validation)), run.data
+    )
 
 
 def test_a_bin_file_of_a_large_vocabulary_is_uint32(tmp_path: Path) -> None:
@@ -107,7 +123,9 @@ def test_a_bin_file_of_a_large_vocabulary_is_uint32(tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tokenizer.json")
     numbers = np.arange(69_000, 70_001, dtype=np.uint32)
     numbers.tofile(tmp_path / "train.bin")
-    corpus = prepare(run_of(tmp_path, tmp_path / "train.bin", tmp_path / "cache", validation_fraction=0.0))
+    corpus = prepare(
+        run_of(tmp_path, tmp_path / "train.bin", tmp_path / "cache", validation_fraction=0.0)
+    )
     assert corpus.train.tokens == 1001 and corpus.train.documents == 1
     assert corpus.train[0]["tokens"].tolist() == list(range(69_000, 69_016))
 
@@ -135,7 +153,9 @@ def test_a_file_that_changed_is_other_data(made: Path, tmp_path: Path) -> None:
 
 def test_prepare_indexes_ids_and_verifies_them(made: Path, tmp_path: Path) -> None:
     run = run_of(made, made / "many.npy", tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"many\.npy has no index of documents: leave out --verify"):
+    with pytest.raises(
+        ConfigError, match=r"many\.npy has no index of documents: leave out --verify"
+    ):
         prepare_text(run, thorough=True)
     prepare_share(run, None, (0, 2))
     summary = prepare_text(run)
@@ -167,12 +187,24 @@ SHORT = np.arange(20, dtype=np.uint16)
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an id beyond the vocabulary": (
         saved(np.array([1, 320])),
-        r"id 320 at place 1 of .*a\.npy is not in the vocabulary of tokenizer\.path, .* 320 entries",
+        (
+            r"id 320 at place 1 of .*a\.npy is not in the vocabulary of tokenizer\.path, .* 320"
+            r" entries"
+        ),
     ),
-    "a negative id": (saved(np.array([-1, 3])), r"id -1 at place 0 of .*a\.npy is not in the vocab"),
-    "real numbers": (saved(np.zeros(3)), r"a\.npy is an array of float64 of shape \(3,\): token ids are"),
+    "a negative id": (
+        saved(np.array([-1, 3])),
+        r"id -1 at place 0 of .*a\.npy is not in the vocab",
+    ),
+    "real numbers": (
+        saved(np.zeros(3)),
+        r"a\.npy is an array of float64 of shape \(3,\): token ids are",
+    ),
     "rows": (saved(np.zeros((2, 3), np.int32)), r"is an array of int32 of shape \(2, 3\)"),
-    "objects": (saved(np.array([{}])), r"a\.npy is no .npy array of integers \(.*write it by numpy\.save"),
+    "objects": (
+        saved(np.array([{}])),
+        r"a\.npy is no .npy array of integers \(.*write it by numpy\.save",
+    ),
     "no array": (raw(b"ids", "a.npy"), r"a\.npy is no .npy array of integers"),
     "a file cut short": (
         lambda folder: raw(saved(SHORT)(folder).read_bytes()[:-8], "b.npy")(folder),
@@ -203,7 +235,9 @@ def test_what_holds_no_ids_is_one_message(case: str, made: Path, tmp_path: Path)
 
 def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path: Path) -> None:
     run = run_of(made, made / "many.npy", tmp_path)
-    with pytest.raises(ConfigError, match=r"many\.npy holds token ids, and tokenizer\.path is empty: set"):
+    with pytest.raises(
+        ConfigError, match=r"many\.npy holds token ids, and tokenizer\.path is empty: set"
+    ):
         prepare(replace(run, tokenizer=TokenizerConfig(kind="bytes")))
     with pytest.raises(ConfigError, match=r"many\.npy holds token ids of text, .* reads records"):
         prepare(run_of(made, made / "many.npy", tmp_path, objective="answers"))
@@ -214,7 +248,12 @@ def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path:
 def test_a_run_trains_on_ids_and_is_evaluated_on_others(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"tokenizer.path": made, "train.steps": 3, "train.eval_every": 0, "run.sample_tokens": 0}
+    changes = {
+        "tokenizer.path": made,
+        "train.steps": 3,
+        "train.eval_every": 0,
+        "run.sample_tokens": 0,
+    }
     assert train_here(line(tmp_path / "run", made / "many.npy", changes)) == 0
     np.load(made / "one.npy").tofile(tmp_path / "val.bin")
     capsys.readouterr()

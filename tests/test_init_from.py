@@ -1,4 +1,5 @@
-"""A run may begin from another run: the trunk is carried, a head that differs is new, nothing is dropped in silence."""
+"""A run may begin from another run: the trunk is carried, a head that differs is new, nothing is
+dropped in silence."""
 
 import dataclasses
 import json
@@ -26,19 +27,30 @@ STILL = {"optimizer.learning_rate": 0.0, "train.steps": 1}
 
 
 def settings(base: Path, name: str, **changes) -> list[str]:
-    chosen = SMALL | {"run.dir": base / name} | {key.replace("__", "."): value for key, value in changes.items()}
+    chosen = (
+        SMALL
+        | {"run.dir": base / name}
+        | {key.replace("__", "."): value for key, value in changes.items()}
+    )
     return [f"{key}={value}" for key, value in chosen.items()]
 
 
 def run(base: Path, name: str, **changes) -> Path:
-    jf.train(load_config(Path(__file__).parent.parent / "configs/quickstart.py", settings(base, name, **changes)))
+    jf.train(
+        load_config(
+            Path(__file__).parent.parent / "configs/quickstart.py", settings(base, name, **changes)
+        )
+    )
     return base / name
 
 
 def leaves(run_dir: Path) -> dict[str, np.ndarray]:
     params = jf.load(run_dir).params
     named = jax.tree.leaves_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in named}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+        for path, leaf in named
+    }
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +58,13 @@ def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("adopt")
     write_text(folder / "text.txt")
     rng = random.Random(0)
-    rows = [(" ".join(rng.choices(["good", "fine"] if k % 2 else ["bad", "poor"], k=6)), "ny"[k % 2]) for k in range(200)]
-    (folder / "labelled.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows))
+    rows = [
+        (" ".join(rng.choices(["good", "fine"] if k % 2 else ["bad", "poor"], k=6)), "ny"[k % 2])
+        for k in range(200)
+    ]
+    (folder / "labelled.tsv").write_text(
+        "text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows)
+    )
     return folder
 
 
@@ -77,9 +94,18 @@ def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
     origin = request.getfixturevalue({"decoder": "trunk", "encoder": "encoder"}[family])
     changes = {"model__head": "classes", "data__packing": "stream"}
     name = f"classes-{family}"
-    made = run(base, name, data__train=base / "labelled.tsv", run__init_from=origin, **changes, **under(STILL))
+    made = run(
+        base,
+        name,
+        data__train=base / "labelled.tsv",
+        run__init_from=origin,
+        **changes,
+        **under(STILL),
+    )
     found, before = leaves(made), leaves(origin)
-    carried = {path for path in found if path in before and np.array_equal(found[path], before[path])}
+    carried = {
+        path for path in found if path in before and np.array_equal(found[path], before[path])
+    }
     assert {path for path in found if path not in carried} == {"head.weight", "head.bias"}
     assert found["head.weight"].shape == (2, SMALL["model.d_model"])
     assert ("pooler.dense" in carried) == (family == "encoder")
@@ -88,14 +114,25 @@ def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
 
 
 def test_a_trunk_is_fine_tuned_to_tell_classes(base, encoder):
-    changes = {"model__head": "classes", "data__packing": "stream", "train__steps": 40, "optimizer__learning_rate": 3e-3}
+    changes = {
+        "model__head": "classes",
+        "data__packing": "stream",
+        "train__steps": 40,
+        "optimizer__learning_rate": 3e-3,
+    }
     made = run(base, "tuned", data__train=base / "labelled.tsv", run__init_from=encoder, **changes)
     assert json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])["val_accuracy"] > 0.95
 
 
 def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
     changes = under(
-        SETTINGS | SMALL | {"data.train": base / "text.txt", "run.init_from": trunk, "train.checkpoint_every": 1}
+        SETTINGS
+        | SMALL
+        | {
+            "data.train": base / "text.txt",
+            "run.init_from": trunk,
+            "train.checkpoint_every": 1,
+        }
     )
     whole = run(base, "whole", **(changes | {"train__steps": 2}))
     run(base, "parts", **(changes | {"train__steps": 1, "optimizer__decay_steps": 40}))
@@ -106,11 +143,19 @@ def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
 
 def test_a_setting_that_the_parameters_have_the_shape_for_takes_effect(base, trunk):
     """Context extension: a longer context and stretched positions are not dropped in silence."""
-    asked = {"model__max_length": 192, "model__rope_scaling": "yarn", "model__rope_factor": 4.0, "model__norm_eps": 1e-6}
-    other = run(base, "longer", data__train=base / "text.txt", run__init_from=trunk, **asked, **under(STILL))
+    asked = {
+        "model__max_length": 192,
+        "model__rope_scaling": "yarn",
+        "model__rope_factor": 4.0,
+        "model__norm_eps": 1e-6,
+    }
+    other = run(
+        base, "longer", data__train=base / "text.txt", run__init_from=trunk, **asked, **under(STILL)
+    )
     found = jf.load(other).config
     assert {
-        f"model__{name}": getattr(found, name) for name in ("max_length", "rope_scaling", "rope_factor", "norm_eps")
+        f"model__{name}": getattr(found, name)
+        for name in ("max_length", "rope_scaling", "rope_factor", "norm_eps")
     } == asked
     for path, leaf in leaves(other).items():
         np.testing.assert_array_equal(leaf, leaves(trunk)[path], err_msg=path)
@@ -120,8 +165,13 @@ def test_a_config_that_states_no_model_takes_the_bases_and_one_that_does_is_aske
     config = Path(__file__).parent.parent / "configs"
     asked = [f"run.init_from={trunk}", f"run.dir={base / 'never'}", "data.sequence_length=16"]
     there = jf.load_config(trunk / "config.json").model
-    assert load_config(config / "finetune.py", asked).model == dataclasses.replace(there, dropout=0.0)
-    assert load_config(config / "finetune.py", [*asked, "model.max_length=2048"]).model.max_length == 2048
+    assert load_config(config / "finetune.py", asked).model == dataclasses.replace(
+        there, dropout=0.0
+    )
+    assert (
+        load_config(config / "finetune.py", [*asked, "model.max_length=2048"]).model.max_length
+        == 2048
+    )
     assert load_config(config / "quickstart.py", asked).model.d_model == 192
 
 
@@ -131,7 +181,8 @@ def test_settings_that_the_parameters_have_no_shape_for_are_refused_by_name(base
         run(base, "refused", data__train=base / "text.txt", run__init_from=trunk, **asked)
     message = str(refused.value)
     assert (
-        "model.d_model=64, and it is 32 there" in message and "model.positions='learned', and it is 'rope' there" in message
+        "model.d_model=64, and it is 32 there" in message
+        and "model.positions='learned', and it is 'rope' there" in message
     )
     assert "norm_eps" not in message and "configs/finetune.py" in message
     assert not (base / "refused").exists()

@@ -1,4 +1,5 @@
-"""Seeing inside: the maps are those of the forward pass, intermediates are what a hand computes, and patching patches."""
+"""Seeing inside: the maps are those of the forward pass, intermediates are what a hand computes,
+and patching patches."""
 
 import functools
 
@@ -18,10 +19,25 @@ from jaxformer.models.stack import layers_of
 
 VARIANTS = {
     "decoder": {"family": "decoder"},
-    "encoder": {"family": "encoder", "positions": "alibi", "norm": "layer", "norm_placement": "post"},
+    "encoder": {
+        "family": "encoder",
+        "positions": "alibi",
+        "norm": "layer",
+        "norm_placement": "post",
+    },
     "encoder-decoder": {"family": "encoder_decoder", "positions": "t5"},
-    "sinks, window": {"attention_sinks": True, "window": 3, "window_pattern": "wf", "attention_kernel": "blocked"},
-    "scanned": {"layer_loop": "scan", "remat": "full", "residual": "parallel", "norm_placement": "sandwich"},
+    "sinks, window": {
+        "attention_sinks": True,
+        "window": 3,
+        "window_pattern": "wf",
+        "attention_kernel": "blocked",
+    },
+    "scanned": {
+        "layer_loop": "scan",
+        "remat": "full",
+        "residual": "parallel",
+        "norm_placement": "sandwich",
+    },
 }
 forward = jax.jit(jf.forward, static_argnums=1)
 maps_of = jax.jit(jf.attention_maps, static_argnums=1, static_argnames="layers")
@@ -35,7 +51,11 @@ def case(name):
 
 
 def stacks(config):
-    return [name for name in ("encoder", "decoder") if name == config.family or config.family == "encoder_decoder"]
+    return [
+        name
+        for name in ("encoder", "decoder")
+        if name == config.family or config.family == "encoder_decoder"
+    ]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -58,17 +78,28 @@ def test_the_weights_of_a_real_query_sum_to_1_and_none_falls_on_what_it_may_not_
         if (config.family != "decoder")
         else None
     )
-    assert [stack for stack in ("encoder", "decoder") if getattr(maps, stack) is not None] == stacks(config)
+    assert [
+        stack for stack in ("encoder", "decoder") if getattr(maps, stack) is not None
+    ] == stacks(config)
     for stack in stacks(config):
         ids, weights = segments[stack], np.asarray(getattr(maps, stack))
-        assert weights.shape == (2, 4, 4, ids.shape[1], ids.shape[1]) and weights.dtype == np.float32
+        assert (
+            weights.shape == (2, 4, 4, ids.shape[1], ids.shape[1]) and weights.dtype == np.float32
+        )
         own = (ids[:, :, None] == ids[:, None]) & (ids[:, None] != 0)
         own &= np.tril(own) if stack == "decoder" else own
         check_weights(weights, own, ids, config)
-        assert (weights[:, np.broadcast_to(own[:, None], weights.shape[1:])] > 0).all() or config.window
+        assert (
+            weights[:, np.broadcast_to(own[:, None], weights.shape[1:])] > 0
+        ).all() or config.window
     if config.family == "encoder_decoder":
         ids, sources = batch["segment_ids"], batch["source_segment_ids"]
-        check_weights(np.asarray(maps.cross), (ids[:, :, None] == sources[:, None]) & (sources[:, None] != 0), ids, config)
+        check_weights(
+            np.asarray(maps.cross),
+            (ids[:, :, None] == sources[:, None]) & (sources[:, None] != 0),
+            ids,
+            config,
+        )
     else:
         assert maps.cross is None
 
@@ -96,7 +127,9 @@ def test_the_weights_are_the_softmax_of_queries_and_keys_of_the_first_layer():
     layer = jax.tree.map(lambda p: p[0], params["blocks"]["attention"])
     x = np.asarray(params["embed"]["tokens"])[tokens]
     q, k = (np.einsum("btd,dnh->bnth", x, layer[name]) for name in "qk")
-    scores = np.where(np.tril(np.ones((6, 6), bool)), np.einsum("bnth,bnsh->bnts", q, k) / 2, -np.inf)
+    scores = np.where(
+        np.tril(np.ones((6, 6), bool)), np.einsum("bnth,bnsh->bnts", q, k) / 2, -np.inf
+    )
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     found = jf.attention_maps(params, config, tokens).decoder[0]
     np.testing.assert_allclose(found, powers / powers.sum(-1, keepdims=True), atol=1e-5)
@@ -104,16 +137,23 @@ def test_the_weights_are_the_softmax_of_queries_and_keys_of_the_first_layer():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_intermediates_add_up_to_what_the_model_computes(name):
-    """The last residual through final norm and head is the logits; a residual is the one before and its sublayers."""
+    """The last residual through final norm and head is the logits; a residual is the one before and
+    its sublayers."""
     params, config, batch = case(name)
     logits, values = inspect(
-        params, config, batch["tokens"], ("*_out", "residual"), **{k: v for k, v in batch.items() if k != "tokens"}
+        params,
+        config,
+        batch["tokens"],
+        ("*_out", "residual"),
+        **{k: v for k, v in batch.items() if k != "tokens"},
     )
     inputs = inputs_of(batch)
     last = values[f"{stacks(config)[-1]}.1.residual"]
     if config.norm_placement != "post":
         last = norm(params["final_norm"], config, last)
-    np.testing.assert_allclose(head(params, config, last, inputs.layout), logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        head(params, config, last, inputs.layout), logits, rtol=1e-4, atol=1e-4
+    )
     if config.norm_placement == "pre":
         stack = stacks(config)[-1]
         before, after = (values[f"{stack}.{i}.residual"] for i in (0, 1))
@@ -141,7 +181,9 @@ NAMES = {
 @pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder"])
 def test_a_pattern_keeps_every_name_it_fits(name):
     params, config, batch = case(name)
-    expected = {f"{stack}.{i}.{what}" for stack in stacks(config) for i in (0, 1) for what in NAMES[stack]}
+    expected = {
+        f"{stack}.{i}.{what}" for stack in stacks(config) for i in (0, 1) for what in NAMES[stack]
+    }
     if config.family == "encoder_decoder":
         expected |= {f"decoder.{i}.{what}" for i in (0, 1) for what in NAMES["cross"]}
     assert set(jf.inspect(params, config, capture=["*"], **batch).values) == expected
@@ -160,7 +202,9 @@ def test_an_intermediate_put_in_its_own_place_changes_nothing(name):
     logits, values = jf.inspect(params, config, capture=["*"], **batch)
     again = jf.inspect(params, config, replace=values, **batch).logits
     np.testing.assert_allclose(again, logits, atol=1e-5)
-    same = jf.inspect(params, config, replace={name: lambda value: value for name in values}, **batch).logits
+    same = jf.inspect(
+        params, config, replace={name: lambda value: value for name in values}, **batch
+    ).logits
     np.testing.assert_array_equal(same, logits)
 
 
@@ -176,21 +220,28 @@ def test_the_last_residual_of_another_run_gives_that_runs_logits(name):
 
 
 def test_a_sublayer_silenced_is_a_model_without_it():
-    """A function or a number takes the place of an intermediate, and the capture is what was put there."""
+    """A function or a number takes the place of an intermediate, and the capture is what was put
+    there."""
     params, config, batch = case("decoder")
     silenced = jax.tree.map(lambda leaf: leaf, params)
     silenced["blocks"]["ffn"]["down"] = params["blocks"]["ffn"]["down"].at[1].set(0)
     expected = jf.forward(silenced, config, **batch)
     for nothing in (0.0, lambda value: 0 * value, jnp.zeros(16)):
-        found = jf.inspect(params, config, capture=["mlp_out"], replace={"decoder.1.mlp_out": nothing}, **batch)
+        found = jf.inspect(
+            params, config, capture=["mlp_out"], replace={"decoder.1.mlp_out": nothing}, **batch
+        )
         np.testing.assert_allclose(found.logits, expected, atol=1e-5)
-        assert not found.values["decoder.1.mlp_out"].any() and found.values["decoder.0.mlp_out"].any()
+        assert (
+            not found.values["decoder.1.mlp_out"].any() and found.values["decoder.0.mlp_out"].any()
+        )
 
 
 def test_one_position_can_be_patched_and_only_later_ones_move():
     params, config, _ = case("decoder")
     tokens = alone(config)["tokens"]
-    found = jf.inspect(params, config, tokens, replace={"decoder.0.residual": lambda x: x.at[:, 3].add(1.0)}).logits
+    found = jf.inspect(
+        params, config, tokens, replace={"decoder.0.residual": lambda x: x.at[:, 3].add(1.0)}
+    ).logits
     moved = jnp.abs(found - jf.forward(params, config, tokens)).max((0, 2))
     assert (moved[:3] == 0).all() and (moved[3:] > 1e-3).all()
 
@@ -202,7 +253,9 @@ def test_weights_can_be_replaced_and_the_values_follow_them():
     eye = {f"decoder.{i}.attention_weights": jnp.eye(tokens.shape[1]) for i in (0, 1)}
     narrow = jf.ModelConfig(**(SIZES | {"window": 1}))
     np.testing.assert_allclose(
-        jf.inspect(params, config, tokens, replace=eye).logits, jf.forward(params, narrow, tokens), atol=1e-5
+        jf.inspect(params, config, tokens, replace=eye).logits,
+        jf.forward(params, narrow, tokens),
+        atol=1e-5,
     )
 
 
@@ -211,7 +264,11 @@ def test_the_gradient_of_a_logit_to_an_intermediate_is_one_of_a_replaced_array()
     tokens = alone(config)["tokens"]
     place = "decoder.0.residual"
     value = jf.inspect(params, config, tokens, [place]).values[place]
-    slope = jax.jit(jax.grad(lambda x: jf.inspect(params, config, tokens, replace={place: x}).logits[:, 3].sum()))(value)
+    slope = jax.jit(
+        jax.grad(
+            lambda x: jf.inspect(params, config, tokens, replace={place: x}).logits[:, 3].sum()
+        )
+    )(value)
     assert (jnp.abs(slope).max((0, 2))[:4] > 0).all() and (slope[:, 4:] == 0).all()
 
 
@@ -238,7 +295,9 @@ def test_a_layer_that_no_stack_has_is_refused(layers):
 
 
 def test_an_encoder_deeper_than_its_decoder_gives_the_maps_of_both():
-    config = jf.ModelConfig(**(SIZES | {"family": "encoder_decoder", "n_layers": 1, "n_encoder_layers": 3}))
+    config = jf.ModelConfig(
+        **(SIZES | {"family": "encoder_decoder", "n_layers": 1, "n_encoder_layers": 3})
+    )
     maps = jf.attention_maps(params_of(config), config, **alone(config))
     assert (len(maps.encoder), len(maps.decoder), len(maps.cross)) == (3, 1, 1)
     last = jf.attention_maps(params_of(config), config, layers=[2], **alone(config))
@@ -249,5 +308,7 @@ def test_nothing_asked_for_is_the_ordinary_program():
     params, config, batch = case("scanned")
     found = jax.jit(lambda p: jf.inspect(p, config, **batch).logits).lower(params).as_text()
     assert (
-        found.count("while") == jax.jit(lambda p: jf.forward(p, config, **batch)).lower(params).as_text().count("while") > 0
+        found.count("while")
+        == jax.jit(lambda p: jf.forward(p, config, **batch)).lower(params).as_text().count("while")
+        > 0
     )

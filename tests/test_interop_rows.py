@@ -1,4 +1,5 @@
-"""The rows of the configs' mapping one by one, on keys alone: what is left out, what is refused, what is written."""
+"""The rows of the configs' mapping one by one, on keys alone: what is left out, what is refused,
+what is written."""
 
 import dataclasses
 import json
@@ -54,7 +55,9 @@ def test_every_family_is_held_against_its_reference():
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_empty_config_is_the_references_default_config(kind):
     for architecture in FAMILY[kind].architectures:
-        ours, hf = (FAMILY[kind].read(HFConfig(keys, NAMES), architecture) for keys in ({}, stated(kind)))
+        ours, hf = (
+            FAMILY[kind].read(HFConfig(keys, NAMES), architecture) for keys in ({}, stated(kind))
+        )
         assert resolved(ours) == resolved(hf) and ours.max_length == hf.max_length
         assert ours.n_classes == (2 if ours.output in ("classes", "tags") else 0)
 
@@ -74,7 +77,8 @@ def test_the_rate_of_dropout_is_written_by_keys_that_the_reference_has(kind):
     assert keys and keys <= stated(kind).keys()
 
 
-LAYERS = [  # which layers have a window, by what stood for it before there was layer_types and since
+# which layers have a window, by what stood for it before there was layer_types and since
+LAYERS = [
     ("qwen2", dict(use_sliding_window=True, num_hidden_layers=30)),
     ("qwen2", dict(use_sliding_window=True, num_hidden_layers=5, max_window_layers=2)),
     ("qwen3", dict(use_sliding_window=True, num_hidden_layers=30, sliding_window=7)),
@@ -82,26 +86,44 @@ LAYERS = [  # which layers have a window, by what stood for it before there was 
     ("gemma2", dict(num_hidden_layers=5)),
     ("gemma3_text", dict(num_hidden_layers=13)),
     ("gemma3_text", dict(num_hidden_layers=7, sliding_window_pattern=3)),
-    ("gemma3_text", dict(num_hidden_layers=3, layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    (
+        "gemma3_text",
+        dict(
+            num_hidden_layers=3,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
 ]
 
 
 @pytest.mark.parametrize("kind, keys", LAYERS, ids=str)
 def test_the_layers_with_a_window_are_the_references(kind, keys):
     config = read(kind, **keys)
-    pattern = (config.window_pattern * config.n_layers)[: config.n_layers] if config.window else "f" * config.n_layers
-    assert ["sliding_attention" if letter == "w" else "full_attention" for letter in pattern] == stated(kind, **keys)[
-        "layer_types"
-    ]
+    pattern = (
+        (config.window_pattern * config.n_layers)[: config.n_layers]
+        if config.window
+        else "f" * config.n_layers
+    )
+    assert [
+        "sliding_attention" if letter == "w" else "full_attention" for letter in pattern
+    ] == stated(kind, **keys)["layer_types"]
 
 
 REFUSED = [
     ("marian", dict(decoder_vocab_size=75, vocab_size=71), "decoder_vocab_size=75"),
-    ("qwen3", dict(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
+    (
+        "qwen3",
+        dict(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
+        "layer_types",
+    ),
     ("gemma2", dict(num_hidden_layers=3, layer_types=["full_attention"]), "3 of"),
     ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
-    ("bloom", dict(apply_residual_connection_post_layernorm=True), "apply_residual_connection_post_layernorm"),
+    (
+        "bloom",
+        dict(apply_residual_connection_post_layernorm=True),
+        "apply_residual_connection_post_layernorm",
+    ),
     ("bloom", dict(slow_but_exact=True), "slow_but_exact"),
     ("bert", dict(position_embedding_type="relative_key"), "position_embedding_type"),
     ("roberta", dict(hidden_act="relu"), "hidden_act"),
@@ -138,7 +160,10 @@ def test_a_key_of_any_family_that_changes_what_is_computed_is_refused_by_name(ke
 
 
 def test_a_model_type_alone_names_its_architecture_where_it_has_one_and_asks_for_it_where_it_has_more():
-    assert stated_architecture(Path("config.json"), {"model_type": "gpt2"}) == (FAMILY["gpt2"], "GPT2LMHeadModel")
+    assert stated_architecture(Path("config.json"), {"model_type": "gpt2"}) == (
+        FAMILY["gpt2"],
+        "GPT2LMHeadModel",
+    )
     with pytest.raises(jf.ConfigError, match="BertForMaskedLM"):
         stated_architecture(Path("config.json"), {"model_type": "bert"})
 
@@ -150,17 +175,29 @@ def test_of_many_tensors_that_do_not_fit_the_first_are_named_and_the_rest_counte
     (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 3}))
     with pytest.raises(jf.ConfigError) as told:
         load_pretrained(tmp_path)
-    assert str(told.value).count("not in model.safetensors") == 12 and "and 6 more" in str(told.value)
+    assert str(told.value).count("not in model.safetensors") == 12 and "and 6 more" in str(
+        told.value
+    )
 
 
 def test_a_t5_that_is_not_scaled_is_tied_where_no_other_output_layer_is_stored():
     keys = dict(tie_word_embeddings=False)
-    found = [FAMILY["t5"].read(HFConfig(keys, names), "T5ForConditionalGeneration") for names in ((), NAMES)]
-    assert [(config.tied_head, config.logit_scale) for config in found] == [(True, "none"), (False, "none")]
+    found = [
+        FAMILY["t5"].read(HFConfig(keys, names), "T5ForConditionalGeneration")
+        for names in ((), NAMES)
+    ]
+    assert [(config.tied_head, config.logit_scale) for config in found] == [
+        (True, "none"),
+        (False, "none"),
+    ]
 
 
 def test_dynamic_scaling_stretches_the_length_by_its_factor_and_writes_the_one_before_it():
-    keys = dict(max_position_embeddings=96, rope_theta=9.0, rope_scaling=dict(rope_type="dynamic", factor=2.5))
+    keys = dict(
+        max_position_embeddings=96,
+        rope_theta=9.0,
+        rope_scaling=dict(rope_type="dynamic", factor=2.5),
+    )
     config = read("llama", **keys)
     assert (config.max_length, config.rope_original_length) == (240, 96)
     written = FAMILY["llama"].write(config, "LlamaForCausalLM")
@@ -179,26 +216,49 @@ class Spoken:
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_how_a_target_begins_is_said_of_models_that_write_one_alone(family, tmp_path):
-    of_t5 = dict(positions="t5", attention_scale=1.0, activation="relu") if family == "encoder_decoder" else {}
-    config = jf.ModelConfig(vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4, family=family, **of_t5)
+    of_t5 = (
+        dict(positions="t5", attention_scale=1.0, activation="relu")
+        if family == "encoder_decoder"
+        else {}
+    )
+    config = jf.ModelConfig(
+        vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4, family=family, **of_t5
+    )
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config, Spoken())
     fields = json.loads((tmp_path / "config.json").read_text())
     roles = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     assert roles == {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": None}
     begins = {"decoder_start_token_id": 5, "forced_bos_token_id": 6} if of_t5 else {}
-    assert {key: fields[key] for key in ("decoder_start_token_id", "forced_bos_token_id") if key in fields} == begins
+    assert {
+        key: fields[key]
+        for key in ("decoder_start_token_id", "forced_bos_token_id")
+        if key in fields
+    } == begins
 
 
 def test_labels_are_in_the_order_of_their_numbers_beyond_ten(tmp_path):
     config = jf.ModelConfig(
-        **dict(vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4, max_length=3, family="encoder", head="classes"),
-        **dict(norm="layer", norm_placement="post", bias="all", positions="learned", activation="gelu"),
+        **dict(
+            vocab_size=9,
+            d_model=4,
+            n_layers=1,
+            n_heads=1,
+            d_ff=4,
+            max_length=3,
+            family="encoder",
+            head="classes",
+        ),
+        **dict(
+            norm="layer", norm_placement="post", bias="all", positions="learned", activation="gelu"
+        ),
         **dict(embedding_norm=True, token_types=2, n_classes=12, pooler=True),
     )
     labels = tuple(f"of {number}" for number in range(12))
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config, labels=labels)
     fields = json.loads((tmp_path / "config.json").read_text())
-    assert load_pretrained(tmp_path).labels == labels and fields["label2id"] == {label: i for i, label in enumerate(labels)}
+    assert load_pretrained(tmp_path).labels == labels and fields["label2id"] == {
+        label: i for i, label in enumerate(labels)
+    }
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
     assert load_pretrained(tmp_path).labels == tuple(tf.BertConfig(num_labels=12).id2label.values())
 
@@ -207,8 +267,12 @@ UNTIED = {"bert": tf.BertForMaskedLM, "roberta": tf.RobertaForMaskedLM}
 
 
 @pytest.mark.parametrize("kind", UNTIED)
-def test_an_output_layer_of_its_own_is_written_by_the_references_names_both_of_its_biases(kind, tmp_path):
-    sizes = dict(hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4, vocab_size=9)
+def test_an_output_layer_of_its_own_is_written_by_the_references_names_both_of_its_biases(
+    kind, tmp_path
+):
+    sizes = dict(
+        hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4, vocab_size=9
+    )
     keys = sizes | dict(max_position_embeddings=8, tie_word_embeddings=False)
     config = FAMILY[kind].read(HFConfig(keys, NAMES), UNTIED[kind].__name__)
     jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
@@ -219,8 +283,12 @@ def test_an_output_layer_of_its_own_is_written_by_the_references_names_both_of_i
 
 def test_a_dtype_that_no_file_of_weights_has_is_refused_before_anything_is_written(tmp_path):
     config = jf.ModelConfig(vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4)
-    with pytest.raises(jf.ConfigError, match="dtype='int8' is not one of float32, bfloat16, float16"):
-        jf.save_pretrained(tmp_path / "out", jf.init(config, jax.random.key(0)), config, dtype="int8")
+    with pytest.raises(
+        jf.ConfigError, match="dtype='int8' is not one of float32, bfloat16, float16"
+    ):
+        jf.save_pretrained(
+            tmp_path / "out", jf.init(config, jax.random.key(0)), config, dtype="int8"
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -229,16 +297,39 @@ CUTS = [slice(None), slice(2, 6), slice(3, 4)]
 
 @pytest.mark.parametrize("piece", [1, 11, 1000])
 def test_a_part_of_a_leaf_is_that_part_of_its_tensors_read_in_pieces(piece, monkeypatch):
-    """As each device of a mesh asks for its own: of a table, a matrix of the head, a vector, and layers."""
+    """As each device of a mesh asks for its own: of a table, a matrix of the head, a vector, and
+    layers."""
     monkeypatch.setattr(table, "PIECE", piece)
     config = jf.ModelConfig(
-        **dict(vocab_size=7, d_model=6, n_layers=7, n_heads=1, d_ff=7, max_length=7, family="encoder", tied_head=True),
-        **dict(norm="layer", norm_placement="post", bias="all", positions="learned", embedding_norm=True, token_types=2),
+        **dict(
+            vocab_size=7,
+            d_model=6,
+            n_layers=7,
+            n_heads=1,
+            d_ff=7,
+            max_length=7,
+            family="encoder",
+            tied_head=True,
+        ),
+        **dict(
+            norm="layer",
+            norm_placement="post",
+            bias="all",
+            positions="learned",
+            embedding_norm=True,
+            token_types=2,
+        ),
         activation="gelu",
     )
     params = jf.init(config, jax.random.key(0))
-    leaves = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in jax.tree.leaves_with_path(params)}
-    leaves = {path: np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32) for path, leaf in leaves.items()}
+    leaves = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf
+        for at, leaf in jax.tree.leaves_with_path(params)
+    }
+    leaves = {
+        path: np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32)
+        for path, leaf in leaves.items()
+    }
     plan = FAMILY["bert"].tensors(config)
     stored = {tensor.name: table.tensor_of(tensor, leaves) for tensor in plan}
     asked = []
@@ -251,8 +342,14 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors_read_in_pieces(piece, monk
     assert not table.unplaced(plan, specs(config))
     for path, leaf in leaves.items():
         for cut in CUTS:
-            for index in ((cut, *[slice(None)] * (leaf.ndim - 1)), (*[slice(None)] * (leaf.ndim - 1), cut)):
+            for index in (
+                (cut, *[slice(None)] * (leaf.ndim - 1)),
+                (*[slice(None)] * (leaf.ndim - 1), cut),
+            ):
                 found = part(path, index, np.float32)
-                assert found.dtype == np.float32 and np.array_equal(found, leaf[index]), (path, index)
+                assert found.dtype == np.float32 and np.array_equal(found, leaf[index]), (
+                    path,
+                    index,
+                )
     table_reads = [size for name, size in asked if name.endswith("word_embeddings.weight")]
     assert max(table_reads) <= max(piece, config.d_model)

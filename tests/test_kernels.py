@@ -1,4 +1,5 @@
-"""The attention kernels: each is the plain one where it serves, and steps back, or is refused, where it does not."""
+"""The attention kernels: each is the plain one where it serves, and steps back, or is refused,
+where it does not."""
 
 import dataclasses
 import itertools
@@ -29,13 +30,19 @@ def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
     run = KERNELS[kernel].run
     out = run(q, k, v, AttentionMask(layout, layout))
     assert (out[0, [0, 3]] == 0).all() and (out[0, 1:3] != 0).all()
-    grads = jax.grad(lambda *a: run(*a, AttentionMask(layout, layout)).sum(), argnums=(0, 1, 2))(q, k, v)
+    grads = jax.grad(lambda *a: run(*a, AttentionMask(layout, layout)).sum(), argnums=(0, 1, 2))(
+        q, k, v
+    )
     assert all(np.isfinite(g).all() for g in grads)
 
 
-@pytest.mark.parametrize("length, heads, kv_heads", [(128, 4, 2), (200, 3, 3), (31, 4, 1), (300, 2, 2)])
+@pytest.mark.parametrize(
+    "length, heads, kv_heads", [(128, 4, 2), (200, 3, 3), (31, 4, 1), (300, 2, 2)]
+)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(length, heads, kv_heads, packed):
+def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(
+    length, heads, kv_heads, packed
+):
     config = jf.ModelConfig(vocab_size=8, d_model=heads * 16, n_heads=heads, n_kv_heads=kv_heads)
     assert "error" in check_kernel("blocked", config, 2, length, packed)
 
@@ -53,25 +60,42 @@ CASES = [dict(zip(MASKS, row, strict=True)) for row in itertools.product(*MASKS.
 
 
 def an_attention_mask(causal, window, scale, segments, ordered, keys, **_):
-    """Queries of 14 tokens and `keys` keys; unordered ones are numbered in another order and are no segment's start."""
+    """Queries of 14 tokens and `keys` keys; unordered ones are numbered in another order and are no
+    segment's start."""
     rng = np.random.default_rng(0)
     sides = []
     for length in (14, keys):
         ids = jnp.array([[1] * 5 + [2] * (length - 7) + [0, 0], [3] * length]) if segments else None
-        order = None if ordered else jnp.array(np.stack([rng.permutation(length) for _ in range(2)]), jnp.int32)
+        order = (
+            None
+            if ordered
+            else jnp.array(np.stack([rng.permutation(length) for _ in range(2)]), jnp.int32)
+        )
         sides.append(layout_of(jnp.zeros((2, length), jnp.int32), order, ids))
     return AttentionMask(*sides, causal=causal, window=window, scale=scale)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items())
+)
 def test_the_blocked_kernel_equals_the_plain_one_on_every_mask(case, monkeypatch):
     monkeypatch.setattr("jaxformer.layers.blocked.BLOCK", 8)
     mask = an_attention_mask(**case)
     q, k, v, slope = arrays(
-        (2, 14, 4, 8), (2, case["keys"], 2, 8), (2, case["keys"], 2, case["values"]), (2, 14, 4, case["values"])
+        (2, 14, 4, 8),
+        (2, case["keys"], 2, 8),
+        (2, case["keys"], 2, case["values"]),
+        (2, 14, 4, case["values"]),
     )
-    found, expected = (jax.vjp(lambda *a, run=run: run(*a, mask), q, k, v) for run in (KERNELS["blocked"].run, plain))
-    for name, a, b in zip(("out", "dq", "dk", "dv"), *((out, *back(slope)) for out, back in (found, expected)), strict=True):
+    found, expected = (
+        jax.vjp(lambda *a, run=run: run(*a, mask), q, k, v)
+        for run in (KERNELS["blocked"].run, plain)
+    )
+    for name, a, b in zip(
+        ("out", "dq", "dk", "dv"),
+        *((out, *back(slope)) for out, back in (found, expected)),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=name)
 
 
@@ -85,7 +109,11 @@ def test_no_window_stays_none_under_jit(window):
     q, k, v = arrays((1, 12, 2, 8), (1, 12, 2, 8), (1, 12, 2, 8))
     layout = layout_of(jnp.zeros((1, 12), jnp.int32), None, None)
     expected = plain(q, k, v, AttentionMask(layout, layout, window=window))
-    run = jax.jit(lambda q, k, v: KERNELS["blocked"].run(q, k, v, AttentionMask(layout, layout, window=window)))
+    run = jax.jit(
+        lambda q, k, v: KERNELS["blocked"].run(
+            q, k, v, AttentionMask(layout, layout, window=window)
+        )
+    )
     np.testing.assert_allclose(run(q, k, v), expected, atol=1e-5)
 
 
@@ -126,11 +154,20 @@ NOT_FUSED = {  # settings that only some kernels know, and what the sentence say
         (case("cpu"), "blocked", ""),
         (case("cpu", window=8, value_dim=32), "blocked", ""),
         (case("metal"), "xla", ""),
-        *((case(platform, **changes), "xla", why) for platform in ("gpu", "tpu") for changes, why in NOT_FUSED.values()),
-        *((case("cpu", **NOT_FUSED[name][0]), "xla", NOT_FUSED[name][1]) for name in list(NOT_FUSED)[:5]),
+        *(
+            (case(platform, **changes), "xla", why)
+            for platform in ("gpu", "tpu")
+            for changes, why in NOT_FUSED.values()
+        ),
+        *(
+            (case("cpu", **NOT_FUSED[name][0]), "xla", NOT_FUSED[name][1])
+            for name in list(NOT_FUSED)[:5]
+        ),
     ],
 )
-def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_why(case, expected, why):
+def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_why(
+    case, expected, why
+):
     name, sentence = choose("auto", case)
     assert name == expected and sentence.startswith(expected) and why in sentence
 

@@ -1,4 +1,5 @@
-"""Layers that differ by a repeating pattern: each has its own config, and a pattern of other tables is a row more."""
+"""Layers that differ by a repeating pattern: each has its own config, and a pattern of other tables
+is a row more."""
 
 import dataclasses
 import functools
@@ -22,7 +23,8 @@ forward = jax.jit(jf.forward, static_argnums=1)
 
 @dataclass(frozen=True)
 class Patterned(jf.ModelConfig):
-    """A model of somebody whose layers differ in the width of their feed-forward: n is narrow, w is wide."""
+    """A model of somebody whose layers differ in the width of their feed-forward: n is narrow, w is
+    wide."""
 
     width_pattern: str = "n"
 
@@ -38,7 +40,13 @@ WIDE = {"n_layers": 3, "width_pattern": "nw", "window": 3, "window_pattern": "wf
 
 
 def test_each_layer_has_the_settings_of_its_letter():
-    bases = dict(window=3, window_pattern="wwf", rope_window_theta=5.0, rope_scaling="linear", rope_factor=2.0)
+    bases = dict(
+        window=3,
+        window_pattern="wwf",
+        rope_window_theta=5.0,
+        rope_scaling="linear",
+        rope_factor=2.0,
+    )
     each = layer_configs(jf.ModelConfig(**SIZES | bases), 5)
     assert [layer.window for layer in each] == [3, 3, 0, 3, 3] and period_of(each) == 3
     assert [layer.rope_theta for layer in each] == [5.0, 5.0, 10_000.0, 5.0, 5.0]
@@ -53,7 +61,9 @@ def test_layers_that_do_not_differ_have_a_period_of_1(changes):
 
 
 def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
-    plain, windows = (jf.ModelConfig(**SIZES | more) for more in ({}, {"window": 3, "window_pattern": "wf"}))
+    plain, windows = (
+        jf.ModelConfig(**SIZES | more) for more in ({}, {"window": 3, "window_pattern": "wf"})
+    )
     assert {p: (s.shape, s.axes) for p, s in rows(specs(plain)).items()} == {
         p: (s.shape, s.axes) for p, s in rows(specs(windows)).items()
     }
@@ -62,7 +72,11 @@ def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
 def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
     config = Patterned(**SIZES | WIDE)
     table = rows(specs(config))
-    assert table["blocks.0.ffn.up"].shape == (2, 16, 24) and table["blocks.1.ffn.up"].shape == (1, 16, 48)
+    assert table["blocks.0.ffn.up"].shape == (2, 16, 24) and table["blocks.1.ffn.up"].shape == (
+        1,
+        16,
+        48,
+    )
     assert "blocks.1.ffn.up_bias" in table and "blocks.0.ffn.up_bias" not in table
     params = jf.init(config, jax.random.key(0))
     check_params(specs(config), params)
@@ -75,15 +89,21 @@ def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(family, widths):
     """Two whole periods of two layers and one layer more, in a scan; the gradient too."""
-    config = Patterned(**SIZES | WIDE | {"family": family, "n_layers": 5 if family == "decoder" else 3})
+    config = Patterned(
+        **SIZES | WIDE | {"family": family, "n_layers": 5 if family == "decoder" else 3}
+    )
     params, batch = params_of(config), alone(config)
     expected = forward(params, config, **batch)
     scanned = dataclasses.replace(config, **SCANNED)
     np.testing.assert_allclose(forward(params, scanned, **batch), expected, atol=1e-4)
-    np.testing.assert_allclose(jax.jit(functools.partial(cached, config))(batch), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(functools.partial(cached, config))(batch), expected, atol=1e-4
+    )
 
     def grad(config):
-        return jax.jit(jax.grad(lambda p: jnp.square(jf.forward(p, config, **batch)).mean()))(params)
+        return jax.jit(jax.grad(lambda p: jnp.square(jf.forward(p, config, **batch)).mean()))(
+            params
+        )
 
     for a, b in zip(jax.tree.leaves(grad(scanned)), jax.tree.leaves(grad(config)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4 * max(float(jnp.abs(b).max()), 1e-3))
@@ -95,7 +115,9 @@ def test_the_layers_of_a_pattern_generate(widths):
     found = jf.generate(params, config, prompt, 3, temperature=0)
     text = prompt
     for _ in range(3):
-        text = np.concatenate([text, np.asarray(jf.forward(params, config, text)[:, -1:].argmax(-1))], 1)
+        text = np.concatenate(
+            [text, np.asarray(jf.forward(params, config, text)[:, -1:].argmax(-1))], 1
+        )
     np.testing.assert_array_equal(found, text[:, prompt.shape[1] :])
 
 
@@ -104,8 +126,15 @@ LOOPS = {"scan": {"layer_loop": "scan"}, "scan, remat": SCANNED, "remat": {"rema
 
 @functools.cache
 def captured(family):
-    """A model of three layers with windows, and all its intermediates with two of them replaced, unrolled."""
-    sizes = SIZES | {"n_layers": 3, "n_encoder_layers": 0, "window": 3, "window_pattern": "wf", "family": family}
+    """A model of three layers with windows, and all its intermediates with two of them replaced,
+    unrolled."""
+    sizes = SIZES | {
+        "n_layers": 3,
+        "n_encoder_layers": 0,
+        "window": 3,
+        "window_pattern": "wf",
+        "family": family,
+    }
     config = jf.ModelConfig(**sizes)
     stack = "encoder" if family == "encoder" else "decoder"
     replace = {f"{stack}.2.mlp_out": 0.5, f"{stack}.1.attention_weights": lambda w: w[..., ::-1]}
@@ -113,8 +142,12 @@ def captured(family):
 
 
 def run(config, replace):
-    call = jax.jit(lambda params, batch: jf.inspect(params, config, capture=["*"], replace=replace, **batch))
-    return call(params_of(dataclasses.replace(config, layer_loop="unroll", remat="none")), alone(config))
+    call = jax.jit(
+        lambda params, batch: jf.inspect(params, config, capture=["*"], replace=replace, **batch)
+    )
+    return call(
+        params_of(dataclasses.replace(config, layer_loop="unroll", remat="none")), alone(config)
+    )
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
@@ -131,5 +164,7 @@ def test_captures_and_replacements_are_the_same_however_layers_are_run(loop, fam
 def test_a_scan_stays_a_scan_under_a_request():
     config = jf.ModelConfig(**SIZES | {"layer_loop": "scan"})
     batch = alone(config)
-    lowered = jax.jit(lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch)).lower(params_of(config))
+    lowered = jax.jit(
+        lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch)
+    ).lower(params_of(config))
     assert lowered.as_text().count("stablehlo.while") == 1

@@ -15,7 +15,14 @@ from jaxformer.config import OptimizerConfig, RunConfig, TrainConfig
 from jaxformer.mesh import make_mesh
 from jaxformer.models import transformer
 from jaxformer.objectives import loss_of
-from jaxformer.optim import OPTIMIZERS, SCHEDULES, decay_groups, decay_mask, make_optimizer, make_schedule
+from jaxformer.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    decay_groups,
+    decay_mask,
+    make_optimizer,
+    make_schedule,
+)
 from jaxformer.params import rows
 from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
@@ -36,18 +43,26 @@ def a_batch(count=8, seed=0, uneven=True):
     text = tokens(count, LENGTH + 1, seed)
     weights = np.random.default_rng(seed).integers(0, 2, (count, LENGTH)).astype(np.float32)
     weights *= np.linspace(0, 1, count, dtype=np.float32)[:, None] > 0.1
-    return {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights if uneven else np.ones_like(weights)}
+    return {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "weights": weights if uneven else np.ones_like(weights),
+    }
 
 
 def loss_for(run):
-    return loss_of("causal", run.model, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss)
+    return loss_of(
+        "causal", run.model, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss
+    )
 
 
 def step_of(run, optimizer, schedule):
     """The step as the composer makes it, for any of the objectives whose loss is the head's."""
     schedules = {"learning_rate": schedule}
     pieces = run.train.microbatches
-    return make_step(loss_for(run), optimizer, microbatches=pieces, seed=run.run.seed, schedules=schedules)
+    return make_step(
+        loss_for(run), optimizer, microbatches=pieces, seed=run.run.seed, schedules=schedules
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -58,13 +73,19 @@ def gradient(params, run, batch):
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-@pytest.mark.parametrize("extras", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize(
+    "extras", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}], ids=["plain", "smoothed"]
+)
 def test_an_accumulated_step_equals_one_big_batch_with_unequal_weights(pieces, extras):
     params = jf.init(model("llama"), jax.random.key(0))
     whole, loss = gradient(params, a_run(train=extras), a_batch())
     split, loss_split = gradient(params, a_run(train=extras | {"microbatches": pieces}), a_batch())
     np.testing.assert_allclose(loss_split, loss, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), split, whole)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())),
+        split,
+        whole,
+    )
 
 
 def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
@@ -80,13 +101,19 @@ def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
     found, loss = gradient(params, run, batch)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), found, expected[1]
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())),
+        found,
+        expected[1],
     )
 
 
 def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
     run, batch = a_run(), a_batch()
-    grads, loss = gradient(jf.init(run.model, jax.random.key(0)), run, batch | {"weights": np.zeros_like(batch["weights"])})
+    grads, loss = gradient(
+        jf.init(run.model, jax.random.key(0)),
+        run,
+        batch | {"weights": np.zeros_like(batch["weights"])},
+    )
     assert loss == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(grads))
 
 
@@ -100,7 +127,15 @@ def start(run):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_batch_can_be_learnt_by_heart(name):
     rate = {"sgd": 0.3, "lion": 5e-3, "adafactor": 1e-2}.get(name, 1e-2)
-    run = a_run("gpt2", optimizer={"name": name, "learning_rate": rate, "schedule": "constant", "weight_decay": 0.01})
+    run = a_run(
+        "gpt2",
+        optimizer={
+            "name": name,
+            "learning_rate": rate,
+            "schedule": "constant",
+            "weight_decay": 0.01,
+        },
+    )
     state, step = start(run)
     batch, losses = a_batch(uneven=False), []
     for _ in range(run.train.steps):
@@ -114,7 +149,12 @@ def test_one_batch_can_be_learnt_by_heart(name):
 @pytest.mark.parametrize("decay", ["matrices", "all"])
 def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
     config = OptimizerConfig(
-        name=name, decay=decay, learning_rate=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant"
+        name=name,
+        decay=decay,
+        learning_rate=0.1,
+        weight_decay=0.5,
+        warmup_steps=0,
+        schedule="constant",
     )
     specs = transformer.specs(model("gpt2"))
     optimizer = make_optimizer(config, make_schedule(config, 10), specs)
@@ -129,31 +169,56 @@ def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
 def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
     specs = transformer.specs(model("gpt2"))
     for path, spec in rows(specs).items():
-        assert spec.is_matrix == (path.split(".")[-1] in ("q", "k", "v", "out", "up", "down", "tokens", "positions")), path
+        assert spec.is_matrix == (
+            path.split(".")[-1] in ("q", "k", "v", "out", "up", "down", "tokens", "positions")
+        ), path
     groups = decay_groups(OptimizerConfig(), specs)
     params = transformer.init(model("gpt2"), jax.random.key(0))
-    assert sum(size for _, size in groups.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(size for _, size in groups.values()) == sum(
+        leaf.size for leaf in jax.tree.leaves(params)
+    )
     assert sum(count for count, _ in groups.values()) == len(jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_warms_up_peaks_once_and_ends_where_it_says(name):
-    config = OptimizerConfig(schedule=name, learning_rate=2.0, warmup_steps=10, final_fraction=0.1, wsd_decay_fraction=0.25)
+    config = OptimizerConfig(
+        schedule=name,
+        learning_rate=2.0,
+        warmup_steps=10,
+        final_fraction=0.1,
+        wsd_decay_fraction=0.25,
+    )
     schedule = make_schedule(config, 110)
     rate = np.array([float(schedule(step)) for step in range(111)])
     np.testing.assert_allclose(rate[:10], 2.0 * np.arange(1, 11) / 11, rtol=1e-6)
     assert rate.argmax() == 10 and np.isclose(rate[10], 2.0) and (np.diff(rate[10:]) <= 1e-6).all()
     end = {"constant": 2.0, "inverse_sqrt": 2.0 * np.sqrt(10 / 110)}.get(name, 0.2)
     assert np.isclose(rate[110], end)
-    middle = {"constant": 2.0, "linear": 1.1, "cosine": 1.1, "wsd": 2.0, "inverse_sqrt": 2.0 * np.sqrt(10 / 60)}[name]
+    middle = {
+        "constant": 2.0,
+        "linear": 1.1,
+        "cosine": 1.1,
+        "wsd": 2.0,
+        "inverse_sqrt": 2.0 * np.sqrt(10 / 60),
+    }[name]
     assert np.isclose(rate[60], middle)
 
 
 def test_gradients_are_clipped_by_their_global_norm():
     run = a_run(
-        optimizer={"name": "sgd", "b1": 0.0, "clip_norm": 0.01, "weight_decay": 0.0, "warmup_steps": 0, "learning_rate": 1.0}
+        optimizer={
+            "name": "sgd",
+            "b1": 0.0,
+            "clip_norm": 0.01,
+            "weight_decay": 0.0,
+            "warmup_steps": 0,
+            "learning_rate": 1.0,
+        }
     )
-    run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, schedule="constant"))
+    run = dataclasses.replace(
+        run, optimizer=dataclasses.replace(run.optimizer, schedule="constant")
+    )
     state, step = start(run)
     before = jax.tree.map(np.array, state.params)
     state, metrics = step(state, a_batch())
@@ -180,6 +245,10 @@ def test_moments_are_sharded_as_their_parameters():
     specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     placed = state_shardings(specs, optimizer, make_mesh(), ())
-    moments = [path for path, place in jax.tree.leaves_with_path(placed.optimizer) if "fsdp" in str(place.spec)]
+    moments = [
+        path
+        for path, place in jax.tree.leaves_with_path(placed.optimizer)
+        if "fsdp" in str(place.spec)
+    ]
     matrices = sum(spec.is_matrix for spec in rows(specs).values())
     assert len(moments) >= matrices

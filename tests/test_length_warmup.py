@@ -1,4 +1,5 @@
-"""Length warm-up: shorter rows at first, as many tokens a step, the same run whatever interrupts it."""
+"""Length warm-up: shorter rows at first, as many tokens a step, the same run whatever interrupts
+it."""
 
 import math
 from itertools import islice
@@ -25,7 +26,9 @@ SIZES = st.lists(st.integers(1, 80), min_size=8, max_size=12)
 
 @settings(max_examples=25, deadline=None)
 @given(SIZES, st.sampled_from(PACKINGS), st.integers(0, 2**40))
-def test_shorter_rows_are_the_whole_ones_cut_and_lose_no_token(sizes: list[int], packing: str, seed: int) -> None:
+def test_shorter_rows_are_the_whole_ones_cut_and_lose_no_token(
+    sizes: list[int], packing: str, seed: int
+) -> None:
     with stored(sizes) as made:
         config, plain = data(12, packing, length_warmup=WARMUP), data(12, packing)
         short, whole = (Batches(rows_of(made, each), each, 4, seed) for each in (config, plain))
@@ -35,16 +38,22 @@ def test_shorter_rows_are_the_whole_ones_cut_and_lose_no_token(sizes: list[int],
             assert {array.shape for array in cut.values()} == {(48 // length, length)}
             for name, array in cut.items():
                 parts = array.reshape(12 // length, 4, length)  # part c of row b is row c B + b
-                assert (np.concatenate(parts, axis=1) == full[name]).all() and array.flags.c_contiguous
+                assert (
+                    np.concatenate(parts, axis=1) == full[name]
+                ).all() and array.flags.c_contiguous
             assert sorted(targets([cut])) == sorted(targets([full]))
 
 
 @settings(max_examples=6, deadline=None)
 @given(SIZES, st.sampled_from(PACKINGS), st.integers(0, 2**40))
-def test_any_number_of_processes_reads_the_same_and_any_batch_alone(sizes: list[int], packing: str, seed: int) -> None:
+def test_any_number_of_processes_reads_the_same_and_any_batch_alone(
+    sizes: list[int], packing: str, seed: int
+) -> None:
     with stored(sizes) as made:
         config = data(12, packing, length_warmup=WARMUP)
-        assert_shared(lambda *place: Batches(rows_of(made, config), config, 4, seed, *place), [0, 2, 5])
+        assert_shared(
+            lambda *place: Batches(rows_of(made, config), config, 4, seed, *place), [0, 2, 5]
+        )
         batches = Batches(rows_of(made, config), config, 4, seed)
         for start in (0, 1, 4):
             found = islice(batches.iterate(start), 4)
@@ -52,11 +61,17 @@ def test_any_number_of_processes_reads_the_same_and_any_batch_alone(sizes: list[
 
 
 REFUSED = {
-    "5; 10: 32": r"data\.length_warmup='5; 10: 32': .* must divide data\.sequence_length=32, .* 1, 2, 4, 8, 16, 32",
+    "5; 10: 32": (
+        r"data\.length_warmup='5; 10: 32': .* must divide data\.sequence_length=32, .* 1, 2, 4, 8,"
+        r" 16, 32"
+    ),
     "64": r"must divide data\.sequence_length=32",
     "8; 10: x": r"must divide",
     "0; 10: 32": r"must divide",
-    "8; 10: 16": r"ends with rows of 16 tokens, and data\.sequence_length is 32: .* '8; 10: 16; 1010: 32', or set .*=16",
+    "8; 10: 16": (
+        r"ends with rows of 16 tokens, and data\.sequence_length is 32: .* '8; 10: 16; 1010: 32',"
+        r" or set .*=16"
+    ),
     "8": r"ends with rows of 8 tokens",
     "8; 20: 16; 10: 32": r"'10: 32' is not allowed there",
     "8; 0: 32": r"steps ascending from 1",
@@ -71,11 +86,18 @@ def test_lengths_that_cannot_be_are_one_message(text: str) -> None:
 
 
 def test_lengths_are_read_as_they_stand_and_only_causal_rows_are_cut() -> None:
-    assert row_lengths(DataConfig(sequence_length=32)) == row_lengths(DataConfig(sequence_length=32, length_warmup="32"))
-    assert row_lengths(DataConfig(sequence_length=32, length_warmup=" 8;10 :32")) == [(0, 8), (10, 32)]
+    assert row_lengths(DataConfig(sequence_length=32)) == row_lengths(
+        DataConfig(sequence_length=32, length_warmup="32")
+    )
+    assert row_lengths(DataConfig(sequence_length=32, length_warmup=" 8;10 :32")) == [
+        (0, 8),
+        (10, 32),
+    ]
     settings = DataConfig(length_warmup="64; 10: 256")
     assert objective_of(ModelConfig(), settings) == "causal"
-    with pytest.raises(ConfigError, match=r"length_warmup='64; 10: 256' cannot be had with data\.objective=masked"):
+    with pytest.raises(
+        ConfigError, match=r"length_warmup='64; 10: 256' cannot be had with data\.objective=masked"
+    ):
         objective_of(ModelConfig(family="encoder"), settings)
 
 
@@ -94,7 +116,10 @@ def test_the_loss_of_shorter_rows_is_that_of_segments() -> None:
         whole["segment_ids"] = np.where(whole["weights"] > 0, segments, 0)
         loss = jax.jit(lambda batch: head_loss(params, model, batch)["loss"][0])
         found, expected = (float(loss(batch)) for batch in (short, whole))
-        assert found == pytest.approx(expected, rel=1e-6) and whole["weights"].sum() == short["weights"].sum()
+        assert (
+            found == pytest.approx(expected, rel=1e-6)
+            and whole["weights"].sum() == short["weights"].sum()
+        )
 
 
 CHANGES = {
@@ -132,7 +157,9 @@ def test_a_step_has_as_many_tokens_at_every_length_and_evaluation_is_of_whole_ro
     whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, text = whole
-    assert [entry["tokens"] for entry in logged(run_dir) if "tokens" in entry] == [8 * 32 * step for step in range(1, 10)]
+    assert [entry["tokens"] for entry in logged(run_dir) if "tokens" in entry] == [
+        8 * 32 * step for step in range(1, 10)
+    ]
     losses = [entry["loss"] for entry in logged(run_dir) if "loss" in entry]
     assert len(losses) == 9 and all(map(math.isfinite, losses))
     found = [entry["val_loss"] for entry in logged(run_dir) if "val_loss" in entry]

@@ -1,4 +1,5 @@
-"""The harness gets from a model here what its own Hugging Face model gives it, on tasks made on the spot."""
+"""The harness gets from a model here what its own Hugging Face model gives it, on tasks made on the
+spot."""
 
 import json
 import random
@@ -42,7 +43,11 @@ def tasks(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="module")
 def offline(tmp_path_factory):
     """What the processes that are started here go by."""
-    settings = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path_factory.mktemp("cache"))}
+    settings = {
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("cache")),
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
@@ -50,12 +55,15 @@ def offline(tmp_path_factory):
 
 
 def assert_equal(found, expected):
-    """The same texts and choices, and log-likelihoods within 1e-4, or a few last places of a float32 sum of thousands."""
+    """The same texts and choices, and log-likelihoods within 1e-4, or a few last places of a
+    float32 sum of thousands."""
     for name in found[0]:
         for ours, hf in zip(found[0][name], expected[0][name], strict=True):
             compare(ours, hf, name)
         for metric, value in found[1][name].items():
-            assert value == expected[1][name][metric] or value == pytest.approx(expected[1][name][metric], rel=1e-4), name
+            assert value == expected[1][name][metric] or value == pytest.approx(
+                expected[1][name][metric], rel=1e-4
+            ), name
 
 
 def compare(ours, hf, name):
@@ -87,53 +95,99 @@ def expected(hf, tasks):
     return answered(hf, tasks)
 
 
-def test_every_answer_equals_that_of_the_harness_s_own_hugging_face_model(directory, tasks, expected):
+def test_every_answer_equals_that_of_the_harness_s_own_hugging_face_model(
+    directory, tasks, expected
+):
     assert_equal(answered(JaxformerLM(directory, batch_size=3), tasks), expected)
 
 
 @one_directory
 def test_the_batch_size_changes_no_answer(directory, tasks, expected):
     assert_equal(answered(JaxformerLM(directory, batch_size=1), tasks, ["tiny_choices"]), expected)
-    assert_equal(answered(JaxformerLM(directory, batch_size="auto"), tasks, ["tiny_writing", "tiny_endless"]), expected)
+    assert_equal(
+        answered(
+            JaxformerLM(directory, batch_size="auto"), tasks, ["tiny_writing", "tiny_endless"]
+        ),
+        expected,
+    )
 
 
 def test_a_continuation_is_greedy_exactly_where_the_model_would_write_it(directory, hf):
-    """Token by token: what transformers writes, the same with one token changed, all of them asked for together."""
+    """Token by token: what transformers writes, the same with one token changed, all of them asked
+    for together."""
     import torch
 
     ours, rng = JaxformerLM(directory, batch_size=4), random.Random(2)
     asked = []
     for length in (1, 7, 20, 60):
         context = [rng.randrange(2, 290) for _ in range(length)]
-        settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": 24,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         written = hf.model.generate(torch.tensor([context]), **settings)[0, length:].tolist()
-        for count, changed in ((24, None), (24, 0), (24, 10), (24, 23), (1, None), (1, 0), (5, None), (5, 4), (5, 4)):
-            continuation = [t if i != changed else rng.randrange(290) for i, t in enumerate(written[:count])]
+        for count, changed in (
+            (24, None),
+            (24, 0),
+            (24, 10),
+            (24, 23),
+            (1, None),
+            (1, 0),
+            (5, None),
+            (5, 4),
+            (5, 4),
+        ):
+            continuation = [
+                t if i != changed else rng.randrange(290) for i, t in enumerate(written[:count])
+            ]
             asked.append((None, context, continuation))
     asked.append((None, [5], [rng.randrange(290) for _ in range(LENGTH)]))
-    found, expected = (model._loglikelihood_tokens(asked, disable_tqdm=True) for model in (ours, hf))
+    found, expected = (
+        model._loglikelihood_tokens(asked, disable_tqdm=True) for model in (ours, hf)
+    )
     compare(found, expected, "tokens")
     assert {greedy for _, greedy in found} == {True, False}
 
 
 @one_directory
 def test_no_more_is_read_than_must_be(directory, monkeypatch):
-    """Choices that differ in their last token are one row; rows of like length go together; few tokens are few logits."""
+    """Choices that differ in their last token are one row; rows of like length go together; few
+    tokens are few logits."""
     read, lm = [], JaxformerLM(directory, batch_size=2)
-    monkeypatch.setattr(model, "scores", lambda *asked: read.append((asked[2], *asked[3].shape)) or scores.scores(*asked))
+    monkeypatch.setattr(
+        model,
+        "scores",
+        lambda *asked: read.append((asked[2], *asked[3].shape)) or scores.scores(*asked),
+    )
     asked = [(None, [5, 6, 7], [8, last]) for last in range(20)] + [(None, [5, 6, 7, 8], [9])]
     answers = lm._loglikelihood_tokens(asked, disable_tqdm=True)
     assert len({value for value, _ in answers}) == 21
-    lm._loglikelihood_tokens([(None, [5] * length, [6]) for length in (90, 1, 91, 2)], disable_tqdm=True)
+    lm._loglikelihood_tokens(
+        [(None, [5] * length, [6]) for length in (90, 1, 91, 2)], disable_tqdm=True
+    )
     assert read == [(16, 2, 64), (0, 2, 96), (0, 2, 64)]
 
 
 @pytest.mark.parametrize("bos", [None, True, False])
 def test_texts_become_the_tokens_of_the_harness_s_own_model(directory, bos):
-    ours, hf = JaxformerLM(directory, add_bos_token=bos), harness_model(directory, add_bos_token=bos)
+    ours, hf = (
+        JaxformerLM(directory, add_bos_token=bos),
+        harness_model(directory, add_bos_token=bos),
+    )
     assert (ours.prefix_token_id, ours.eot_token_id) == (hf.prefix_token_id, hf.eot_token_id)
     assert (ours.max_length, ours.max_gen_toks) == (hf.max_length, hf.max_gen_toks)
-    for string in ("", " ", "the cat ", "<s> the cat", "<s>", "a <|endoftext|> b </s>", "<|endoftext|>x", "it's\tüber"):
+    for string in (
+        "",
+        " ",
+        "the cat ",
+        "<s> the cat",
+        "<s>",
+        "a <|endoftext|> b </s>",
+        "<|endoftext|>x",
+        "it's\tüber",
+    ):
         for added in (None, True, False):
             assert ours.tok_encode(string, added) == hf.tok_encode(string, added), (string, added)
 
@@ -152,7 +206,9 @@ CONTEXTS = ["the cat", "dog", "river stone bright", "42 <b>"]
 @one_directory
 def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
     steps, decode = [], model.decode
-    monkeypatch.setattr(model, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments))
+    monkeypatch.setattr(
+        model, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
+    )
     lm = JaxformerLM(directory, batch_size=4)
     whole = written(lm, CONTEXTS, until=[], max_gen_toks=80)
     assert sum(steps) >= 80 and max(map(len, whole)) > 40
@@ -164,7 +220,9 @@ def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
     assert steps == [model.CHUNK]
     steps.clear()
     prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
-    first = scores.scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[2].argmax()
+    first = scores.scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
+        2
+    ].argmax()
     monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
     assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [model.CHUNK]
 
@@ -173,8 +231,13 @@ def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
 def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(directory):
     lm = JaxformerLM(directory, batch_size=4)
     greedy = written(lm, CONTEXTS, max_gen_toks=20)
-    assert written(lm, CONTEXTS, max_gen_toks=20, do_sample=True, top_k=1, temperature=0.7) == greedy
-    assert written(lm, CONTEXTS, max_gen_toks=20, do_sample=False, temperature=0.7, num_beams=1) == greedy
+    assert (
+        written(lm, CONTEXTS, max_gen_toks=20, do_sample=True, top_k=1, temperature=0.7) == greedy
+    )
+    assert (
+        written(lm, CONTEXTS, max_gen_toks=20, do_sample=False, temperature=0.7, num_beams=1)
+        == greedy
+    )
     assert written(lm, CONTEXTS, max_gen_toks=20, do_sample=True) != greedy
     drawn = []
     for seed in (1, 1, 2):
@@ -184,12 +247,16 @@ def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(direc
 
 
 def from_scratch(**settings):
-    """A model as a run directory gives it: its tokenizer has an end token alone, and its table more rows than that."""
+    """A model as a run directory gives it: its tokenizer has an end token alone, and its table more
+    rows than that."""
     from jaxformer.loading import Loaded
     from jaxformer.tokenizer.make import train_bpe_tokenizer
 
     tokenizer = train_bpe_tokenizer([text(random.Random(0), 400)], 280)
-    config = jf.ModelConfig(**{"vocab_size": 320, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_length": 80} | settings)
+    config = jf.ModelConfig(
+        **{"vocab_size": 320, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_length": 80}
+        | settings
+    )
     params = jax.tree.map(lambda leaf: 5 * leaf, jf.init(config, jax.random.key(0)))
     return Loaded(params, config, tokenizer)
 
@@ -200,7 +267,9 @@ def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
     loaded = from_scratch(positions="learned", logit_soft_cap=3.0)
     monkeypatch.setattr(model, "load", lambda *_: loaded)
     pairs = [("", "the cat"), ("the cat ", "sees a dog"), ("river", " stone " * 20)]
-    found = JaxformerLM("run").loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True)
+    found = JaxformerLM("run").loglikelihood(
+        [Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True
+    )
     encode, forward = loaded.tokenizer.encode, jax.jit(jf.forward, static_argnums=1)
     for (context, continuation), (value, _) in zip(pairs, found, strict=True):
         before = encode(context.rstrip()) or [loaded.tokenizer.end_token]
@@ -214,9 +283,18 @@ def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
 def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
     monkeypatch.setattr(model, "load", lambda *_: from_scratch())
     lm = JaxformerLM("run", batch_size=2)
-    (whole, _), (cut, _) = lm._loglikelihood_tokens([(None, [3] * 80, [5]), (None, [4] * 9 + [3] * 80, [5])])
-    assert whole == cut and "1 of 2 contexts lose their beginning: there is room for 80 tokens" in caplog.text
-    assert written(lm, ["cat " * 90], max_gen_toks=60) and "1 of 1 contexts" in caplog.text and "20 tokens" in caplog.text
+    (whole, _), (cut, _) = lm._loglikelihood_tokens(
+        [(None, [3] * 80, [5]), (None, [4] * 9 + [3] * 80, [5])]
+    )
+    assert (
+        whole == cut
+        and "1 of 2 contexts lose their beginning: there is room for 80 tokens" in caplog.text
+    )
+    assert (
+        written(lm, ["cat " * 90], max_gen_toks=60)
+        and "1 of 1 contexts" in caplog.text
+        and "20 tokens" in caplog.text
+    )
 
 
 def test_logits_computed_a_few_at_a_time_give_the_same(monkeypatch):
@@ -239,9 +317,15 @@ REFUSED = {
     "length": (lambda: JaxformerLM("run", max_length=81), "from 1 to 80"),
     "dtype": (lambda: JaxformerLM("run", dtype="int8"), "int8"),
     "no room": (lambda: written(JaxformerLM("run"), ["a"], max_gen_toks=80), "max_gen_toks=80"),
-    "beams": (lambda: written(JaxformerLM("run"), ["a"], num_beams=4, max_gen_toks=8), "hold num_beams"),
+    "beams": (
+        lambda: written(JaxformerLM("run"), ["a"], num_beams=4, max_gen_toks=8),
+        "hold num_beams",
+    ),
     "chat": (lambda: JaxformerLM("run").apply_chat_template([]), "--apply_chat_template"),
-    "too long": (lambda: JaxformerLM("run")._loglikelihood_tokens([(None, [1], [2] * 81)]), "81 tokens"),
+    "too long": (
+        lambda: JaxformerLM("run")._loglikelihood_tokens([(None, [1], [2] * 81)]),
+        "81 tokens",
+    ),
 }
 
 
@@ -254,7 +338,8 @@ def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"family": "encoder"}, {"family": "encoder_decoder"}, {"head": "tags", "n_classes": 3}]
+    "settings",
+    [{"family": "encoder"}, {"family": "encoder_decoder"}, {"head": "tags", "n_classes": 3}],
 )
 def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
     monkeypatch.setattr(model, "load", lambda *_: from_scratch(**settings))
@@ -262,12 +347,25 @@ def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, 
         JaxformerLM("run")
 
 
-@pytest.mark.parametrize("command", [("jaxformer.lm_eval",), ("jaxformer", "lm_eval")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [("jaxformer.lm_eval",), ("jaxformer", "lm_eval")], ids=" ".join
+)
 @one_directory
 def test_the_command_evaluates_a_directory(command, directory, tasks, expected, tmp_path):
-    line = ["--model", "jaxformer", "--model_args", f"path={directory}", "--tasks", "tiny_choices", "--batch_size", "4"]
+    line = [
+        "--model",
+        "jaxformer",
+        "--model_args",
+        f"path={directory}",
+        "--tasks",
+        "tiny_choices",
+        "--batch_size",
+        "4",
+    ]
     line += ["--include_path", str(tasks), "--output_path", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", *command, *line], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *line], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (report,) = tmp_path.rglob("results_*.json")
     results = json.loads(report.read_text())["results"]["tiny_choices"]
@@ -294,7 +392,13 @@ def test_the_arguments_given_are_those_that_the_harness_reads(monkeypatch):
 
 
 def test_without_the_harness_the_command_says_what_to_install():
-    code = "import sys; sys.modules['lm_eval'] = None; from jaxformer.lm_eval import main; sys.exit(main())"
+    code = (
+        "import sys; sys.modules['lm_eval'] = None; from jaxformer.lm_eval import main;"
+        " sys.exit(main())"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "") and 'pip install "jaxformer[lm_eval]"' in done.stderr
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and 'pip install "jaxformer[lm_eval]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -8,7 +8,13 @@ import pytest
 from jaxformer.losses import cross_entropy
 
 B, T, D, V = 3, 10, 8, 23
-EXTRAS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}, {"soft_cap": 2.0}]
+EXTRAS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.2, "z_loss": 1e-3},
+    {"soft_cap": 2.0},
+]
 EXTRAS += [{"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}]
 
 
@@ -26,7 +32,9 @@ def reference(x, head, targets, weights, label_smoothing=0.0, z_loss=0.0, soft_c
     logits = jnp.einsum("btd,vd->btv", x, head)
     logits = soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
     logp = jax.nn.log_softmax(logits)
-    goal = (1 - label_smoothing) * jax.nn.one_hot(targets, head.shape[0]) + label_smoothing / head.shape[0]
+    goal = (1 - label_smoothing) * jax.nn.one_hot(
+        targets, head.shape[0]
+    ) + label_smoothing / head.shape[0]
     lse = jax.nn.logsumexp(logits, axis=-1)
     nats = -jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
     return (weights * (-(goal * logp).sum(-1) + z_loss * lse**2)).sum(), (weights * nats).sum()
@@ -62,13 +70,18 @@ def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
 
     def by_column(x, head, bias):
         """The bias as one more column, which every row reads as 1."""
-        wide = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1), jnp.concatenate([head, bias[:, None]], -1)
+        wide = (
+            jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1),
+            jnp.concatenate([head, bias[:, None]], -1),
+        )
         return 3 * reference(*wide, targets, weights, **extras)[0]
 
     def apart(x, head, bias):
         return 3 * cross_entropy(x, head, targets, weights, bias=bias, tile=tile, **extras)[0]
 
-    found, expected = (jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (apart, by_column))
+    found, expected = (
+        jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (apart, by_column)
+    )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -77,7 +90,9 @@ def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
 def test_without_a_gradient_the_sums_are_the_same(tile):
     args = inputs()
     np.testing.assert_allclose(
-        cross_entropy(*args, tile=tile, z_loss=0.1, soft_cap=3.0), reference(*args, z_loss=0.1, soft_cap=3.0), rtol=1e-5
+        cross_entropy(*args, tile=tile, z_loss=0.1, soft_cap=3.0),
+        reference(*args, z_loss=0.1, soft_cap=3.0),
+        rtol=1e-5,
     )
 
 
@@ -85,7 +100,9 @@ def test_without_a_gradient_the_sums_are_the_same(tile):
 def test_tokens_of_weight_zero_count_for_nothing(tile):
     x, head, targets, weights = inputs()
     (objective, _), (d_x, _) = both(cross_entropy, x, head, targets, weights, tile=tile)
-    (same, _), _ = both(cross_entropy, x, head, jnp.where(weights == 0, 0, targets), weights, tile=tile)
+    (same, _), _ = both(
+        cross_entropy, x, head, jnp.where(weights == 0, 0, targets), weights, tile=tile
+    )
     assert objective == same
     assert not np.any(np.asarray(d_x)[np.asarray(weights) == 0])
 
@@ -100,7 +117,9 @@ def test_uniform_logits_cost_log_vocabulary(tile):
 @pytest.mark.parametrize("tile", [None, 4])
 def test_nats_carry_no_gradient(tile):
     args = inputs()
-    grads = jax.grad(lambda x, head: cross_entropy(x, head, *args[2:], tile=tile)[1], argnums=(0, 1))(*args[:2])
+    grads = jax.grad(
+        lambda x, head: cross_entropy(x, head, *args[2:], tile=tile)[1], argnums=(0, 1)
+    )(*args[:2])
     assert not any(np.any(grad) for grad in grads)
 
 

@@ -34,7 +34,9 @@ def test_each_parameter_that_a_mesh_does_not_divide_is_named_with_its_bytes() ->
 
 @pytest.mark.parametrize("name, size", [("tensor", 5), ("fsdp", 3)])
 def test_a_mesh_that_splits_nothing_is_refused(name: str, size: int) -> None:
-    with pytest.raises(jf.ConfigError, match=rf"mesh\.{name}={size} splits no parameter(.|\n)*by {name} {size}"):
+    with pytest.raises(
+        jf.ConfigError, match=rf"mesh\.{name}={size} splits no parameter(.|\n)*by {name} {size}"
+    ):
         check_split(jf.specs(jf.ModelConfig(**SIZES)), mesh_of(**{name: size}))
 
 
@@ -50,5 +52,7 @@ def test_rows_that_the_devices_cannot_share_are_refused_and_scalars_are_copied()
     assert place_batch(placed, mesh)["x"] is placed["x"]
     bare = place_batch({"x": np.ones(3)}, None)
     assert isinstance(bare["x"], jax.Array)
-    with pytest.raises(jf.ConfigError, match=r"batch\['x'\] has 3 rows, not divisible among the 2 devices"):
+    with pytest.raises(
+        jf.ConfigError, match=r"batch\['x'\] has 3 rows, not divisible among the 2 devices"
+    ):
         place_batch({"x": np.ones((3, 2))}, mesh_of(data=2))

@@ -18,7 +18,8 @@ from jaxformer.models.transformer import hidden
 
 every_model = pytest.mark.parametrize("name", MODELS)
 every_model_one_fast = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.fast) if name == "llama" else name for name in MODELS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.fast) if name == "llama" else name for name in MODELS],
 )
 
 
@@ -30,7 +31,8 @@ def close(found, expected):
 def reach(name: str, kernel: str, segment_ids=None) -> np.ndarray:
     """bool [T, T]: whether the logits at a position depend on the token at another, by gradient.
 
-    The tokens are distinct and the output layer is untied, so a token's row of the embedding table is its position's alone.
+    The tokens are distinct and the output layer is untied, so a token's row of the embedding table
+    is its position's alone.
     """
     config = model(name, tied_head=False, attention_kernel=kernel)
     params = made(config)
@@ -64,7 +66,9 @@ def test_no_token_reaches_another_segment(kernel):
 def test_packed_rows_equal_separate_rows(name, kernel):
     params, config, row = weights_and_tokens(name, attention_kernel=kernel)
     first, second = row[:, :10], row[:, 10:]
-    packed = forward(params, config, row, segment_ids=np.repeat([[1] * 10 + [2] * (LENGTH - 10)], 2, 0))
+    packed = forward(
+        params, config, row, segment_ids=np.repeat([[1] * 10 + [2] * (LENGTH - 10)], 2, 0)
+    )
     close(packed[:, :10], forward(params, config, first))
     close(packed[:, 10:], forward(params, config, second))
 
@@ -75,7 +79,9 @@ def test_padding_changes_nothing(name, side):
     params, config, row = weights_and_tokens(name)
     pad = np.full((2, 7), 5)
     order = (pad, row) if side == "left" else (row, pad)
-    segments = np.concatenate([np.zeros_like(pad), np.ones_like(row)][:: 1 if side == "left" else -1], axis=1)
+    segments = np.concatenate(
+        [np.zeros_like(pad), np.ones_like(row)][:: 1 if side == "left" else -1], axis=1
+    )
     padded = forward(params, config, np.concatenate(order, axis=1), segment_ids=segments)
     assert np.isfinite(padded).all()
     close(padded[segments == 1].reshape(2, LENGTH, -1), forward(params, config, row))
@@ -113,7 +119,9 @@ def test_remat_changes_no_value_and_no_gradient(remat, loop):
     params, config, row = weights_and_tokens("llama", layer_loop=loop)
 
     def objective(config):
-        return jax.jit(jax.value_and_grad(lambda p: jnp.square(forward(p, config, row)).mean()))(params)
+        return jax.jit(jax.value_and_grad(lambda p: jnp.square(forward(p, config, row)).mean()))(
+            params
+        )
 
     jax.tree.map(close, objective(dataclasses.replace(config, remat=remat)), objective(config))
 
@@ -130,14 +138,19 @@ def test_forward_works_under_every_transform_with_no_set_up():
     params, config, row = weights_and_tokens("gpt2")
     call = functools.partial(forward, config=config, tokens=row)
     expected = call(params)
-    assert jax.eval_shape(call, params) == jax.ShapeDtypeStruct((2, LENGTH, VOCABULARY), jnp.float32)
+    assert jax.eval_shape(call, params) == jax.ShapeDtypeStruct(
+        (2, LENGTH, VOCABULARY), jnp.float32
+    )
     many = jax.vmap(call)(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params))
     close(many[0], expected)
     close(jax.checkpoint(call)(params), expected)
     direction = strong(jax.tree.map(jnp.zeros_like, params))
     _, slope = jax.jvp(lambda p: call(p).mean(), (params,), (direction,))
     gradient = jax.grad(lambda p: call(p).mean())(params)
-    inner = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    inner = sum(
+        jnp.vdot(a, b)
+        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+    )
     np.testing.assert_allclose(slope, inner, rtol=1e-4)
     hessian_vector = jax.jvp(jax.grad(lambda p: call(p).mean()), (params,), (direction,))[1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(hessian_vector))
@@ -176,15 +189,23 @@ def test_dropout_is_the_same_scanned_and_unrolled():
     params, config, row = weights_and_tokens("llama", dropout=0.3)
     layout, key = layout_of(row, None, None), jax.random.key(3)
     scanned = dataclasses.replace(config, layer_loop="scan")
-    close(residual(params, scanned, row, layout, key=key), residual(params, config, row, layout, key=key))
+    close(
+        residual(params, scanned, row, layout, key=key),
+        residual(params, config, row, layout, key=key),
+    )
 
 
 def test_positions_given_move_a_token():
     params, config, row = weights_and_tokens("llama")
     later = jnp.broadcast_to(jnp.arange(LENGTH) + 7, row.shape)
-    close(forward(params, config, row, positions=later), forward(params, config, row))  # RoPE is relative
+    close(
+        forward(params, config, row, positions=later), forward(params, config, row)
+    )  # RoPE is relative
     params, config, row = weights_and_tokens("gpt2")
-    assert jnp.abs(forward(params, config, row, positions=later) - forward(params, config, row)).max() > 0.1
+    assert (
+        jnp.abs(forward(params, config, row, positions=later) - forward(params, config, row)).max()
+        > 0.1
+    )
 
 
 def test_a_token_is_told_from_its_permutation():
@@ -197,7 +218,12 @@ def test_a_token_is_told_from_its_permutation():
     a, b = (forward(first, one_layer, t)[:, 2:] for t in (row, swapped))
     close(a, b)
     learned, config, _ = weights_and_tokens("tanh gelu, learned")
-    assert jnp.abs(forward(learned, config, row)[:, 2:] - forward(learned, config, swapped)[:, 2:]).max() > 0.1
+    assert (
+        jnp.abs(
+            forward(learned, config, row)[:, 2:] - forward(learned, config, swapped)[:, 2:]
+        ).max()
+        > 0.1
+    )
 
 
 def test_tokens_of_one_row_do_not_touch_another():

@@ -27,7 +27,9 @@ def test_a_module_gives_the_logits_of_forward():
     config = model("llama")
     params = jf.init(config, jax.random.key(3))
     module = Transformer(config, params)
-    np.testing.assert_array_equal(nnx.jit(module)(tokens()), jax.jit(jf.forward, static_argnums=1)(params, config, tokens()))
+    np.testing.assert_array_equal(
+        nnx.jit(module)(tokens()), jax.jit(jf.forward, static_argnums=1)(params, config, tokens())
+    )
     jax.tree.map(np.testing.assert_array_equal, module.params, params)
 
 
@@ -35,7 +37,10 @@ def test_every_leaf_is_an_nnx_param_in_the_nesting_of_the_params():
     config = model("gpt2")
     state = nnx.state(Transformer(config, rngs=nnx.Rngs(0)), nnx.Param)
     found = {path[1:] for path, _ in nnx.to_flat_state(state)}
-    expected = {tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(jf.init(config, jax.random.key(0)))}
+    expected = {
+        tuple(key.key for key in path)
+        for path, _ in jax.tree.leaves_with_path(jf.init(config, jax.random.key(0)))
+    }
     assert found == expected
 
 

@@ -1,4 +1,5 @@
-"""Every objective from settings to batches: the invariants that all hold, and one message for what cannot be learnt."""
+"""Every objective from settings to batches: the invariants that all hold, and one message for what
+cannot be learnt."""
 
 import json
 from dataclasses import replace
@@ -19,7 +20,9 @@ def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> Run
     return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data))
 
 
-TEXT = "<|endoftext|>".join(f"the {index}th tale of the {'very ' * (index % 7)}old king and his hat" for index in range(200))
+TEXT = "<|endoftext|>".join(
+    f"the {index}th tale of the {'very ' * (index % 7)}old king and his hat" for index in range(200)
+)
 RECORDS = [
     {
         "source": f"ein Hut {i}",
@@ -51,8 +54,15 @@ def prepared(case: str, folder: Path, **changes: Any) -> tuple[RunConfig, Any]:
     family, model, data = CASES[case]
     objective = case.split()[0]
     path = folder / ("data.jsonl" if objective in OF_RECORDS else "data.txt")
-    path.write_text("".join(json.dumps(r) + "\n" for r in RECORDS) if objective in OF_RECORDS else TEXT)
-    data = {"train": str(path), "cache_dir": str(folder / "cache"), "sequence_length": 32, "prefetch": 0} | data
+    path.write_text(
+        "".join(json.dumps(r) + "\n" for r in RECORDS) if objective in OF_RECORDS else TEXT
+    )
+    data = {
+        "train": str(path),
+        "cache_dir": str(folder / "cache"),
+        "sequence_length": 32,
+        "prefetch": 0,
+    } | data
     run = run_of(family, model, **data, objective=objective)
     run = replace(run, tokenizer=TokenizerConfig(vocab_size=400), **changes)
     return run, prepare(run)
@@ -63,28 +73,45 @@ def same(left: NumpyBatch, right: NumpyBatch) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_are_functions_of_seed_and_step_on_any_number_of_processes(case: str, tmp_path: Path) -> None:
+def test_batches_are_functions_of_seed_and_step_on_any_number_of_processes(
+    case: str, tmp_path: Path
+) -> None:
     run, corpus = prepared(case, tmp_path)
     made, again = (Batches(corpus.train, run.data, 8, 7) for _ in range(2))
     for step in (made.steps_per_epoch + 1, 0):
         whole = made[step]
-        assert same(whole, again[step]) and not same(whole, Batches(corpus.train, run.data, 8, 8)[step])
+        assert same(whole, again[step]) and not same(
+            whole, Batches(corpus.train, run.data, 8, 8)[step]
+        )
         for count in (2, 4):
-            shares = [Batches(corpus.train, run.data, 8, 7, index, count)[step] for index in range(count)]
+            shares = [
+                Batches(corpus.train, run.data, 8, 7, index, count)[step] for index in range(count)
+            ]
             for name, array in whole.items():
-                assert all((array[index::count] == share[name]).all() for index, share in enumerate(shares))
+                assert all(
+                    (array[index::count] == share[name]).all() for index, share in enumerate(shares)
+                )
     found = list(islice(Batches(corpus.train, replace(run.data, prefetch=2), 8, 7).iterate(3), 4))
     assert all(same(batch, made[3 + offset]) for offset, batch in enumerate(found))
     shapes = {name: (array.shape[1], array.dtype.name) for name, array in made[0].items()}
-    single = {"next_sentence", "next_sentence_weights"} | ({"targets", "weights"} if "classes" in case else set())
-    assert shapes == {name: (1 if name in single else 32, "float32" if "weights" in name else "int32") for name in made[0]}
+    single = {"next_sentence", "next_sentence_weights"} | (
+        {"targets", "weights"} if "classes" in case else set()
+    )
+    assert shapes == {
+        name: (1 if name in single else 32, "float32" if "weights" in name else "int32")
+        for name in made[0]
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_evaluation_is_the_same_each_time_and_is_filled_up_with_no_weight(case: str, tmp_path: Path) -> None:
+def test_evaluation_is_the_same_each_time_and_is_filled_up_with_no_weight(
+    case: str, tmp_path: Path
+) -> None:
     run, corpus = prepared(case, tmp_path)
     size = len(corpus.validation) + 1
-    (first,), (again,) = (list(evaluation_batches(corpus.validation, run.data, size)) for _ in range(2))
+    (first,), (again,) = (
+        list(evaluation_batches(corpus.validation, run.data, size)) for _ in range(2)
+    )
     assert same(first, again)
     assert all(not array[-1].any() for array in first.values())
     assert first["weights"][:-1].any(1).all()
@@ -106,9 +133,17 @@ def test_each_epoch_and_each_seed_masks_anew(tmp_path: Path) -> None:
 
 
 def test_auto_is_what_the_model_is_for(tmp_path: Path) -> None:
-    for family, model, expected in (("decoder", {}, "causal"), ("encoder", {}, "masked"), ("encoder_decoder", {}, "spans")):
+    for family, model, expected in (
+        ("decoder", {}, "causal"),
+        ("encoder", {}, "masked"),
+        ("encoder_decoder", {}, "spans"),
+    ):
         (tmp_path / "a.txt").write_text(TEXT)
-        data = {"train": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path / "cache"), "sequence_length": 32}
+        data = {
+            "train": str(tmp_path / "a.txt"),
+            "cache_dir": str(tmp_path / "cache"),
+            "sequence_length": 32,
+        }
         run = replace(run_of(family, model, **data), tokenizer=TokenizerConfig(vocab_size=400))
         assert prepare(run).task.name == expected
 
@@ -132,8 +167,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"objective": "classes"},
         r"needs .* model\.head=classes, .* model\.head=masked",
     ),
-    "spans of documents": ("encoder_decoder", {}, {"packing": "documents"}, r"packing=documents cannot .*objective=spans"),
-    "spans of whole documents": ("encoder_decoder", {}, {"packing": "best_fit"}, r"packing=best_fit cannot .*=spans"),
+    "spans of documents": (
+        "encoder_decoder",
+        {},
+        {"packing": "documents"},
+        r"packing=documents cannot .*objective=spans",
+    ),
+    "spans of whole documents": (
+        "encoder_decoder",
+        {},
+        {"packing": "best_fit"},
+        r"packing=best_fit cannot .*=spans",
+    ),
     "shorter rows of spans": (
         "encoder_decoder",
         {},
@@ -146,7 +191,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"packing": "documents"},
         r"cannot .*model\.next_sentence",
     ),
-    "a row too short": ("encoder", {}, {"sequence_length": 4}, r"sequence_length=4, .* at least 8 tokens"),
+    "a row too short": (
+        "encoder",
+        {},
+        {"sequence_length": 4},
+        r"sequence_length=4, .* at least 8 tokens",
+    ),
     "text for records": (
         "encoder_decoder",
         {},
@@ -159,8 +209,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {},
         r"tokenizer\.path=.* has no \[CLS\], \[SEP\], \[MASK\], which .*=masked",
     ),
-    "a tokenizer without sentinels": ("encoder_decoder", {}, {}, r"has no <extra_id_0> and so on, which .*=spans needs"),
-    "a text for no other": ("encoder", {"next_sentence": True}, {"sequence_length": 9000}, r"takes 26,991: give more text"),
+    "a tokenizer without sentinels": (
+        "encoder_decoder",
+        {},
+        {},
+        r"has no <extra_id_0> and so on, which .*=spans needs",
+    ),
+    "a text for no other": (
+        "encoder",
+        {"next_sentence": True},
+        {"sequence_length": 9000},
+        r"takes 26,991: give more text",
+    ),
 }
 
 
@@ -168,7 +228,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 def test_what_cannot_be_learnt_is_one_message(case: str, tmp_path: Path) -> None:
     family, model, data, message = REFUSED[case]
     (tmp_path / "a.txt").write_text(TEXT)
-    run = run_of(family, model, **({"train": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path / "cache")} | data))
+    run = run_of(
+        family,
+        model,
+        **({"train": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path / "cache")} | data),
+    )
     if "tokenizer" in case:
         byte_tokenizer().save(tmp_path / "tokenizer.json")
         run = replace(run, tokenizer=TokenizerConfig(path=str(tmp_path)))

@@ -132,7 +132,9 @@ def test_an_added_optimizer_and_schedule_are_used(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("error:The field")
-def test_an_added_name_passes_through_json_config_files_and_the_command_line(tmp_path: Path) -> None:
+def test_an_added_name_passes_through_json_config_files_and_the_command_line(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(CONFIG_FILE)
     config = jf.load_config(file)

@@ -55,14 +55,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     path = tmp_path / "pairs.jsonl"
     lines = [{"source": "q", "target": "yes", "rejected": "no" * index} for index in range(40)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"), sequence_length=16, prefetch=0)
+    data = DataConfig(
+        train=str(path), cache_dir=str(tmp_path / "cache"), sequence_length=16, prefetch=0
+    )
     return RunConfig(data=data, tokenizer=TokenizerConfig(kind="bytes"))
 
 
 def test_a_row_of_the_table_is_an_objective(run: RunConfig) -> None:
     task = task_of(run.model, run.data)
     assert task.name == "preferences" and task.fields[2] is REJECTED and not task.every_token
-    assert [field.setting for field in task.fields] == ["data.source_field", "data.target_field", ""]
+    assert [field.setting for field in task.fields] == [
+        "data.source_field",
+        "data.target_field",
+        "",
+    ]
     corpus = prepare(run)
     row = corpus.train[0]
     assert row["tokens"][:5].tolist() == [*b"qyes", 256]
@@ -75,19 +81,25 @@ def test_a_row_of_the_table_is_an_objective(run: RunConfig) -> None:
 def test_a_field_without_a_setting_is_named_where_it_is_missing(run: RunConfig) -> None:
     path = Path(run.data.train)
     path.write_text('{"source": "q", "target": "yes"}\n')
-    with pytest.raises(ConfigError, match=r"no field 'rejected' .*: data\.objective reads the text there"):
+    with pytest.raises(
+        ConfigError, match=r"no field 'rejected' .*: data\.objective reads the text there"
+    ):
         prepare(run)
     path.write_text('{"source": "q", "target": "yes", "rejected": 3}\n')
     with pytest.raises(ConfigError, match=r"'rejected' is int, not a string; see data\.objective"):
         prepare(run)
     text = path.with_suffix(".txt")
     text.write_text("plain")
-    with pytest.raises(ConfigError, match=r"text \(data\.target_field=target\) and text \(rejected\)"):
+    with pytest.raises(
+        ConfigError, match=r"text \(data\.target_field=target\) and text \(rejected\)"
+    ):
         prepare(RunConfig(data=DataConfig(train=str(text)), tokenizer=run.tokenizer))
 
 
 def test_what_its_rows_are_not_made_for_is_refused(run: RunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"length_warmup=.* cannot be had with data\.objective=pref"):
+    with pytest.raises(
+        ConfigError, match=r"length_warmup=.* cannot be had with data\.objective=pref"
+    ):
         task_of(ModelConfig(), DataConfig(length_warmup="64; 10: 256"))
     with pytest.raises(ConfigError, match=r"data\.objective=preferences takes at least 8 tokens"):
         task_of(ModelConfig(), DataConfig(sequence_length=7))

@@ -1,5 +1,5 @@
-"""What follows from the table of parameters: products by any equation, who optimizes what, what a token costs, and what is
-said of parameters of another model."""
+"""What follows from the table of parameters: products by any equation, who optimizes what, what a
+token costs, and what is said of parameters of another model."""
 
 import re
 
@@ -62,16 +62,22 @@ def taken_by_muon(config, monkeypatch):
     monkeypatch.setattr(
         optim,
         "muon",
-        lambda *args, muon_weight_dimension_numbers, **kwargs: seen.update(table=muon_weight_dimension_numbers(None)),
+        lambda *args, muon_weight_dimension_numbers, **kwargs: seen.update(
+            table=muon_weight_dimension_numbers(None)
+        ),
     )
     optim.OPTIMIZERS["muon"](OptimizerConfig(name="muon"), specs(config))
-    found = jax.tree.leaves_with_path(seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers))
+    found = jax.tree.leaves_with_path(
+        seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers)
+    )
     return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found}
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
 def test_muon_takes_the_matrices_of_all_stacks_and_no_others(family, monkeypatch):
-    config = jf.ModelConfig(**SIZES | {"family": family, "positions": "learned", "bias": "all", "norm": "layer"})
+    config = jf.ModelConfig(
+        **SIZES | {"family": family, "positions": "learned", "bias": "all", "norm": "layer"}
+    )
     ends = ("attention", "ffn") if family != "encoder_decoder" else ("attention", "cross", "ffn")
     blocks = {
         f"blocks.{part}.{leaf}"
@@ -85,18 +91,31 @@ def test_muon_takes_the_matrices_of_all_stacks_and_no_others(family, monkeypatch
 
 
 def test_a_row_says_which_sequence_it_reads_and_which_is_looked_up():
-    config = jf.ModelConfig(**SIZES | {"family": "encoder_decoder", "positions": "t5", "token_types": 2})
+    config = jf.ModelConfig(
+        **SIZES | {"family": "encoder_decoder", "positions": "t5", "token_types": 2}
+    )
     table = rows(specs(config))
     source = {path for path, spec in table.items() if spec.reads == "source"}
-    assert source == {p for p in table if p.startswith("encoder.")} | {"blocks.cross.k", "blocks.cross.v"}
+    assert source == {p for p in table if p.startswith("encoder.")} | {
+        "blocks.cross.k",
+        "blocks.cross.v",
+    }
     looked_up = {path for path, spec in table.items() if spec.lookup}
-    assert looked_up == {"embed.tokens", "embed.types", "encoder.embed.types", "relative_bias", "encoder.relative_bias"}
+    assert looked_up == {
+        "embed.tokens",
+        "embed.types",
+        "encoder.embed.types",
+        "relative_bias",
+        "encoder.relative_bias",
+    }
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_the_cost_of_a_token_is_counted_by_hand(family):
-    """Of a decoder, in products: 2 layers of q 256, k and v 128 each, out 256, three of 16 x 24, and scores and values of
-    32 keys by 16 twice; the output layer 37 x 16. An encoder-decoder has a second stack, and attention to its output."""
+    """Of a decoder, in products: 2 layers of q 256, k and v 128 each, out 256, three of 16 x 24,
+    and scores and values of 32 keys by 16 twice; the output layer 37 x 16. An encoder-decoder has a
+    second stack, and attention to its output.
+    """
     config = jf.ModelConfig(**SIZES | {"family": family})
     layer = 256 + 128 + 128 + 256 + 3 * 16 * 24
     scores = 32 * (16 + 16)
@@ -106,13 +125,17 @@ def test_the_cost_of_a_token_is_counted_by_hand(family):
     assert flops_per_token(config, 32) == total
 
 
-@pytest.mark.parametrize("call", [jf.forward, jax.jit(jf.forward, static_argnums=1)], ids=["plain", "jit"])
+@pytest.mark.parametrize(
+    "call", [jf.forward, jax.jit(jf.forward, static_argnums=1)], ids=["plain", "jit"]
+)
 def test_params_of_another_layout_are_told_leaf_by_leaf(call):
     config = jf.ModelConfig(**SIZES)
     params = jf.init(config, jax.random.key(0))
     deeper = jf.ModelConfig(**SIZES | {"n_layers": 3})
     del params["blocks"]["ffn"]["gate"]
-    with pytest.raises(jf.ConfigError, match=r"blocks\.ffn\.gate: missing, expected \(3, 16, 24\)") as error:
+    with pytest.raises(
+        jf.ConfigError, match=r"blocks\.ffn\.gate: missing, expected \(3, 16, 24\)"
+    ) as error:
         call(params, deeper, alone(config)["tokens"])
     assert "blocks.ffn.up: (2, 16, 24) instead of (3, 16, 24)" in str(error.value)
     with pytest.raises(jf.ConfigError, match=r"blocks\.ffn\.gate: missing"):

@@ -1,4 +1,5 @@
-"""How a token knows where it is: each scheme against its formula, or against numbers that another library gives."""
+"""How a token knows where it is: each scheme against its formula, or against numbers that another
+library gives."""
 
 import dataclasses
 import functools
@@ -12,7 +13,14 @@ import pytest
 import jaxformer as jf
 from jaxformer import layers
 from jaxformer.layers.masks import AttentionMask, layout_of, visible
-from jaxformer.layers.positions import FREQUENCIES, alibi_slopes, relative_bucket, rotate, score_bias, sinusoids
+from jaxformer.layers.positions import (
+    FREQUENCIES,
+    alibi_slopes,
+    relative_bucket,
+    rotate,
+    score_bias,
+    sinusoids,
+)
 
 
 def array(*shape, seed=0):
@@ -22,10 +30,14 @@ def array(*shape, seed=0):
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_rope_turns_each_pair_as_a_complex_number(pairing):
     x, positions = array(2, 5, 3, 8), np.random.default_rng(0).integers(0, 500, (2, 5))
-    first, second = (slice(0, 4), slice(4, 8)) if pairing == "half" else (slice(0, 8, 2), slice(1, 8, 2))
+    first, second = (
+        (slice(0, 4), slice(4, 8)) if pairing == "half" else (slice(0, 8, 2), slice(1, 8, 2))
+    )
     turn = np.exp(1j * positions[..., None] * 100.0 ** (-2 * np.arange(4) / 8))[:, :, None]
     turned = (x[..., first] + 1j * x[..., second]) * turn
-    found = np.asarray(layers.rope(jnp.array(x), jnp.array(positions), theta=100.0, pairing=pairing))
+    found = np.asarray(
+        layers.rope(jnp.array(x), jnp.array(positions), theta=100.0, pairing=pairing)
+    )
     np.testing.assert_allclose(found[..., first], turned.real, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(found[..., second], turned.imag, rtol=2e-4, atol=2e-4)
 
@@ -43,31 +55,70 @@ def test_rope_makes_scores_depend_on_distance_alone(pairing):
 
 
 SMALL = {"vocab_size": 8, "d_model": 64, "n_heads": 4, "max_length": 64}
-PUBLISHED = {  # transformers 5.23, ROPE_INIT_FUNCTIONS of a LlamaConfig with the same settings: inverse frequencies
+# transformers 5.23, ROPE_INIT_FUNCTIONS of a LlamaConfig with the same settings: inverse
+# frequencies
+PUBLISHED = {
     "linear": (
         {"rope_scaling": "linear", "rope_factor": 4.0},
         [0.25, 0.07905694, 0.025, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
     ),
     "dynamic, 200 tokens": (
         {"rope_scaling": "dynamic", "rope_factor": 4.0},
-        [1.0, 0.2292584, 0.0525594, 0.01204968, 0.002762491, 0.0006333241, 0.0001451948, 3.328714e-05],
+        [
+            1.0,
+            0.2292584,
+            0.0525594,
+            0.01204968,
+            0.002762491,
+            0.0006333241,
+            0.0001451948,
+            3.328714e-05,
+        ],
     ),
     "yarn": (
         {"rope_scaling": "yarn", "rope_factor": 4.0},
         [1.0, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
     ),
     "yarn, other turns": (
-        {"rope_scaling": "yarn", "rope_factor": 8.0, "rope_theta": 500_000.0, "rope_original_length": 4096}
+        {
+            "rope_scaling": "yarn",
+            "rope_factor": 8.0,
+            "rope_theta": 500_000.0,
+            "rope_original_length": 4096,
+        }
         | {"rope_beta_fast": 16.0, "rope_beta_slow": 2.0},
-        [1.0, 0.1939228, 0.03760603, 0.004102124, 0.0001767767, 3.428102e-05, 6.64787e-06, 1.289173e-06],
+        [
+            1.0,
+            0.1939228,
+            0.03760603,
+            0.004102124,
+            0.0001767767,
+            3.428102e-05,
+            6.64787e-06,
+            1.289173e-06,
+        ],
     ),
     "llama3": (
         {"rope_scaling": "llama3", "rope_factor": 8.0},
         [1.0, 0.2443846, 0.01304226, 0.003952847, 0.00125, 0.0003952847, 0.000125, 3.952847e-05],
     ),
     "llama3 of Llama 3.2": (
-        {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_theta": 500_000.0, "rope_original_length": 8192},
-        [1.0, 0.1939228, 0.03760603, 0.007292665, 0.0004295567, 8.570256e-06, 1.661967e-06, 3.222933e-07],
+        {
+            "rope_scaling": "llama3",
+            "rope_factor": 32.0,
+            "rope_theta": 500_000.0,
+            "rope_original_length": 8192,
+        },
+        [
+            1.0,
+            0.1939228,
+            0.03760603,
+            0.007292665,
+            0.0004295567,
+            8.570256e-06,
+            1.661967e-06,
+            3.222933e-07,
+        ],
     ),
 }
 
@@ -76,28 +127,43 @@ PUBLISHED = {  # transformers 5.23, ROPE_INIT_FUNCTIONS of a LlamaConfig with th
 def test_stretched_rope_has_the_published_frequencies(name):
     settings, expected = PUBLISHED[name]
     config = jf.ModelConfig(**(SMALL | settings))
-    found = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)(config, jnp.arange(200)[None])
+    found = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)(
+        config, jnp.arange(200)[None]
+    )
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
 def test_every_way_to_stretch_rope_is_held_against_published_numbers():
-    assert {settings["rope_scaling"] for settings, _ in PUBLISHED.values()} == set(FREQUENCIES) - {"none"}
+    assert {settings["rope_scaling"] for settings, _ in PUBLISHED.values()} == set(FREQUENCIES) - {
+        "none"
+    }
 
 
 def test_dynamic_rope_is_plain_up_to_the_original_length_and_grows_its_base_beyond():
-    plain, config = (jf.ModelConfig(**SMALL, **more) for more in ({}, {"rope_scaling": "dynamic", "rope_factor": 4.0}))
+    plain, config = (
+        jf.ModelConfig(**SMALL, **more)
+        for more in ({}, {"rope_scaling": "dynamic", "rope_factor": 4.0})
+    )
     x = jnp.array(array(1, 80, 2, 16))
     short, long = jnp.arange(64)[None], jnp.arange(80)[None]
-    np.testing.assert_allclose(rotate(config, x[:, :64], short), rotate(plain, x[:, :64], short), atol=1e-6)
+    np.testing.assert_allclose(
+        rotate(config, x[:, :64], short), rotate(plain, x[:, :64], short), atol=1e-6
+    )
     theta = 10_000.0 * (4.0 * 80 / 64 - 3) ** (16 / 14)
-    np.testing.assert_allclose(rotate(config, x, long), layers.rope(x, long, theta=theta), atol=2e-5)
+    np.testing.assert_allclose(
+        rotate(config, x, long), layers.rope(x, long, theta=theta), atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("given, scale", [(0.0, 0.1 * math.log(4) + 1), (0.7, 0.7)])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_yarn_scales_the_rotated_part_of_queries_and_keys(given, scale, fraction):
     config = jf.ModelConfig(
-        **SMALL, rope_scaling="yarn", rope_factor=4.0, rope_attention_factor=given, rope_fraction=fraction
+        **SMALL,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_attention_factor=given,
+        rope_fraction=fraction,
     )
     x, positions = jnp.array(array(1, 5, 2, 16)), jnp.arange(5)[None]
     turned = layers.rope(x, positions, frequencies=FREQUENCIES["yarn"](config, positions))
@@ -111,7 +177,9 @@ def test_a_fraction_of_a_head_turns_as_a_head_of_that_width(pairing):
     config = jf.ModelConfig(**SMALL, rope_fraction=0.25, rope_pairing=pairing)
     x, positions = jnp.array(array(2, 5, 3, 16)), jnp.arange(5)[None] * 7
     found = rotate(config, x, jnp.broadcast_to(positions, (2, 5)))
-    np.testing.assert_allclose(found[..., :4], layers.rope(x[..., :4], positions, pairing=pairing), atol=1e-5)
+    np.testing.assert_allclose(
+        found[..., :4], layers.rope(x[..., :4], positions, pairing=pairing), atol=1e-5
+    )
     np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
 
 
@@ -137,9 +205,64 @@ def test_alibi_adds_the_distance_times_each_heads_slope(causal):
     np.testing.assert_allclose(found[0], -back[None] * np.array([2**-4, 2**-8])[:, None, None])
 
 
-DISTANCES = [-200, -128, -127, -64, -40, -33, -20, -16, -15, -9, -8, -7, -3, -1, 0, 1, 3, 7, 8, 9, 16, 17, 64, 127, 128, 200]
-BUCKETS = {  # transformers 5.23, T5Attention._relative_position_bucket(distances, bidirectional, buckets, far)
-    (True, 32, 128): [15, 15, 15, 14, 12, 12, 10, 10, 9, 8, 8, 7, 3, 1, 0, 17, 19, 23, 24, 24, 26, 26, 30, 31, 31, 31],
+DISTANCES = [
+    -200,
+    -128,
+    -127,
+    -64,
+    -40,
+    -33,
+    -20,
+    -16,
+    -15,
+    -9,
+    -8,
+    -7,
+    -3,
+    -1,
+    0,
+    1,
+    3,
+    7,
+    8,
+    9,
+    16,
+    17,
+    64,
+    127,
+    128,
+    200,
+]
+# transformers 5.23, T5Attention._relative_position_bucket(distances, bidirectional, buckets, far)
+BUCKETS = {
+    (True, 32, 128): [
+        15,
+        15,
+        15,
+        14,
+        12,
+        12,
+        10,
+        10,
+        9,
+        8,
+        8,
+        7,
+        3,
+        1,
+        0,
+        17,
+        19,
+        23,
+        24,
+        24,
+        26,
+        26,
+        30,
+        31,
+        31,
+        31,
+    ],
     (True, 8, 20): [3] * 12 + [2, 1, 0, 5, 6] + [7] * 9,
     (False, 32, 128): [31, 31, 31, 26, 23, 21, 17, 16, 15, 9, 8, 7, 3, 1] + [0] * 12,
     (False, 8, 20): [7] * 9 + [6, 5, 5, 3, 1] + [0] * 12,
@@ -148,14 +271,20 @@ BUCKETS = {  # transformers 5.23, T5Attention._relative_position_bucket(distance
 
 @pytest.mark.parametrize("rule", BUCKETS, ids=str)
 def test_t5_buckets_are_the_published_ones(rule):
-    find = jax.jit(functools.partial(relative_bucket, both_ways=rule[0], buckets=rule[1], far=rule[2]))
+    find = jax.jit(
+        functools.partial(relative_bucket, both_ways=rule[0], buckets=rule[1], far=rule[2])
+    )
     np.testing.assert_array_equal(find(jnp.array(DISTANCES)), BUCKETS[rule])
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_t5_bias_is_the_row_of_its_bucket(causal):
-    config = jf.ModelConfig(**(SMALL | {"positions": "t5", "relative_buckets": 8, "relative_distance": 20}))
-    layout = layout_of(jnp.zeros((2, 30), jnp.int32), None, jnp.array([[1] * 12 + [2] * 18, [1] * 30]))
+    config = jf.ModelConfig(
+        **(SMALL | {"positions": "t5", "relative_buckets": 8, "relative_distance": 20})
+    )
+    layout = layout_of(
+        jnp.zeros((2, 30), jnp.int32), None, jnp.array([[1] * 12 + [2] * 18, [1] * 30])
+    )
     table = array(8, 4)
     found = score_bias(jnp.array(table), config, layout, layout, causal)
     distance = layout.positions[:, None, :] - layout.positions[:, :, None]
@@ -171,10 +300,14 @@ def test_sinusoids_are_their_formula(width, order):
     angles = positions[..., None] / 10_000 ** (2 * np.arange(half) / width)
     expected = np.zeros((1, 4, 2 * half))
     sines, cosines = (
-        (slice(0, None, 2), slice(1, None, 2)) if order == "interleaved" else (slice(0, half), slice(half, None))
+        (slice(0, None, 2), slice(1, None, 2))
+        if order == "interleaved"
+        else (slice(0, half), slice(half, None))
     )
     expected[..., sines], expected[..., cosines] = np.sin(angles), np.cos(angles)
-    np.testing.assert_allclose(sinusoids(jnp.array(positions), width, order), expected[..., :width], atol=1e-4)
+    np.testing.assert_allclose(
+        sinusoids(jnp.array(positions), width, order), expected[..., :width], atol=1e-4
+    )
 
 
 def softmax(scores):
@@ -186,7 +319,9 @@ def softmax(scores):
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_attention_is_its_formula_with_scale_soft_cap_bias_and_sinks(scale, soft_cap, with_sinks, with_bias):
+def test_attention_is_its_formula_with_scale_soft_cap_bias_and_sinks(
+    scale, soft_cap, with_sinks, with_bias
+):
     q, k, v = array(2, 5, 4, 8), array(2, 6, 2, 8, seed=1), array(2, 6, 2, 3)
     bias, sinks = array(2, 4, 5, 6) if with_bias else None, array(4) if with_sinks else None
     mask = np.arange(6)[None] <= np.arange(5)[:, None]

@@ -1,4 +1,5 @@
-"""Text tokenized beforehand: in one go, by the tasks of a job array, and as a directory that is trained on in its place."""
+"""Text tokenized beforehand: in one go, by the tasks of a job array, and as a directory that is
+trained on in its place."""
 
 import itertools
 import json
@@ -31,14 +32,25 @@ def written(folder: Path, files: int = 6, documents: int = 30) -> Path:
     """A directory of files of short documents."""
     (folder / "text").mkdir(parents=True)
     for file in range(files):
-        texts = [f"file {file}, document {index}: {'so ' * (index % 5)}it goes" for index in range(documents)]
+        texts = [
+            f"file {file}, document {index}: {'so ' * (index % 5)}it goes"
+            for index in range(documents)
+        ]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "text" / f"{file}.jsonl").write_text(lines)
     return folder / "text"
 
 
-def run_of(folder: Path, train: str, tokenizer: TokenizerConfig = BYTES, cache: str = "cache", **data: object) -> RunConfig:
-    settings = DataConfig(train=train, cache_dir=str(folder / cache), sequence_length=16, prefetch=0)
+def run_of(
+    folder: Path,
+    train: str,
+    tokenizer: TokenizerConfig = BYTES,
+    cache: str = "cache",
+    **data: object,
+) -> RunConfig:
+    settings = DataConfig(
+        train=train, cache_dir=str(folder / cache), sequence_length=16, prefetch=0
+    )
     return RunConfig(data=replace(settings, **data), tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
@@ -55,14 +67,24 @@ def test_what_is_prepared_is_found_by_training(tmp_path: Path) -> None:
     corpus = prepare(run, said.append)
     assert not any("tokenizing" in line or "training" in line or "reading" in line for line in said)
     assert corpus.validation is not None
-    assert summary[0].tokens == corpus.train.tokens + corpus.validation.tokens and summary[0].documents == 180
+    assert (
+        summary[0].tokens == corpus.train.tokens + corpus.validation.tokens
+        and summary[0].documents == 180
+    )
 
 
 def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     texts = ["ab", "abcdé", "a"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "no record\n")
-    line = ["prepare", str(ROOT / "configs" / "quickstart.py"), "--data.train", str(path), "--tokenizer.kind", "bytes"]
+    line = [
+        "prepare",
+        str(ROOT / "configs" / "quickstart.py"),
+        "--data.train",
+        str(path),
+        "--tokenizer.kind",
+        "bytes",
+    ]
     line += ["--data.cache_dir", str(tmp_path / "cache"), "--data.malformed", "skip"]
     assert main(line) == 0
     told = capsys.readouterr().out
@@ -74,14 +96,20 @@ def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_prepared_directory_is_trained_on_as_its_text_is(train: str, tmp_path: Path) -> None:
     text = written(tmp_path)
     run = run_of(
-        tmp_path, train.format(text=text), TokenizerConfig(vocab_size=300), epochs="" if ";" not in train else "1 2"
+        tmp_path,
+        train.format(text=text),
+        TokenizerConfig(vocab_size=300),
+        epochs="" if ";" not in train else "1 2",
     )
     expected = prepare(run)
     prepare_text(run, tmp_path / "first", False, quiet)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     shutil.rmtree(text)
     shutil.rmtree(tmp_path / "first")
-    moved = replace(run, data=replace(run.data, train=str(tmp_path / "second"), cache_dir=str(tmp_path / "none")))
+    moved = replace(
+        run,
+        data=replace(run.data, train=str(tmp_path / "second"), cache_dir=str(tmp_path / "none")),
+    )
     found = prepare(moved)
     assert found.tokenizer.fingerprint() == expected.tokenizer.fingerprint()
     for side in ("train", "validation"):
@@ -96,17 +124,29 @@ def test_text_for_validation_is_prepared_beside_that_for_training(tmp_path: Path
     run = run_of(tmp_path, f"{text}/0.jsonl", validation=f"{text}/[12].jsonl")
     prepare_text(run, tmp_path / "out", False, quiet)
     found = prepare(run_of(tmp_path, str(tmp_path / "out")))
-    assert found.validation is not None and (found.train.documents, found.validation.documents) == (30, 60)
+    assert found.validation is not None and (found.train.documents, found.validation.documents) == (
+        30,
+        60,
+    )
 
 
-def test_tasks_train_the_same_tokenizer_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_train_the_same_tokenizer_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(splits, "UNIT_BYTES", 1)
     train, bpe = str(written(tmp_path)), TokenizerConfig(vocab_size=300)
     prepare_text(run_of(tmp_path, train, bpe), tmp_path / "whole", False, quiet)
     said: list[str] = []
     for task in (1, 0):
-        prepare_share(run_of(tmp_path, train, bpe, cache=f"cache{task}"), tmp_path / "parts", (task, 2), said.append)
-    assert sum("training 300 entries" in line for line in said) == 1  # the second task found it beside the tokens
+        prepare_share(
+            run_of(tmp_path, train, bpe, cache=f"cache{task}"),
+            tmp_path / "parts",
+            (task, 2),
+            said.append,
+        )
+    assert (
+        sum("training 300 entries" in line for line in said) == 1
+    )  # the second task found it beside the tokens
     prepare_text(run_of(tmp_path, train, bpe, cache="last"), tmp_path / "parts", False, quiet)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
@@ -167,9 +207,27 @@ def test_tasks_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> Non
         "import sys; from jaxformer.data import tokenizing; tokenizing.SHARD_CHARACTERS = 500; "
         "from jaxformer.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    line = [sys.executable, "-c", program, "prepare", "configs/quickstart.py", "--data.train", f"{text}/0.jsonl"]
-    line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes", "--output", str(tmp_path / "out")]
-    shares = [subprocess.Popen([*line, "--shard", f"{task}/2"], cwd=ROOT, stderr=subprocess.PIPE) for task in range(2)]
+    line = [
+        sys.executable,
+        "-c",
+        program,
+        "prepare",
+        "configs/quickstart.py",
+        "--data.train",
+        f"{text}/0.jsonl",
+    ]
+    line += [
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--tokenizer.kind",
+        "bytes",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    shares = [
+        subprocess.Popen([*line, "--shard", f"{task}/2"], cwd=ROOT, stderr=subprocess.PIPE)
+        for task in range(2)
+    ]
     errors = [share.communicate(timeout=120)[1].decode() for share in shares]
     assert [share.returncode for share in shares] == [0, 0], errors
     assert "task 1 of 2 is done" in errors[1]
@@ -180,7 +238,9 @@ def test_tasks_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> Non
     assert f"--data.train {tmp_path / 'out'}" in last.stdout
 
 
-def test_only_what_changed_is_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_changed_is_tokenized_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(splits, "UNIT_BYTES", 1)
     text = written(tmp_path)
     run = run_of(tmp_path, str(text))
@@ -223,15 +283,33 @@ def other_tokenizer(folder: Path) -> None:
     [
         (
             shard_gone,
-            r"data\.train: .*/out/\w+ is not complete, 00000\.tokens is missing: copy the directory again",
+            (
+                r"data\.train: .*/out/\w+ is not complete, 00000\.tokens is missing: copy the"
+                r" directory again"
+            ),
         ),
         (
             shard_altered,
-            r"00000\.tokens was altered since it was written \(its checksum is another\): restore it, or remove it",
+            (
+                r"00000\.tokens was altered since it was written \(its checksum is another\):"
+                r" restore it, or remove it"
+            ),
         ),
-        (no_tokenizer, r"out has no tokenizer\.json, with which it was prepared: copy the directory again"),
-        (other_format, r"manifest\.json is not what `jaxformer prepare --output` of this version writes"),
-        (other_tokenizer, r"out was made by another tokenizer than the run's, .* prepare all texts with one tokenizer"),
+        (
+            no_tokenizer,
+            r"out has no tokenizer\.json, with which it was prepared: copy the directory again",
+        ),
+        (
+            other_format,
+            r"manifest\.json is not what `jaxformer prepare --output` of this version writes",
+        ),
+        (
+            other_tokenizer,
+            (
+                r"out was made by another tokenizer than the run's, .* prepare all texts with one"
+                r" tokenizer"
+            ),
+        ),
     ],
 )
 def test_a_prepared_directory_that_cannot_be_used_is_one_message(
@@ -246,7 +324,12 @@ def test_a_prepared_directory_that_cannot_be_used_is_one_message(
 def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import os
 
-    line = ["prepare", str(ROOT / "configs" / "quickstart.py"), "--data.train", str(written(tmp_path))]
+    line = [
+        "prepare",
+        str(ROOT / "configs" / "quickstart.py"),
+        "--data.train",
+        str(written(tmp_path)),
+    ]
     line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes"]
     assert main(line) == 0 and main([*line, "--verify"]) == 0
     path = next(tmp_path.rglob("*.tokens"))
@@ -272,7 +355,12 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_line_that_cannot_work_is_one_message(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["prepare", str(ROOT / "configs" / "quickstart.py"), "--data.train", str(written(tmp_path))]
+    line = [
+        "prepare",
+        str(ROOT / "configs" / "quickstart.py"),
+        "--data.train",
+        str(written(tmp_path)),
+    ]
     line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes"]
     assert main([*line, *arguments]) == 2
     told = capsys.readouterr().err
@@ -282,7 +370,11 @@ def test_a_line_that_cannot_work_is_one_message(
 def test_a_tokenizer_of_several_texts_takes_of_each(tmp_path: Path) -> None:
     for name, text in (("a", "aaaa bbbb "), ("b", "zzzz yyyy ")):
         (tmp_path / f"{name}.txt").write_text(text * 500)
-    run = run_of(tmp_path, f"{tmp_path}/a.txt; {tmp_path}/b.txt", TokenizerConfig(vocab_size=264, training_bytes=2000))
+    run = run_of(
+        tmp_path,
+        f"{tmp_path}/a.txt; {tmp_path}/b.txt",
+        TokenizerConfig(vocab_size=264, training_bytes=2000),
+    )
     made = prepare(run).tokenizer
     assert len(made.encode("aaaa zzzz")) < 6
 
@@ -308,13 +400,18 @@ def test_a_model_has_the_vocabulary_of_what_was_prepared(size: int, tmp_path: Pa
     assert with_vocabulary(config, prepare(config).tokenizer.vocab_size).model.vocab_size == size
 
 
-def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(
+    tmp_path: Path,
+) -> None:
     text, out = written(tmp_path), tmp_path / "out"
     prepare_text(run_of(tmp_path, str(text)), out, False, quiet)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     (tmp_path / "other.txt").write_text("other")
     for run, message in (
-        (run_of(tmp_path, str(tmp_path / "other.txt")), r"out was prepared of other text \(.*/text\): name a new directory"),
+        (
+            run_of(tmp_path, str(tmp_path / "other.txt")),
+            r"out was prepared of other text \(.*/text\): name a new directory",
+        ),
         (
             run_of(tmp_path, str(text), TokenizerConfig(vocab_size=300)),
             "out was prepared with another tokenizer: name a new",
@@ -324,13 +421,18 @@ def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(tmp
             prepare_text(run, out, False, quiet)
     with pytest.raises(ConfigError, match="other text"):
         prepare_share(run_of(tmp_path, str(tmp_path / "other.txt")), out, (0, 1), quiet)
-    assert before.items() <= {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}.items()
+    assert (
+        before.items()
+        <= {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}.items()
+    )
     assert prepare_text(run_of(tmp_path, str(text)), out, False, quiet)[0].documents == 180
 
 
 def test_verifying_makes_nothing(tmp_path: Path) -> None:
     text, out = written(tmp_path), tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"1 of 1 parts are not prepared: leave out --verify to make them"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 1 parts are not prepared: leave out --verify to make them"
+    ):
         prepare_text(run_of(tmp_path, str(text)), None, True, quiet)
     with pytest.raises(ConfigError, match="does not exist"):
         prepare_text(run_of(tmp_path, str(text)), out, True, quiet)
@@ -343,5 +445,8 @@ def test_verifying_makes_nothing(tmp_path: Path) -> None:
 def test_what_tasks_made_is_not_trained_on_before_it_is_joined(tmp_path: Path) -> None:
     run = run_of(tmp_path, str(written(tmp_path)))
     prepare_share(run, tmp_path / "out", (0, 1), quiet)
-    with pytest.raises(ConfigError, match=r"data\.train: .*out is prepared in part: run the line .* without --shard"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.train: .*out is prepared in part: run the line .* without --shard",
+    ):
         prepare(run_of(tmp_path, str(tmp_path / "out")))

@@ -1,4 +1,5 @@
-"""What goes wrong while text is prepared: told in one message before the work where it can be, and nothing wrong is kept."""
+"""What goes wrong while text is prepared: told in one message before the work where it can be, and
+nothing wrong is kept."""
 
 import errno
 import json
@@ -27,7 +28,14 @@ def line(folder: Path, *more: str) -> list[str]:
     """`jaxformer prepare` on a text, by bytes."""
     text = folder / "text"
     train = str(text if text.exists() else written(folder))
-    settings = ["--data.train", train, "--data.cache_dir", str(folder / "cache"), "--tokenizer.kind", "bytes"]
+    settings = [
+        "--data.train",
+        train,
+        "--data.cache_dir",
+        str(folder / "cache"),
+        "--tokenizer.kind",
+        "bytes",
+    ]
     return ["prepare", str(ROOT / "configs" / "quickstart.py"), *settings, *more]
 
 
@@ -40,7 +48,9 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     return " ".join(told.split())
 
 
-def test_how_far_a_long_document_is_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_a_long_document_is_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100_000)
     text = "é word " * 60_000
     pieces = [Piece(part, "0", ends) for part, ends in in_pieces(text)]
@@ -51,13 +61,19 @@ def test_how_far_a_long_document_is_can_be_told(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):  # the second time nothing but the last shard is left to do
         progress = ProgressNotes(said.append, len(text.encode()))
         open_or_build(tmp_path / "late", lambda: pieces, byte_tokenizer(), progress)
-        assert progress.done == len(text.encode()) and len(said) == 5 and "tokenized 0.00 of 0.00 GB" in said[0]
+        assert (
+            progress.done == len(text.encode())
+            and len(said) == 5
+            and "tokenized 0.00 of 0.00 GB" in said[0]
+        )
         said.clear()
         (tmp_path / "late" / "manifest.json").unlink()
         (tmp_path / "late" / "00004.tokens").unlink()
 
 
-def test_files_without_text_are_units_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_text_are_units_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(splits, "UNIT_BYTES", 1)
     text = written(tmp_path, files=2)
     (text / "0a.jsonl").touch()
@@ -69,10 +85,14 @@ def test_files_without_text_are_units_like_others(tmp_path: Path, monkeypatch: p
     assert not any("tokeniz" in told for told in said)
     prepare_text(run, tmp_path / "out", False, quiet)
     shutil.rmtree(text)
-    assert prepare_text(run_of(tmp_path, str(tmp_path / "out")), None, True, quiet)[0].documents == 60
+    assert (
+        prepare_text(run_of(tmp_path, str(tmp_path / "out")), None, True, quiet)[0].documents == 60
+    )
 
 
-def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 300)
     monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 50)
     run = run_of(tmp_path, f"{written(tmp_path)}/0.jsonl")
@@ -82,7 +102,9 @@ def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(tmp_path: Pat
 
     def halting(source: Source, *rest: Any) -> Iterator[Piece]:
         for number, piece in enumerate(pieces(source, *rest)):
-            if not rest and number == 5 and not busy.is_set():  # while tokenizing, not while scanning
+            if (
+                not rest and number == 5 and not busy.is_set()
+            ):  # while tokenizing, not while scanning
                 busy.set()
                 assert go_on.wait(30)
             yield piece
@@ -113,7 +135,9 @@ def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(tmp_path: Pat
     assert not failed and contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_full_disk_is_one_message_and_the_work_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_message_and_the_work_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = line(tmp_path, "--output", str(tmp_path / "out"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -121,11 +145,16 @@ def test_a_full_disk_is_one_message_and_the_work_goes_on(tmp_path: Path, capsys:
         told = refused(capsys, arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "00000.tokens cannot be written: File too large. Make room or name another directory" in told
+    assert (
+        "00000.tokens cannot be written: File too large. Make room or name another directory"
+        in told
+    )
     assert not list(tmp_path.rglob("*.tmp")) and main(arguments) == 0
 
 
-def test_a_copied_store_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_store_on_a_disk_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_only(*paths: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -134,11 +163,15 @@ def test_a_copied_store_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path,
     for name in ("replace", "unlink"):
         monkeypatch.setattr(os, name, read_only)
     assert prepare(run_of(tmp_path, str(tmp_path / "second"))).train.documents
-    with pytest.raises(ConfigError, match=r"00000\.tokens cannot be written: Read-only file system"):
+    with pytest.raises(
+        ConfigError, match=r"00000\.tokens cannot be written: Read-only file system"
+    ):
         open_or_build(tmp_path / "third", lambda: [Piece("a", "0", True)], byte_tokenizer())
 
 
-def test_files_that_change_while_they_are_read_leave_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_change_while_they_are_read_leave_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = written(tmp_path, files=2)
     run, store_of = run_of(tmp_path, str(text)), preparing.store_of
 
@@ -163,14 +196,26 @@ def test_a_directory_that_cannot_take_tokens_is_refused_before_any_work(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tokenizer.json").write_text("mine")
     for output, message in (
-        (tmp_path / "file", "file is no directory that can be used (File exists): name one that is new"),
+        (
+            tmp_path / "file",
+            "file is no directory that can be used (File exists): name one that is new",
+        ),
         (tmp_path / "file" / "below", "below is no directory that can be used (Not a directory)"),
-        (tmp_path / "run", "run holds other things (tokenizer.json): name one that is new, or that an earlier call began"),
+        (
+            tmp_path / "run",
+            (
+                "run holds other things (tokenizer.json): name one that is new, or that an earlier"
+                " call began"
+            ),
+        ),
         (written(tmp_path), "text holds other things (0.jsonl, 1.jsonl, 2.jsonl)"),
         (" ", "it is empty: name a directory"),
     ):
         assert message in refused(capsys, line(tmp_path, "--output", str(output), *share))
-    assert not (tmp_path / "cache").exists() and (tmp_path / "run" / "tokenizer.json").read_text() == "mine"
+    assert (
+        not (tmp_path / "cache").exists()
+        and (tmp_path / "run" / "tokenizer.json").read_text() == "mine"
+    )
 
 
 @pytest.mark.parametrize("share", [[], ["--shard", "0/2"]])
@@ -179,16 +224,26 @@ def test_what_is_prepared_is_not_prepared_again(
 ) -> None:
     assert main(line(tmp_path, "--output", str(tmp_path / "first"))) == 0
     again = line(
-        tmp_path, "--data.train", f"{tmp_path}/first; {tmp_path}/text", "--output", str(tmp_path / "second"), *share
+        tmp_path,
+        "--data.train",
+        f"{tmp_path}/first; {tmp_path}/text",
+        "--output",
+        str(tmp_path / "second"),
+        *share,
     )
-    assert f"{tmp_path}/first, of data.train, is prepared already: train on it as it is" in refused(capsys, again)
+    assert f"{tmp_path}/first, of data.train, is prepared already: train on it as it is" in refused(
+        capsys, again
+    )
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         (["--data.weights", "1 2"], "data.weights='1 2'"),
-        (["--model.vocab_size", "256"], "model.vocab_size=256 is less than the tokenizer's 257 entries"),
+        (
+            ["--model.vocab_size", "256"],
+            "model.vocab_size=256 is less than the tokenizer's 257 entries",
+        ),
     ],
 )
 def test_a_task_refuses_what_the_last_call_would(
@@ -201,7 +256,9 @@ def test_a_task_refuses_what_the_last_call_would(
 def test_a_directory_prepared_without_text_for_validation_is_none(tmp_path: Path) -> None:
     text, out = written(tmp_path), str(tmp_path / "out")
     prepare_text(run_of(tmp_path, f"{text}/0.jsonl"), Path(out), False, quiet)
-    with pytest.raises(ConfigError, match=r"data\.validation: .*out was prepared without text for validation"):
+    with pytest.raises(
+        ConfigError, match=r"data\.validation: .*out was prepared without text for validation"
+    ):
         prepare(run_of(tmp_path, str(text), validation=out))
 
 
@@ -210,7 +267,8 @@ def test_texts_of_other_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     for name, tokenizer in (("a", BYTES), ("b", TokenizerConfig(vocab_size=300))):
         prepare_text(run_of(tmp_path, str(text), tokenizer), tmp_path / name, False, quiet)
     with pytest.raises(
-        ConfigError, match=r"/b was made by another tokenizer than the run's, .* the first prepared directory"
+        ConfigError,
+        match=r"/b was made by another tokenizer than the run's, .* the first prepared directory",
     ):
         prepare(run_of(tmp_path, f"{tmp_path}/a; {tmp_path}/b"))
 

@@ -20,7 +20,9 @@ CONFIG = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
 def calls(monkeypatch):
     """One entry for every time that weights are made."""
     made, make = [], prepare._prepare
-    monkeypatch.setattr(prepare, "_prepare", lambda params, config: made.append(config) or make(params, config))
+    monkeypatch.setattr(
+        prepare, "_prepare", lambda params, config: made.append(config) or make(params, config)
+    )
     return made
 
 
@@ -71,4 +73,6 @@ def test_nothing_is_kept_of_what_is_traced(calls):
     params = fresh()
     jax.eval_shape(lambda p: prepared(p, CONFIG)["embed"]["tokens"], params)
     jax.eval_shape(lambda p: prepared(p, CONFIG)["embed"]["tokens"], params)
-    assert len(calls) == 2 and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(prepare._LAST.__dict__))
+    assert len(calls) == 2 and not any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(prepare._LAST.__dict__)
+    )

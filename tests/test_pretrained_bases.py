@@ -1,4 +1,5 @@
-"""Models without a head: the encoders give their vectors; the others, whose output layer is the embedding, their logits."""
+"""Models without a head: the encoders give their vectors; the others, whose output layer is the
+embedding, their logits."""
 
 import copy
 import functools
@@ -28,7 +29,11 @@ TIED = {"tie_word_embeddings": True}
 WRITERS = {  # the base and the class that ties its output layer to the embedding
     "gpt2": (tf.GPT2Model, tf.GPT2LMHeadModel, GPT2),
     "llama": (tf.LlamaModel, tf.LlamaForCausalLM, LLAMA | TIED),
-    "gemma3": (tf.Gemma3TextModel, tf.Gemma3ForCausalLM, GEMMA | TIED | {"attn_logit_softcapping": None}),
+    "gemma3": (
+        tf.Gemma3TextModel,
+        tf.Gemma3ForCausalLM,
+        GEMMA | TIED | {"attn_logit_softcapping": None},
+    ),
     "gpt-neox": (tf.GPTNeoXModel, tf.GPTNeoXForCausalLM, NEOX | TIED),
     "bloom": (tf.BloomModel, tf.BloomForCausalLM, BLOOM),
     "t5": (tf.T5Model, tf.T5ForConditionalGeneration, T5),
@@ -60,9 +65,14 @@ def test_an_encoder_without_a_head_gives_its_vectors_there_and_back(name):
     assert loaded.config.output == "none" and ("pooler" in loaded.params) == ("without" not in name)
     tokens, rest = ours(batch, loaded.config)
     found = np.asarray(jf.forward(loaded.params, loaded.config, tokens, **rest))
-    assert found.dtype == np.float32 and np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
+    assert (
+        found.dtype == np.float32
+        and np.abs(found - expected)[real(batch)].max() <= 2e-4 * expected[real(batch)].std()
+    )
     jf.save_pretrained(folder(name, "again"), loaded.params, loaded.config)
-    assert json.loads((folder(name, "again") / "config.json").read_text())["architectures"] == [type(model).__name__]
+    assert json.loads((folder(name, "again") / "config.json").read_text())["architectures"] == [
+        type(model).__name__
+    ]
     hf, again = tensors(place), tensors(folder(name, "again"))
     assert hf.keys() == again.keys() and all(torch.equal(hf[key], again[key]) for key in hf)
 
@@ -71,7 +81,9 @@ def test_names_with_the_prefix_of_a_head_are_the_base_too():
     _, place = encoder("bert")
     other = folder("bert", "prefixed")
     save_file(
-        {f"bert.{name}": tensor for name, tensor in tensors(place).items()}, other / "model.safetensors", {"format": "pt"}
+        {f"bert.{name}": tensor for name, tensor in tensors(place).items()},
+        other / "model.safetensors",
+        {"format": "pt"},
     )
     (other / "config.json").write_text((place / "config.json").read_text())
     assert jax.tree.all(jax.tree.map(np.array_equal, jf.load(other).params, jf.load(place).params))
@@ -86,7 +98,9 @@ def test_a_base_is_read_as_the_model_whose_output_layer_is_its_embedding(name):
         model.final_logits_bias.zero_()  # which the base has not
     stripped = t5_base(model) if name == "t5" else getattr(model, model.base_model_prefix)
     stripped.save_pretrained(folder(name, "base"))
-    assert json.loads((folder(name, "base") / "config.json").read_text())["architectures"] == [base.__name__]
+    assert json.loads((folder(name, "base") / "config.json").read_text())["architectures"] == [
+        base.__name__
+    ]
     batch = batch_for(model)
     expected = outputs(model, batch).logits.numpy()
     loaded = jf.load(folder(name, "base"))
@@ -97,7 +111,9 @@ def test_a_base_is_read_as_the_model_whose_output_layer_is_its_embedding(name):
 
 def t5_base(model):
     base = tf.T5Model(model.config)
-    base.load_state_dict({name: w for name, w in model.state_dict().items() if name != "lm_head.weight"})
+    base.load_state_dict(
+        {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    )
     return base
 
 
@@ -110,7 +126,9 @@ def test_verify_compares_a_base_with_the_class_that_it_is_read_as():
 
 
 def test_an_output_layer_that_is_not_there_is_named():
-    tf.LlamaModel(config_of(tf.LlamaForCausalLM, LLAMA)).save_pretrained(folder("llama", "headless"))
+    tf.LlamaModel(config_of(tf.LlamaForCausalLM, LLAMA)).save_pretrained(
+        folder("llama", "headless")
+    )
     with pytest.raises(jf.ConfigError, match=r"lm_head\.weight: not in model\.safetensors"):
         jf.load(folder("llama", "headless"))
 

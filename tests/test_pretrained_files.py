@@ -1,5 +1,5 @@
-"""Directories as they were published over the years: other names, copies and buffers among the tensors, other keys in
-config.json. They are the same models."""
+"""Directories as they were published over the years: other names, copies and buffers among the
+tensors, other keys in config.json. They are the same models."""
 
 import json
 import shutil
@@ -45,13 +45,17 @@ def extra(shapes):
 
 def older_norms(held):
     return {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): w
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): w
         for name, w in held.items()
     }
 
 
 def less(*words):
-    return lambda held: {name: w for name, w in held.items() if not any(word in name for word in words)}
+    return lambda held: {
+        name: w for name, w in held.items() if not any(word in name for word in words)
+    }
 
 
 MASK = torch.ones(1, 1, 128, 128).tril()
@@ -59,15 +63,23 @@ FILES = {
     "gpt2 without a prefix": ("gpt2", without_prefix),
     "gpt2 with masks": (
         "gpt2",
-        both(extra({"transformer.h.0.attn.bias": MASK.shape, "transformer.h.1.attn.masked_bias": ()})),
+        both(
+            extra({"transformer.h.0.attn.bias": MASK.shape, "transformer.h.1.attn.masked_bias": ()})
+        ),
     ),
-    "gpt2 of 2019": ("gpt2", both(without_prefix, extra({"h.0.attn.bias": MASK.shape, "h.1.attn.masked_bias": ()}))),
+    "gpt2 of 2019": (
+        "gpt2",
+        both(without_prefix, extra({"h.0.attn.bias": MASK.shape, "h.1.attn.masked_bias": ()})),
+    ),
     "gpt2 with its head": ("gpt2", copies("transformer.wte.weight", "lm_head.weight")),
     "llama with frequencies": (
         "llama",
         extra({f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (5,) for i in range(2)}),
     ),
-    "llama tied with its head": ("llama tied, heads from width", copies("model.embed_tokens.weight", "lm_head.weight")),
+    "llama tied with its head": (
+        "llama tied, heads from width",
+        copies("model.embed_tokens.weight", "lm_head.weight"),
+    ),
     "bloom without a prefix": ("bloom", without_prefix),
     "gpt-neox with masks": (
         "gpt-neox",
@@ -99,27 +111,48 @@ FILES = {
     "t5 with copies": (
         "t5",
         both(
-            copies("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
-            extra({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (8, 4)}),
+            copies(
+                "shared.weight",
+                "encoder.embed_tokens.weight",
+                "decoder.embed_tokens.weight",
+                "lm_head.weight",
+            ),
+            extra(
+                {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (8, 4)}
+            ),
         ),
     ),
     "bart with copies": (
         "bart",
         copies(
-            "model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"
+            "model.shared.weight",
+            "model.encoder.embed_tokens.weight",
+            "model.decoder.embed_tokens.weight",
+            "lm_head.weight",
         ),
     ),
     "marian with copies and sinusoids": (
         "marian",
         both(
-            copies("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
-            extra({f"model.{side}.embed_positions.weight": (128, 42) for side in ("encoder", "decoder")}),
+            copies(
+                "model.shared.weight",
+                "model.encoder.embed_tokens.weight",
+                "model.decoder.embed_tokens.weight",
+            ),
+            extra(
+                {
+                    f"model.{side}.embed_positions.weight": (128, 42)
+                    for side in ("encoder", "decoder")
+                }
+            ),
         ),
     ),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(FILES[c][0])) for c in FILES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.xdist_group(FILES[c][0])) for c in FILES]
+)
 def test_files_as_they_were_published_hold_the_same_model(case, tmp_path):
     name, change = FILES[case]
     place = shutil.copytree(directory(name), tmp_path / "model")
@@ -128,29 +161,41 @@ def test_files_as_they_were_published_hold_the_same_model(case, tmp_path):
     save_file(held, place / ONE)
     model = jf.load(place)
     assert filled(model.config) == filled(loaded(name).config)
-    assert_close(our_logits(model, inputs(name)), logits(reference(name), inputs(name)), inputs(name))
+    assert_close(
+        our_logits(model, inputs(name)), logits(reference(name), inputs(name)), inputs(name)
+    )
 
 
 def test_a_masked_bert_whose_file_has_the_other_heads_loads_without_them(tmp_path):
-    """As bert-base-uncased is: it calls itself BertForMaskedLM, and holds a pooler and the next-sentence head."""
+    """As bert-base-uncased is: it calls itself BertForMaskedLM, and holds a pooler and the
+    next-sentence head."""
     name = "bert pre-training"
     place = shutil.copytree(directory(name), tmp_path / "model")
     rewrite(place, architectures=["BertForMaskedLM"])
-    assert_close(our_logits(jf.load(place), inputs(name)), logits(reference(name), inputs(name)), inputs(name))
+    assert_close(
+        our_logits(jf.load(place), inputs(name)),
+        logits(reference(name), inputs(name)),
+        inputs(name),
+    )
 
 
-# What a file may lack or contradict: computed as transformers does, or refused by the tensor's name.
+# What a file may lack or contradict: computed as transformers does, or refused by the tensor's
+# name.
 DOUBTFUL = {
     "bart without its bias": ("bart", less("final_logits_bias"), "final_logits_bias"),
     "marian without its bias": ("marian", less("final_logits_bias"), "final_logits_bias"),
     "tied with another head": (
         "llama tied, heads from width",
-        lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"].flip(0).contiguous()},
+        lambda held: (
+            held | {"lm_head.weight": held["model.embed_tokens.weight"].flip(0).contiguous()}
+        ),
         "lm_head.weight",
     ),
     "t5 with one copy that differs": (
         "t5",
-        lambda held: held | {"encoder.embed_tokens.weight": held["shared.weight"].flip(0).contiguous()},
+        lambda held: (
+            held | {"encoder.embed_tokens.weight": held["shared.weight"].flip(0).contiguous()}
+        ),
         "encoder.embed_tokens.weight",
     ),
     "tied, the head alone": (
@@ -162,7 +207,9 @@ DOUBTFUL = {
 
 
 @pytest.mark.parametrize("case", DOUBTFUL)
-def test_a_doubtful_file_is_read_as_the_reference_reads_it_or_refused_by_the_tensors_name(case, tmp_path):
+def test_a_doubtful_file_is_read_as_the_reference_reads_it_or_refused_by_the_tensors_name(
+    case, tmp_path
+):
     name, change, word = DOUBTFUL[case]
     place = shutil.copytree(directory(name), tmp_path / "model")
     save_file(change(load_file(place / ONE)), place / ONE, {"format": "pt"})
@@ -176,56 +223,142 @@ def test_a_doubtful_file_is_read_as_the_reference_reads_it_or_refused_by_the_ten
 
 
 OLD = dict(torch_dtype="float32", rope_parameters=None, dtype=None, transformers_version="4.41.0")
-SCALES = dict(factor=3.0, low_freq_factor=0.2, high_freq_factor=1.3, original_max_position_embeddings=8)
-BARTS = dict(_num_labels=3, add_bias_logits=False, add_final_layer_norm=False, classif_dropout=0.0, normalize_before=False)
-BARTS |= dict(force_bos_token_to_be_generated=False, num_hidden_layers=2, num_beams=6, max_length=512, use_cache=True)
+SCALES = dict(
+    factor=3.0, low_freq_factor=0.2, high_freq_factor=1.3, original_max_position_embeddings=8
+)
+BARTS = dict(
+    _num_labels=3,
+    add_bias_logits=False,
+    add_final_layer_norm=False,
+    classif_dropout=0.0,
+    normalize_before=False,
+)
+BARTS |= dict(
+    force_bos_token_to_be_generated=False,
+    num_hidden_layers=2,
+    num_beams=6,
+    max_length=512,
+    use_cache=True,
+)
 CONFIGS = [  # keys as config.json had them before transformers 5; None takes one away
-    ("gpt2", dict(n_ctx=128, summary_type="cls_index", task_specific_params={"text-generation": {"max_length": 50}})),
+    (
+        "gpt2",
+        dict(
+            n_ctx=128,
+            summary_type="cls_index",
+            task_specific_params={"text-generation": {"max_length": 50}},
+        ),
+    ),
     ("llama", OLD | dict(rope_theta=THETA, rope_scaling=None, pretraining_tp=1)),
     ("llama linear", OLD | dict(rope_theta=THETA, rope_scaling=dict(type="linear", factor=2.5))),
-    ("llama dynamic beyond", OLD | dict(rope_theta=THETA, rope_scaling=dict(type="dynamic", factor=2.5))),
+    (
+        "llama dynamic beyond",
+        OLD | dict(rope_theta=THETA, rope_scaling=dict(type="dynamic", factor=2.5)),
+    ),
     ("llama llama3", OLD | dict(rope_theta=THETA, rope_scaling=dict(rope_type="llama3", **SCALES))),
     ("mistral", OLD | dict(rope_theta=THETA)),
     ("qwen2 window above layer 1", OLD | dict(rope_theta=THETA, layer_types=None)),
     (
         "qwen2",
-        OLD | dict(rope_theta=THETA, layer_types=None, use_sliding_window=False, sliding_window=32768, use_mrope=False),
+        OLD
+        | dict(
+            rope_theta=THETA,
+            layer_types=None,
+            use_sliding_window=False,
+            sliding_window=32768,
+            use_mrope=False,
+        ),
     ),
     (
         "gemma2",
-        OLD | dict(rope_theta=THETA, layer_types=None, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh"),
+        OLD
+        | dict(
+            rope_theta=THETA,
+            layer_types=None,
+            cache_implementation="hybrid",
+            hidden_act="gelu_pytorch_tanh",
+        ),
     ),
     (
         "gemma3",
-        OLD | dict(rope_theta=THETA, rope_local_base_freq=91.0, rope_scaling=dict(rope_type="linear", factor=3.0)),
+        OLD
+        | dict(
+            rope_theta=THETA,
+            rope_local_base_freq=91.0,
+            rope_scaling=dict(rope_type="linear", factor=3.0),
+        ),
     ),
     (
         "gemma3 by its own pattern",
-        OLD | dict(rope_theta=THETA, rope_local_base_freq=91.0, layer_types=None, sliding_window_pattern=6),
+        OLD
+        | dict(
+            rope_theta=THETA, rope_local_base_freq=91.0, layer_types=None, sliding_window_pattern=6
+        ),
     ),
     ("olmo2", OLD | dict(rope_theta=THETA, rope_scaling=None)),
     ("gpt-neox", OLD | dict(rotary_pct=0.4, rotary_emb_base=911)),
     (
         "bloom",
-        dict(hidden_size=None, n_embed=42, n_head=None, num_attention_heads=6, offset_alibi=100, seq_length=2048)
-        | dict(attention_softmax_in_fp32=True, bias_dropout_fusion=True, masked_softmax_fusion=True, skip_bias_add=True)
+        dict(
+            hidden_size=None,
+            n_embed=42,
+            n_head=None,
+            num_attention_heads=6,
+            offset_alibi=100,
+            seq_length=2048,
+        )
+        | dict(
+            attention_softmax_in_fp32=True,
+            bias_dropout_fusion=True,
+            masked_softmax_fusion=True,
+            skip_bias_add=True,
+        )
         | dict(skip_bias_add_qkv=False, n_inner=None, pretraining_tp=2),
     ),
-    ("bert masked", dict(position_embedding_type="absolute", gradient_checkpointing=False, torch_dtype="float32")),
+    (
+        "bert masked",
+        dict(
+            position_embedding_type="absolute", gradient_checkpointing=False, torch_dtype="float32"
+        ),
+    ),
     ("roberta masked", dict(position_embedding_type="absolute", classifier_dropout=0.1)),
-    ("t5", dict(n_positions=512, output_past=True, feed_forward_proj=None, is_gated_act=None, dense_act_fn=None)),
+    (
+        "t5",
+        dict(
+            n_positions=512,
+            output_past=True,
+            feed_forward_proj=None,
+            is_gated_act=None,
+            dense_act_fn=None,
+        ),
+    ),
     ("t5 v1.1", dict(output_past=True, is_gated_act=True, dense_act_fn="gelu_new")),
-    ("bart", BARTS | dict(normalize_embedding=True, static_position_embeddings=False, extra_pos_embeddings=2, save_step=58)),
+    (
+        "bart",
+        BARTS
+        | dict(
+            normalize_embedding=True,
+            static_position_embeddings=False,
+            extra_pos_embeddings=2,
+            save_step=58,
+        ),
+    ),
     (
         "marian",
         BARTS
-        | dict(normalize_embedding=False, static_position_embeddings=True, extra_pos_embeddings=71, bad_words_ids=[[1]]),
+        | dict(
+            normalize_embedding=False,
+            static_position_embeddings=True,
+            extra_pos_embeddings=71,
+            bad_words_ids=[[1]],
+        ),
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [pytest.param(*case, id=case[0], marks=pytest.mark.xdist_group(case[0])) for case in CONFIGS]
+    ("name", "changes"),
+    [pytest.param(*case, id=case[0], marks=pytest.mark.xdist_group(case[0])) for case in CONFIGS],
 )
 def test_a_config_with_the_keys_of_older_years_is_the_same_config(name, changes, tmp_path):
     place = shutil.copytree(directory(name), tmp_path / "model")
@@ -242,11 +375,25 @@ SIZES = {  # the least that has to be said, since models are large by default
     "t5": dict(d_model=24, num_layers=2, d_ff=40, num_heads=3, vocab_size=71, d_kv=6),
     **dict.fromkeys(
         ("bart", "marian"),
-        dict(d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
-        | dict(encoder_ffn_dim=40, decoder_ffn_dim=40, vocab_size=71, pad_token_id=1, decoder_start_token_id=2),
+        dict(
+            d_model=24,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+        )
+        | dict(
+            encoder_ffn_dim=40,
+            decoder_ffn_dim=40,
+            vocab_size=71,
+            pad_token_id=1,
+            decoder_start_token_id=2,
+        ),
     ),
 }
-PLAIN = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=71)
+PLAIN = dict(
+    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=71
+)
 MANY = dict(num_hidden_layers=7)
 
 
@@ -264,12 +411,15 @@ def test_what_a_config_leaves_out_is_what_the_reference_takes_for_it(name, tmp_p
     assert_close(our_logits(full, batch), logits(model, batch), batch)
     said = {"architectures", "model_type", *settings}
     fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if key in said}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in fields.items() if key in said})
+    )
     assert filled(jf.load(tmp_path).config) == filled(full.config)
 
 
 def test_t5_v1_1_as_transformers_5_writes_it_again_is_the_same_model(tmp_path):
-    """Written again it says tie_word_embeddings, which v1.1 is not, and scale_decoder_outputs beside a head of its own."""
+    """Written again it says tie_word_embeddings, which v1.1 is not, and scale_decoder_outputs
+    beside a head of its own."""
     model = reference("t5 v1.1")
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -279,6 +429,9 @@ def test_t5_v1_1_as_transformers_5_writes_it_again_is_the_same_model(tmp_path):
 
 
 def test_labels_are_read(tmp_path):
-    model = made(tf.BertForSequenceClassification, BERT | dict(num_labels=3, id2label={0: "bad", 1: "fair", 2: "good"}))
+    model = made(
+        tf.BertForSequenceClassification,
+        BERT | dict(num_labels=3, id2label={0: "bad", 1: "fair", 2: "good"}),
+    )
     model.save_pretrained(tmp_path)
     assert jf.load(tmp_path).labels == ("bad", "fair", "good")

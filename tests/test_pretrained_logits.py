@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers as tf
-from pretrained import QUICK, assert_close, each, inputs, loaded, logits, our_logits, outputs, reference
+from pretrained import (
+    QUICK,
+    assert_close,
+    each,
+    inputs,
+    loaded,
+    logits,
+    our_logits,
+    outputs,
+    reference,
+)
 from pretrained_variants import FAMILY, LENGTH, PAD, ROOM, VARIANTS
 
 import jaxformer as jf
@@ -16,9 +26,32 @@ from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 
 GREEDY = [
-    *("gpt2", "llama", "llama dynamic within", "llama yarn attention factor", "mistral", "qwen2 window above layer 1"),
-    *("qwen3 bias, window by layer types", "gemma2 untied", "gemma3 by its own pattern", "olmo2", "gpt-neox"),
-    *("gpt-neox in turn", "bloom", "bloom 4 heads", "t5", "t5 v1.1", "bart", "bart scaled", "marian", "marian unscaled"),
+    *(
+        "gpt2",
+        "llama",
+        "llama dynamic within",
+        "llama yarn attention factor",
+        "mistral",
+        "qwen2 window above layer 1",
+    ),
+    *(
+        "qwen3 bias, window by layer types",
+        "gemma2 untied",
+        "gemma3 by its own pattern",
+        "olmo2",
+        "gpt-neox",
+    ),
+    *(
+        "gpt-neox in turn",
+        "bloom",
+        "bloom 4 heads",
+        "t5",
+        "t5 v1.1",
+        "bart",
+        "bart scaled",
+        "marian",
+        "marian unscaled",
+    ),
 ]
 
 
@@ -31,16 +64,25 @@ def test_logits_are_the_references_with_padded_rows(name):
 @each(FAMILY.values())
 def test_a_row_of_tokens_alone_gives_the_references_logits(name):
     batch = {word: rows[:1] for word, rows in inputs(name).items() if word.endswith("input_ids")}
-    masks = {word.replace("input_ids", "attention_mask"): np.ones_like(rows) for word, rows in batch.items()}
+    masks = {
+        word.replace("input_ids", "attention_mask"): np.ones_like(rows)
+        for word, rows in batch.items()
+    }
     assert_close(our_logits(loaded(name), batch), logits(reference(name), batch), masks)
 
 
 @each(["bert pre-training"])
 def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
     batch, model = inputs(name), loaded(name)
-    rows = {word: batch[word][:2] for word in ("input_ids", "attention_mask", "token_type_ids")}  # no padding on the left
+    rows = {
+        word: batch[word][:2] for word in ("input_ids", "attention_mask", "token_type_ids")
+    }  # no padding on the left
     read = inputs_of(
-        {"tokens": rows["input_ids"], "segment_ids": rows["attention_mask"], "token_types": rows["token_type_ids"]}
+        {
+            "tokens": rows["input_ids"],
+            "segment_ids": rows["attention_mask"],
+            "token_types": rows["token_type_ids"],
+        }
     )
 
     def told(params):
@@ -55,12 +97,16 @@ def test_the_next_sentence_is_told_as_the_reference_tells_it(name):
 
 
 def prompts(name):
-    """Three prompts padded on the left for a decoder; sources padded on the right and one start token each otherwise."""
+    """Three prompts padded on the left for a decoder; sources padded on the right and one start
+    token each otherwise."""
     batch, config = inputs(name, seed=1), reference(name).config
     tokens, mask = batch["input_ids"], batch["attention_mask"]
     if config.is_encoder_decoder:
         start = np.full((3, 1), config.decoder_start_token_id)
-        return {"input_ids": tokens, "attention_mask": mask}, (start, {"source": tokens, "source_segment_ids": mask})
+        return {"input_ids": tokens, "attention_mask": mask}, (
+            start,
+            {"source": tokens, "source_segment_ids": mask},
+        )
     mask = np.ones_like(mask)
     mask[1, :5], mask[2, :2] = 0, 0
     tokens = np.where(mask, np.where(tokens == PAD, 9, tokens), PAD)
@@ -73,15 +119,25 @@ def test_64_greedy_tokens_are_those_of_the_references_generate(name):
     assert LENGTH + 64 <= ROOM
     # Where T5's decoder has more layers than its encoder, transformers' cache is too short.
     how = tf.GenerationConfig(
-        do_sample=False, max_new_tokens=64, pad_token_id=PAD, use_cache=model.config.model_type != "t5"
+        do_sample=False,
+        max_new_tokens=64,
+        pad_token_id=PAD,
+        use_cache=model.config.model_type != "t5",
     )
     how.decoder_start_token_id = getattr(model.config, "decoder_start_token_id", None)
     before, model.generation_config = model.generation_config, how
     with torch.no_grad():
-        expected = model.generate(**{word: torch.from_numpy(rows) for word, rows in hf.items()}).numpy()
+        expected = model.generate(
+            **{word: torch.from_numpy(rows) for word, rows in hf.items()}
+        ).numpy()
     model.generation_config = before
     greedy = functools.partial(
-        jf.generate, config=loaded(name).config, prompt=prompt, max_new_tokens=64, temperature=0, **rest
+        jf.generate,
+        config=loaded(name).config,
+        prompt=prompt,
+        max_new_tokens=64,
+        temperature=0,
+        **rest,
     )
     found = jax.jit(greedy, compiler_options=QUICK)(loaded(name).params)
     assert expected.shape[1] == prompt.shape[1] + 64 and len(np.unique(expected[:, -64:])) > 3

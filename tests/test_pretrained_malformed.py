@@ -1,5 +1,5 @@
-"""A directory that is not what it says gets one message that names the file and the tensor or key; a model that cannot be
-stated is refused before a file is written."""
+"""A directory that is not what it says gets one message that names the file and the tensor or key;
+a model that cannot be stated is refused before a file is written."""
 
 import json
 import shutil
@@ -121,36 +121,58 @@ MALFORMED = {
     "an extra tensor": (with_another, [ONE, "model.layers.1.mlp.extra_proj.weight"]),
     "all three": (all_at_once, [ONE, UP, "extra_proj", "model.norm.weight", "43"]),
     "whole numbers": (of_whole_numbers, [ONE, UP]),
-    "more layers than there are": (keys(num_hidden_layers=3), [ONE, "model.layers.2.mlp.up_proj.weight"]),
+    "more layers than there are": (
+        keys(num_hidden_layers=3),
+        [ONE, "model.layers.2.mlp.up_proj.weight"],
+    ),
     "fewer layers than there are": (keys(num_hidden_layers=1), [ONE, UP]),
     "another width": (keys(hidden_size=36), [ONE, "model.embed_tokens.weight", "42", "36"]),
     "another vocabulary": (keys(vocab_size=72), [ONE, "model.embed_tokens.weight", "71", "72"]),
     "another feed-forward width": (keys(intermediate_size=54), [ONE, UP, "53", "54"]),
-    "another number of key heads": (keys(num_key_value_heads=3), [ONE, "model.layers.1.self_attn.k_proj.weight"]),
+    "another number of key heads": (
+        keys(num_key_value_heads=3),
+        [ONE, "model.layers.1.self_attn.k_proj.weight"],
+    ),
     "heads that do not divide": (keys(num_key_value_heads=4), [CONFIG, "num_key_value_heads"]),
     "no heads": (keys(num_attention_heads=0), [CONFIG, "num_attention_heads"]),
     "a number as text": (keys(hidden_size="42"), [CONFIG, "hidden_size"]),
     "a negative number": (keys(num_hidden_layers=-2), [CONFIG, "num_hidden_layers"]),
     "a fraction of a layer": (keys(num_hidden_layers=1.5), [CONFIG, "num_hidden_layers"]),
-    "biases that are not there": (keys(attention_bias=True), [ONE, "model.layers.0.self_attn.q_proj.bias"]),
+    "biases that are not there": (
+        keys(attention_bias=True),
+        [ONE, "model.layers.0.self_attn.q_proj.bias"],
+    ),
     "a switch as text": (keys(tie_word_embeddings="yes"), [CONFIG, "tie_word_embeddings"]),
-    "an unknown architecture": (keys(architectures=["MambaForCausalLM"], model_type="mamba"), [CONFIG, "MambaForCausalLM"]),
+    "an unknown architecture": (
+        keys(architectures=["MambaForCausalLM"], model_type="mamba"),
+        [CONFIG, "MambaForCausalLM"],
+    ),
     "a head that is not computed": (
         keys(architectures=["LlamaForSequenceClassification"]),
         [CONFIG, "LlamaForSequenceClassification"],
     ),
     "no architecture": (keys(architectures=None, model_type=None), [CONFIG, "architectures"]),
-    "an architecture of another model": (keys(architectures=["GPT2LMHeadModel"]), [CONFIG, "transformer.wte.weight"]),
+    "an architecture of another model": (
+        keys(architectures=["GPT2LMHeadModel"]),
+        [CONFIG, "transformer.wte.weight"],
+    ),
     "no config": (without_config, [CONFIG]),
     "a config that is no JSON": (config_of("{'hidden_size': 42"), [CONFIG]),
     "a config that is a list": (config_of("[1]"), [CONFIG]),
     "an unknown activation": (keys(hidden_act="foo"), [CONFIG, "hidden_act", "foo"]),
     "an unknown rope type": (
-        keys(rope_parameters=dict(rope_type="longrope", rope_theta=9.0, short_factor=[1.0] * 5, long_factor=[2.0] * 5)),
+        keys(
+            rope_parameters=dict(
+                rope_type="longrope", rope_theta=9.0, short_factor=[1.0] * 5, long_factor=[2.0] * 5
+            )
+        ),
         [CONFIG, "longrope"],
     ),
     "rope parameters that are none": (keys(rope_parameters="linear"), [CONFIG, "rope_parameters"]),
-    "quantized weights": (keys(quantization_config={"quant_method": "gptq", "bits": 4}), [CONFIG, "quantization_config"]),
+    "quantized weights": (
+        keys(quantization_config={"quant_method": "gptq", "bits": 4}),
+        [CONFIG, "quantization_config"],
+    ),
     "pickle files alone": (pickled, ["pytorch_model.bin", "safetensors"]),
     "no weights": (without_weights, ["safetensors"]),
 }
@@ -182,8 +204,14 @@ UNSTATED = {
     "wide values": (dict(value_dim=5), ["value_dim"]),
     "T5's bias in a decoder": (dict(positions="t5"), ["positions"]),
     "interleaved pairs": (dict(rope_pairing="interleaved"), ["rope_pairing"]),
-    "squared relu in a gpt": (dict(positions="learned", norm="layer", activation="glu"), ["activation"]),
-    "two at once": (dict(attention_sinks=True, logit_scale="rsqrt"), ["attention_sinks", "logit_scale"]),
+    "squared relu in a gpt": (
+        dict(positions="learned", norm="layer", activation="glu"),
+        ["activation"],
+    ),
+    "two at once": (
+        dict(attention_sinks=True, logit_scale="rsqrt"),
+        ["attention_sinks", "logit_scale"],
+    ),
     "tags of the mean": (dict(head="classes", n_classes=3, pooling="mean"), ["head"]),
 }
 
@@ -210,9 +238,17 @@ def test_parameters_of_another_config_are_refused_and_nothing_is_written(tmp_pat
 
 def test_an_architecture_that_cannot_state_the_model_is_refused_by_name(tmp_path):
     config = jf.ModelConfig(**SMALL)
-    for architecture, named in (("GPT2LMHeadModel", "positions"), ("MambaForCausalLM", "MambaForCausalLM")):
+    for architecture, named in (
+        ("GPT2LMHeadModel", "positions"),
+        ("MambaForCausalLM", "MambaForCausalLM"),
+    ):
         with pytest.raises(jf.ConfigError, match=named):
-            jf.save_pretrained(tmp_path / "out", jf.init(config, jax.random.key(0)), config, architecture=architecture)
+            jf.save_pretrained(
+                tmp_path / "out",
+                jf.init(config, jax.random.key(0)),
+                config,
+                architecture=architecture,
+            )
 
 
 @pytest.mark.xdist_group("llama")

@@ -1,4 +1,5 @@
-"""No option of a config.json is ignored: what transformers can be told is computed here too, or refused by name."""
+"""No option of a config.json is ignored: what transformers can be told is computed here too, or
+refused by name."""
 
 import shutil
 
@@ -26,8 +27,29 @@ from pretrained_variants import (
 
 import jaxformer as jf
 
-ACTS = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "gelu_10", "quick_gelu")
-ACTS += ("linear", "laplace", "leaky_relu", "mish", "relu", "relu2", "relu6", "sigmoid", "silu", "swish", "tanh")
+ACTS = (
+    "gelu",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_python",
+    "gelu_pytorch_tanh",
+    "gelu_accurate",
+    "gelu_10",
+    "quick_gelu",
+)
+ACTS += (
+    "linear",
+    "laplace",
+    "leaky_relu",
+    "mish",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "swish",
+    "tanh",
+)
 CAUSAL = {
     "gpt2": (tf.GPT2LMHeadModel, GPT2),
     "llama": (tf.LlamaForCausalLM, LLAMA),
@@ -61,7 +83,11 @@ OPTIONS = [
     ("llama", rope("linear", 1.0), "factor"),
     ("llama", SHORT | rope("dynamic", 1.0), "factor"),
     ("llama", rope("proportional", 2.0), "proportional"),
-    ("llama", {"rope_parameters": dict(rope_type="default", rope_theta=91.0, partial_rotary_factor=0.4)}, "partial_rotary"),
+    (
+        "llama",
+        {"rope_parameters": dict(rope_type="default", rope_theta=91.0, partial_rotary_factor=0.4)},
+        "partial_rotary",
+    ),
     ("llama", dict(num_key_value_heads=6), "num_key_value_heads"),
     ("llama", dict(hidden_act="gelu", tie_word_embeddings=True), "hidden_act"),
     ("mistral", dict(sliding_window=5, tie_word_embeddings=True), "tie_word_embeddings"),
@@ -72,15 +98,29 @@ OPTIONS = [
     ("qwen3", WINDOWED | dict(max_window_layers=2), "max_window_layers"),
     ("gemma2", dict(attention_bias=True), "attention_bias"),
     ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
-    ("gemma2", dict(layer_types=["full_attention", "full_attention", "sliding_attention", "full_attention"]), "layer_types"),
+    (
+        "gemma2",
+        dict(
+            layer_types=["full_attention", "full_attention", "sliding_attention", "full_attention"]
+        ),
+        "layer_types",
+    ),
     ("gemma2", rope("linear", 2.0), "rope"),
     ("gemma2", dict(query_pre_attn_scalar=10, num_key_value_heads=6), "query_pre_attn_scalar"),
-    ("gemma3", dict(attn_logit_softcapping=1.5), "attn_logit_softcapping"),  # which transformers 5 reads and does not apply
+    (
+        "gemma3",
+        dict(attn_logit_softcapping=1.5),
+        "attn_logit_softcapping",
+    ),  # which transformers 5 reads and does not apply
     ("gemma3", dict(attention_bias=True), "attention_bias"),
     ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     ("gemma3", dict(layer_types=["full_attention"] * 4), "layer_types"),
     ("gemma3", dict(layer_types=["sliding_attention"] * 4), "layer_types"),
-    ("gemma3", {"rope_parameters": {"full_attention": dict(rope_type="default", rope_theta=77.0)}}, "rope"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": dict(rope_type="default", rope_theta=77.0)}},
+        "rope",
+    ),
     (
         "gemma3",
         {
@@ -97,7 +137,11 @@ OPTIONS = [
     ("gpt-neox", dict(rotary_pct=0.3), "rotary_pct"),
     ("gpt-neox", dict(rotary_pct=0.4, rope_scaling=dict(rope_type="linear", factor=3.0)), "rope"),
     ("gpt-neox", dict(hidden_act="gelu_new"), "hidden_act"),
-    ("bloom", dict(apply_residual_connection_post_layernorm=True), "apply_residual_connection_post_layernorm"),
+    (
+        "bloom",
+        dict(apply_residual_connection_post_layernorm=True),
+        "apply_residual_connection_post_layernorm",
+    ),
     ("bloom", dict(slow_but_exact=True, pretraining_tp=2), "slow_but_exact"),
     ("bert", dict(tie_word_embeddings=False), "tie_word_embeddings"),
     ("bert", dict(is_decoder=True), "is_decoder"),
@@ -115,7 +159,11 @@ OPTIONS = [
     ("bart", dict(tie_word_embeddings=False), "embed_tokens"),
     ("marian", dict(decoder_attention_heads=3), "attention_heads"),
     ("marian", dict(share_encoder_decoder_embeddings=False), "share_encoder_decoder_embeddings"),
-    ("marian", dict(share_encoder_decoder_embeddings=False, decoder_vocab_size=75), "share_encoder_decoder_embeddings"),
+    (
+        "marian",
+        dict(share_encoder_decoder_embeddings=False, decoder_vocab_size=75),
+        "share_encoder_decoder_embeddings",
+    ),
     ("marian", dict(tie_word_embeddings=False), "embed_tokens"),
     ("marian", dict(d_model=33, encoder_attention_heads=3, decoder_attention_heads=3), "d_model"),
 ]
@@ -152,7 +200,10 @@ def with_key(family, key, value, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "key", "value"),
-    [("bert", "position_embedding_type", "relative_key"), ("roberta", "position_embedding_type", "relative_key_query")],
+    [
+        ("bert", "position_embedding_type", "relative_key"),
+        ("roberta", "position_embedding_type", "relative_key_query"),
+    ],
 )
 def test_an_option_of_older_years_that_changes_logits_is_refused(family, key, value, tmp_path):
     with pytest.raises(jf.ConfigError, match=key) as told:

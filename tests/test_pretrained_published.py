@@ -1,4 +1,5 @@
-"""Directories as their authors published them load without a warning, are the same models, and go back to transformers."""
+"""Directories as their authors published them load without a warning, are the same models, and go
+back to transformers."""
 
 import json
 import warnings
@@ -53,7 +54,8 @@ def test_a_published_directory_is_read_in_silence_and_written_for_transformers(n
 
 
 def placed(kind, place, settings, **keys):
-    """A tokenizer.json with these settings beside it, in a directory with these keys in its config.json; and the ids."""
+    """A tokenizer.json with these settings beside it, in a directory with these keys in its
+    config.json; and the ids."""
     (place / "tokenizer.json").write_text((saved(kind) / "tokenizer.json").read_text())
     change(place / "tokenizer_config.json", settings)
     change(place / "config.json", keys)
@@ -70,10 +72,16 @@ def placed(kind, place, settings, **keys):
     ],
     ids=["gpt2", "bert", "roberta", "bart"],
 )
-def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(kind, family, settings, tmp_path):
+def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(
+    kind, family, settings, tmp_path
+):
     """Their tokenizer_config.json names no special token."""
     place = placed(
-        kind, tmp_path, settings, model_type=family, **({"bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else {})
+        kind,
+        tmp_path,
+        settings,
+        model_type=family,
+        **({"bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else {}),
     )
     named = tf.AutoTokenizer.from_pretrained(place).special_tokens_map
     Tokenizer.load(place).save(tmp_path / "out" / "tokenizer.json")
@@ -84,7 +92,9 @@ def test_roles_that_the_class_of_a_tokenizer_tells_are_in_what_is_saved(kind, fa
 
 def test_a_marker_that_is_no_token_of_the_vocabulary_is_no_mistake(tmp_path):
     """CodeLlama's fill_token stands in texts, which are split at it."""
-    place = placed("llama2", tmp_path, {"eos_token": "</s>", "bos_token": "<s>", "fill_token": "<FILL_ME>"})
+    place = placed(
+        "llama2", tmp_path, {"eos_token": "</s>", "bos_token": "<s>", "fill_token": "<FILL_ME>"}
+    )
     assert Tokenizer.load(place).decode([2], skip_special_tokens=False) == "</s>"
 
 
@@ -97,10 +107,15 @@ def test_all_ids_that_end_a_text_are_written_again(kind, named, ends, tmp_path):
     """An instructed model has several, and the tokenizer's own need not be the one that it writes."""
     place = placed(kind, tmp_path, {"eos_token": named})
     (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    config = jf.ModelConfig(vocab_size=900, d_model=8, n_layers=1, n_heads=2, norm="rms", activation="swiglu")
+    config = jf.ModelConfig(
+        vocab_size=900, d_model=8, n_layers=1, n_heads=2, norm="rms", activation="swiglu"
+    )
     tokenizer = Tokenizer.load(place)
     assert tokenizer.shown(tokenizer.end_token) == named
     params = jf.init(config, jax.random.key(0))
     jf.save_pretrained(tmp_path / "out", params, config, tokenizer)
-    said = [json.loads(path.read_text()).get("eos_token_id") for path in (tmp_path / "out").glob("*config.json")]
+    said = [
+        json.loads(path.read_text()).get("eos_token_id")
+        for path in (tmp_path / "out").glob("*config.json")
+    ]
     assert ends in [sorted(ids) for ids in said if isinstance(ids, list)]

@@ -1,4 +1,5 @@
-"""What transformers saved, read and written again, is what transformers saved, and transformers reads it."""
+"""What transformers saved, read and written again, is what transformers saved, and transformers
+reads it."""
 
 import functools
 import json
@@ -18,29 +19,38 @@ ONE_OF_EACH = list(FAMILY.values())
 @functools.cache
 def saved(name, dtype=None):
     place, model = folder(name, f"ours {dtype}"), loaded(name)
-    jf.save_pretrained(place, model.params, model.config, model.tokenizer, **({"dtype": dtype} if dtype else {}))
+    jf.save_pretrained(
+        place, model.params, model.config, model.tokenizer, **({"dtype": dtype} if dtype else {})
+    )
     return place
 
 
 def reread(place):
-    """transformers' model of a directory, by the class that its config.json names, once nothing was missing or left over."""
+    """transformers' model of a directory, by the class that its config.json names, once nothing was
+    missing or left over."""
     fields = json.loads((place / "config.json").read_text())
     model, told = getattr(tf, fields["architectures"][0]).from_pretrained(
         place, output_loading_info=True, attn_implementation="eager"
     )
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), told
+    assert not any(
+        told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), told
     return model.eval()
 
 
 def assert_same_leaves(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map_with_path(
-        lambda path, a, b: np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path)), found, expected
+        lambda path, a, b: np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path)),
+        found,
+        expected,
     )
 
 
 def assert_same_tensors(found, expected):
-    assert {name: (w.shape, w.dtype) for name, w in found.items()} == {n: (w.shape, w.dtype) for n, w in expected.items()}
+    assert {name: (w.shape, w.dtype) for name, w in found.items()} == {
+        n: (w.shape, w.dtype) for n, w in expected.items()
+    }
     assert [name for name, w in expected.items() if not torch.equal(found[name], w)] == []
 
 
@@ -69,7 +79,9 @@ def test_bfloat16_is_written_as_transformers_would_and_read_as_float32(name):
     assert reread(saved(name, "bfloat16")).dtype == torch.bfloat16
     again = jf.load(saved(name, "bfloat16"))
     assert filled(again.config) == filled(loaded(name).config)
-    rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype("bfloat16").astype("float32")), loaded(name).params)
+    rounded = jax.tree.map(
+        lambda leaf: np.asarray(leaf.astype("bfloat16").astype("float32")), loaded(name).params
+    )
     assert_same_leaves(again.params, rounded)
 
 

@@ -22,17 +22,25 @@ from jaxformer.tokenizer import SENTINELS, Tokenizer
 def test_pairs_are_what_transformers_trains_an_encoder_decoder_on(
     kind: str,
 ) -> None:
-    """The source and the labels are texts in the template, and the decoder reads the labels after its start token."""
+    """The source and the labels are texts in the template, and the decoder reads the labels after
+    its start token."""
     ours, hf = Tokenizer.load(saved(kind)), transformers.AutoTokenizer.from_pretrained(saved(kind))
-    run = RunConfig(model=ModelConfig(family="encoder_decoder"), data=DataConfig(sequence_length=8, source_length=6))
+    run = RunConfig(
+        model=ModelConfig(family="encoder_decoder"),
+        data=DataConfig(sequence_length=8, source_length=6),
+    )
     template = template_of(PairTemplate, run, ours)
     for source, target in [("the cat", "sat"), (TEXTS[0], TEXTS[3])]:
         (parts,) = template.encode([(source, target)], {})
         row = template.arrays(*(np.array(part) for part in parts))
         read, labels = hf(source).input_ids, hf(target).input_ids
         assert row["source"].tolist() == ([*read[:5], read[-1]] if len(read) > 6 else read)
-        assert row["targets"].tolist() == (labels := [*labels[:7], labels[-1]] if len(labels) > 8 else labels)
-        assert row["tokens"].tolist() == [ours.start_token, *labels[:-1]] and row["weights"].tolist() == [1] * len(labels)
+        assert row["targets"].tolist() == (
+            labels := [*labels[:7], labels[-1]] if len(labels) > 8 else labels
+        )
+        assert row["tokens"].tolist() == [ours.start_token, *labels[:-1]] and row[
+            "weights"
+        ].tolist() == [1] * len(labels)
         sizes = template.sizes(np.array([[len(part) for part in parts]]))
         assert sizes.tolist() == [[len(read), len(hf(target).input_ids)]]
 
@@ -59,7 +67,10 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
     read, written = [], []
     for seed in range(60):
         row = made.row(0, np.random.default_rng(seed))
-        source, targets = row["source"][row["source_segment_ids"] > 0].tolist(), row["targets"][row["weights"] > 0].tolist()
+        source, targets = (
+            row["source"][row["source_segment_ids"] > 0].tolist(),
+            row["targets"][row["weights"] > 0].tolist(),
+        )
         inner, after = source[len(tokenizer.prefix) : -1], targets[len(before) :]
         assert source == tokenizer.as_source(inner) and targets[: len(before)] == before
         assert row["tokens"][: len(targets)].tolist() == [tokenizer.start_token, *targets[:-1]]
@@ -79,14 +90,20 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
 
 def test_a_decoder_answers_to_the_prompt_that_it_is_given_later() -> None:
     tokenizer = Tokenizer.load(saved("llama2"))
-    template = template_of(SFTTemplate, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer)
+    template = template_of(
+        SFTTemplate, RunConfig(model=ModelConfig(), data=DataConfig(sequence_length=64)), tokenizer
+    )
     (parts,) = template.encode([("the cat", "sat")], {})
     row = template.arrays(*(np.array(part) for part in parts))
     prompt = tokenizer.as_prompt(tokenizer.encode("the cat"))
     answer = tokenizer.encode("sat")
-    assert row["tokens"].tolist() == [*prompt, *answer] and row["targets"][-1] == tokenizer.end_token
+    assert (
+        row["tokens"].tolist() == [*prompt, *answer] and row["targets"][-1] == tokenizer.end_token
+    )
     assert row["weights"].tolist() == [0] * (len(prompt) - 1) + [1] * (len(answer) + 1)
-    assert template.sizes(np.array([[len(part) for part in parts]])).tolist() == [[len(row["tokens"])]]
+    assert template.sizes(np.array([[len(part) for part in parts]])).tolist() == [
+        [len(row["tokens"])]
+    ]
 
 
 def test_what_is_written_after_a_prompt_keeps_its_space() -> None:

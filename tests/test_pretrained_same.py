@@ -5,16 +5,51 @@ import pytest
 import jaxformer as jf
 from jaxformer.interop.compare import differences
 
-ENCODER = dict(vocab_size=9, d_model=4, n_layers=1, n_heads=1, d_ff=4, max_length=3, family="encoder", norm="layer") | dict(
-    norm_placement="post", bias="all", positions="learned", activation="gelu", embedding_norm=True, token_types=2
+ENCODER = dict(
+    vocab_size=9,
+    d_model=4,
+    n_layers=1,
+    n_heads=1,
+    d_ff=4,
+    max_length=3,
+    family="encoder",
+    norm="layer",
+) | dict(
+    norm_placement="post",
+    bias="all",
+    positions="learned",
+    activation="gelu",
+    embedding_norm=True,
+    token_types=2,
 )
 DECODER = dict(vocab_size=9, d_model=4, n_layers=2, n_heads=1, d_ff=4)
 SOURCE = DECODER | dict(family="encoder_decoder", positions="sinusoidal")
 SAME = [  # settings of a model, and others of the same function
-    *((DECODER, change) for change in (dict(dropout=0.1), dict(init="xavier"), dict(dtype="bfloat16"), dict(max_length=7))),
-    *((DECODER, change) for change in (dict(layer_loop="scan"), dict(remat="full"), dict(attention_kernel="xla"))),
-    *((DECODER, change) for change in (dict(n_kv_heads=1), dict(attention_scale=0.5), dict(rope_original_length=5))),
-    *((DECODER, change) for change in (dict(window_pattern="wf"), dict(window=3, window_pattern="f"), dict(bias="none"))),
+    *(
+        (DECODER, change)
+        for change in (
+            dict(dropout=0.1),
+            dict(init="xavier"),
+            dict(dtype="bfloat16"),
+            dict(max_length=7),
+        )
+    ),
+    *(
+        (DECODER, change)
+        for change in (dict(layer_loop="scan"), dict(remat="full"), dict(attention_kernel="xla"))
+    ),
+    *(
+        (DECODER, change)
+        for change in (dict(n_kv_heads=1), dict(attention_scale=0.5), dict(rope_original_length=5))
+    ),
+    *(
+        (DECODER, change)
+        for change in (
+            dict(window_pattern="wf"),
+            dict(window=3, window_pattern="f"),
+            dict(bias="none"),
+        )
+    ),
     (DECODER | dict(window=3, window_pattern="wf"), dict(window_pattern="wfwf")),
     (DECODER | dict(window=3), dict(rope_window_theta=10_000.0)),
     (DECODER | dict(bias="ffn"), dict(bias="ffn_norm")),
@@ -26,8 +61,19 @@ SAME = [  # settings of a model, and others of the same function
     (ENCODER | dict(head="classes", n_classes=2), dict(pooler=True, tied_head=True)),
 ]
 OTHER = [  # and others that are not
-    *((DECODER, change) for change in (dict(norm_eps=1e-6), dict(rope_theta=3.0), dict(window=3), dict(tied_head=True))),
-    *((DECODER, change) for change in (dict(attention_scale=0.4), dict(bias="ffn"), dict(logit_soft_cap=3.0))),
+    *(
+        (DECODER, change)
+        for change in (
+            dict(norm_eps=1e-6),
+            dict(rope_theta=3.0),
+            dict(window=3),
+            dict(tied_head=True),
+        )
+    ),
+    *(
+        (DECODER, change)
+        for change in (dict(attention_scale=0.4), dict(bias="ffn"), dict(logit_soft_cap=3.0))
+    ),
     (DECODER | dict(window=3), dict(rope_window_theta=3.0)),
     (SOURCE, dict(n_encoder_layers=1)),
     (SOURCE, dict(sinusoid_order="half")),

@@ -1,5 +1,5 @@
-"""A run and a model directory as each other's settings: what a new run takes and what it decides, how a directory is read
-as a run, and how it is written as one."""
+"""A run and a model directory as each other's settings: what a new run takes and what it decides,
+how a directory is read as a run, and how it is written as one."""
 
 import dataclasses
 import json
@@ -32,17 +32,55 @@ from jaxformer.runs.init_from import warm_start, with_classes
 from jaxformer.tokenizer import Tokenizer
 
 SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
-BERT = SMALL | dict(family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu")
-BERT |= dict(embedding_norm=True, token_types=2, positions="learned", max_length=9)
-# Of every setting of a model another value than its default; those that a new run decides for itself stand in OWN.
-OTHER = SMALL | dict(n_kv_heads=1, head_dim=6, value_dim=4, max_length=77, rope_theta=3.0, rope_pairing="interleaved")
-OTHER |= dict(rope_fraction=0.5, window=3, window_pattern="wf", rope_window_theta=5.0, attention_scale=0.3, norm="rms1p")
-OTHER |= dict(attention_soft_cap=2.0, attention_sinks=True, query_key_norm="head", norm_placement="sandwich", norm_eps=0.1)
-OTHER |= dict(
-    residual="parallel", activation="geglu", bias="qkv", embedding_scale="sqrt", embedding_norm=True, init="xavier"
+BERT = SMALL | dict(
+    family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu"
 )
-OTHER |= dict(token_types=2, tied_head=True, head_bias=True, logit_scale="rsqrt", logit_soft_cap=4.0, init="xavier")
-OWN = dict(head="classes", n_classes=3, pooling="mean", dropout=0.25, dtype="bfloat16", layer_loop="scan", remat="full")
+BERT |= dict(embedding_norm=True, token_types=2, positions="learned", max_length=9)
+# Of every setting of a model another value than its default; those that a new run decides for
+# itself stand in OWN.
+OTHER = SMALL | dict(
+    n_kv_heads=1, head_dim=6, value_dim=4, max_length=77, rope_theta=3.0, rope_pairing="interleaved"
+)
+OTHER |= dict(
+    rope_fraction=0.5,
+    window=3,
+    window_pattern="wf",
+    rope_window_theta=5.0,
+    attention_scale=0.3,
+    norm="rms1p",
+)
+OTHER |= dict(
+    attention_soft_cap=2.0,
+    attention_sinks=True,
+    query_key_norm="head",
+    norm_placement="sandwich",
+    norm_eps=0.1,
+)
+OTHER |= dict(
+    residual="parallel",
+    activation="geglu",
+    bias="qkv",
+    embedding_scale="sqrt",
+    embedding_norm=True,
+    init="xavier",
+)
+OTHER |= dict(
+    token_types=2,
+    tied_head=True,
+    head_bias=True,
+    logit_scale="rsqrt",
+    logit_soft_cap=4.0,
+    init="xavier",
+)
+OWN = dict(
+    head="classes",
+    n_classes=3,
+    pooling="mean",
+    dropout=0.25,
+    dtype="bfloat16",
+    layer_loop="scan",
+    remat="full",
+)
 OWN |= dict(attention_kernel="xla")
 
 
@@ -64,7 +102,9 @@ def based(run: RunConfig) -> RunConfig:
 
 
 def beginning(place: Path, origin: Path, **model) -> RunConfig:
-    return RunConfig(run=RunSettings(dir=str(place), init_from=str(origin)), model=ModelConfig(**model))
+    return RunConfig(
+        run=RunSettings(dir=str(place), init_from=str(origin)), model=ModelConfig(**model)
+    )
 
 
 def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
@@ -77,8 +117,13 @@ def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
 
 
 def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own_model(tmp_path):
-    origin, begun = a_run(tmp_path / "old", **SMALL), a_run(tmp_path / "begun", **SMALL | dict(d_model=16))
-    named = dataclasses.replace(beginning(tmp_path / "new", origin), tokenizer=TokenizerConfig(path="mine.json"))
+    origin, begun = (
+        a_run(tmp_path / "old", **SMALL),
+        a_run(tmp_path / "begun", **SMALL | dict(d_model=16)),
+    )
+    named = dataclasses.replace(
+        beginning(tmp_path / "new", origin), tokenizer=TokenizerConfig(path="mine.json")
+    )
     assert based(named).tokenizer.path == "mine.json"
     again = based(beginning(begun, origin))
     assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
@@ -87,25 +132,41 @@ def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own
 @pytest.mark.parametrize("missing", ["blocks.ffn.down_bias", "embed.types"])
 def test_a_trunk_that_does_not_fit_is_refused_with_its_leaves(missing, tmp_path):
     old = ModelConfig(**BERT)
-    new = dataclasses.replace(old, **(dict(bias="attention") if "bias" in missing else dict(token_types=3)))
+    new = dataclasses.replace(
+        old, **(dict(bias="attention") if "bias" in missing else dict(token_types=3))
+    )
     origin = written(tmp_path / "old", dataclasses.replace(old, tied_head=True))
-    run = RunConfig(run=RunSettings(init_from=str(origin)), model=dataclasses.replace(new, tied_head=True))
+    run = RunConfig(
+        run=RunSettings(init_from=str(origin)), model=dataclasses.replace(new, tied_head=True)
+    )
     with pytest.raises(jf.ConfigError, match=missing):
         warm_start(run, jf.init(run.model, jax.random.key(1)))
 
 
-def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(tmp_path):
+def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(
+    tmp_path,
+):
     old = ModelConfig(**BERT, head="tags", n_classes=3, pooler=True)
     origin = written(tmp_path / "old", old, architecture="BertForTokenClassification")
-    run = RunConfig(run=RunSettings(init_from=str(origin)), model=dataclasses.replace(old, head="classes", pooler=False))
+    run = RunConfig(
+        run=RunSettings(init_from=str(origin)),
+        model=dataclasses.replace(old, head="classes", pooler=False),
+    )
     start, before = jf.init(run.model, jax.random.key(1)), jf.load(origin).params
     found, said = warm_start(run, start)
     assert np.array_equal(found["head"]["weight"], start["head"]["weight"])
     assert np.array_equal(found["pooler"]["dense"], before["pooler"]["dense"])
     assert said.endswith("new: head.bias, head.weight.")
-    for labels, new in ((jf.load(origin).labels, "none"), (jf.load(origin).labels[::-1], "head.bias, head.weight")):
-        same, said = warm_start(dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)), labels=labels)
-        assert jax.tree.all(jax.tree.map(np.array_equal, same, before)) == (new == "none") and said.endswith(f"new: {new}.")
+    for labels, new in (
+        (jf.load(origin).labels, "none"),
+        (jf.load(origin).labels[::-1], "head.bias, head.weight"),
+    ):
+        same, said = warm_start(
+            dataclasses.replace(run, model=old), jf.init(old, jax.random.key(1)), labels=labels
+        )
+        assert jax.tree.all(jax.tree.map(np.array_equal, same, before)) == (
+            new == "none"
+        ) and said.endswith(f"new: {new}.")
 
 
 def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
@@ -116,14 +177,20 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
     found, said = warm_start(run, jf.init(new, jax.random.key(1)))
-    assert "pooler" not in found and "next_sentence" not in found and said.endswith("new: head.bias, head.weight.")
+    assert (
+        "pooler" not in found
+        and "next_sentence" not in found
+        and said.endswith("new: head.bias, head.weight.")
+    )
     assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
 
 
 def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
     tokenizer = Tokenizer.load(saved("bert"))
     config = ModelConfig(
-        **BERT | dict(vocab_size=tokenizer.vocab_size, max_length=32, pooler=True), head="classes", n_classes=2
+        **BERT | dict(vocab_size=tokenizer.vocab_size, max_length=32, pooler=True),
+        head="classes",
+        n_classes=2,
     )
     params = jf.init(config, jax.random.key(0))
     params["head"]["bias"] = np.array([-9.0, 9.0], np.float32)  # all is "bad"
@@ -140,7 +207,9 @@ def test_fewer_classes_than_the_data_names_are_refused():
 
 
 LLAMA = dict(norm="rms", activation="swiglu")
-T5 = dict(family="encoder_decoder", positions="t5", attention_scale=1.0, activation="relu", tied_head=True)
+T5 = dict(
+    family="encoder_decoder", positions="t5", attention_scale=1.0, activation="relu", tied_head=True
+)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +221,23 @@ T5 = dict(family="encoder_decoder", positions="t5", attention_scale=1.0, activat
     ],
     ids=["short", "long", "of a source"],
 )
-def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(model, length, objective, tmp_path):
+def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(
+    model, length, objective, tmp_path
+):
     found = run_of(written(tmp_path / "model", ModelConfig(**model)))
-    assert (found.data.sequence_length, found.data.objective, found.data.train) == (length, objective, "")
+    assert (found.data.sequence_length, found.data.objective, found.data.train) == (
+        length,
+        objective,
+        "",
+    )
     assert found.run.dir == found.tokenizer.path == str(tmp_path / "model")
 
 
 def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_labels(tmp_path):
     labels = ("bad", "fair", "good")
-    origin = written(tmp_path / "model", ModelConfig(**BERT, head="classes", n_classes=3), labels=labels)
+    origin = written(
+        tmp_path / "model", ModelConfig(**BERT, head="classes", n_classes=3), labels=labels
+    )
     model, place = jf.load(origin), tmp_path / "run"
     place.mkdir()
     save_run(place, model, origin)
@@ -170,7 +247,9 @@ def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_lab
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))
     assert json.loads((place / "data.json").read_text()) == {"labels": [*labels]}
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
-    places = map_specs(lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs(model.config))
+    places = map_specs(
+        lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs(model.config)
+    )
     for found in (jf.load(path, mesh=mesh, dtype="bfloat16").params for path in (origin, place)):
         assert jax.tree.all(jax.tree.map(lambda leaf, there: leaf.sharding == there, found, places))
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"bfloat16"}
@@ -181,7 +260,9 @@ SCALED = {
     "linear": dict(rope_scaling="linear", rope_factor=3.0),
     "yarn": dict(rope_scaling="yarn", rope_factor=3.0),
 }
-BASES = SMALL | dict(window=3, window_pattern="wf", rope_window_theta=7.0, rope_fraction=0.5, head_dim=8, n_layers=3)
+BASES = SMALL | dict(
+    window=3, window_pattern="wf", rope_window_theta=7.0, rope_fraction=0.5, head_dim=8, n_layers=3
+)
 
 
 @pytest.mark.parametrize("scaling", SCALED)
@@ -198,9 +279,13 @@ def test_a_layer_with_a_window_turns_by_its_own_base_which_nothing_stretches(sca
 def test_layers_of_two_bases_are_the_same_in_a_scan(scaling):
     config = ModelConfig(**BASES | SCALED[scaling])
     params, tokens = jf.init(config, jax.random.key(0)), np.arange(9)[None]
-    params = jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(1), leaf.shape), params)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(1), leaf.shape), params
+    )
     found = jf.forward(params, dataclasses.replace(config, layer_loop="scan"), tokens)
-    np.testing.assert_allclose(found, jf.forward(params, config, tokens), atol=2e-5 * float(abs(found).max()))
+    np.testing.assert_allclose(
+        found, jf.forward(params, config, tokens), atol=2e-5 * float(abs(found).max())
+    )
 
 
 def test_a_norm_around_1_begins_as_the_plain_one():
@@ -222,11 +307,16 @@ def test_a_bias_of_the_language_head_is_in_its_loss_as_in_its_logits():
 
 def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():
     config = ModelConfig(**BERT, head="none", dtype="bfloat16")
-    assert jf.forward(jf.init(config, jax.random.key(0)), config, np.arange(5)[None]).dtype == np.float32
+    assert (
+        jf.forward(jf.init(config, jax.random.key(0)), config, np.arange(5)[None]).dtype
+        == np.float32
+    )
 
 
 @pytest.mark.parametrize("family, place", [("decoder", 3), ("encoder", 1)])
-def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_first_in_an_encoder(family, place):
+def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_first_in_an_encoder(
+    family, place
+):
     config = ModelConfig(**SMALL, family=family, head="classes", n_classes=2)
     x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
     found = pooled({}, config, x, TokenLayout(np.arange(5)[None], np.array([[0, 1, 1, 1, 0]])))
@@ -235,7 +325,10 @@ def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_fi
 
 REFUSED = [
     (dict(rope_window_theta=5.0, window=3, positions="alibi"), "needs model.positions='rope'"),
-    *((dict(head_bias=True, head=head, n_classes=2), f"the head '{head}' has a bias") for head in ("classes", "tags")),
+    *(
+        (dict(head_bias=True, head=head, n_classes=2), f"the head '{head}' has a bias")
+        for head in ("classes", "tags")
+    ),
     (dict(head_bias=True, head="none"), "head_bias=True is for the language head"),
 ]
 
@@ -248,9 +341,16 @@ def test_a_setting_that_would_do_nothing_is_refused(changes, reason):
 
 @pytest.mark.parametrize(
     "dtype, inward, largest, status",
-    [("float32", False, 1e-5, 0), ("float32", False, 1.0, 1), ("bfloat16", False, 1.0, 0), ("bfloat16", True, 1.0, 1)],
+    [
+        ("float32", False, 1e-5, 0),
+        ("float32", False, 1.0, 1),
+        ("bfloat16", False, 1.0, 0),
+        ("bfloat16", True, 1.0, 1),
+    ],
 )
-def test_only_weights_that_were_rounded_may_be_apart(dtype, inward, largest, status, monkeypatch, capsys):
+def test_only_weights_that_were_rounded_may_be_apart(
+    dtype, inward, largest, status, monkeypatch, capsys
+):
     """What is read is as it lies there, whatever dtype was asked for."""
     monkeypatch.setattr(verify, "compare", lambda *_: verify.Comparison(largest, 1.0, np.zeros(3)))
     asked = convert.ConvertArguments(Path("source"), Path("target"), dtype=dtype)
@@ -260,7 +360,17 @@ def test_only_weights_that_were_rounded_may_be_apart(dtype, inward, largest, sta
 
 
 @pytest.mark.parametrize(
-    "text, size", [("500M", 5e8), ("5G", 5e9), ("1.5K", 1500), ("7", 7), ("2 gb", 2e9), ("0", 0), ("0.0G", 0), ("G", 0)]
+    "text, size",
+    [
+        ("500M", 5e8),
+        ("5G", 5e9),
+        ("1.5K", 1500),
+        ("7", 7),
+        ("2 gb", 2e9),
+        ("0", 0),
+        ("0.0G", 0),
+        ("G", 0),
+    ],
 )
 def test_a_size_of_a_file_is_a_number_of_bytes_above_0(text, size):
     if size:
@@ -288,7 +398,9 @@ def test_both_sides_are_compared_by_the_kl_of_ours_from_theirs_where_no_padding_
 
 
 def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):
-    config = ModelConfig(**BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True))
+    config = ModelConfig(
+        **BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True)
+    )
     place = written(tmp_path / "model", config, architecture="RobertaForMaskedLM")
     found = verify.compare(place, jf.load(place).params, config)
     assert found.largest < convert.CLOSE * found.deviation

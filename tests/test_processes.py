@@ -1,4 +1,5 @@
-"""Two processes of one run, joined over loopback: the numbers of one process, one run directory, one set of records."""
+"""Two processes of one run, joined over loopback: the numbers of one process, one run directory,
+one set of records."""
 
 import os
 import socket
@@ -11,7 +12,12 @@ from tiny_run import ROOT, finish, launch, line, saved, write_text
 
 from jaxformer.report import read_metrics
 
-CHANGES = {"train.steps": 4, "train.eval_every": 2, "train.checkpoint_every": 2, "model.dropout": 0.0}
+CHANGES = {
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "train.checkpoint_every": 2,
+    "model.dropout": 0.0,
+}
 
 
 def free_port() -> int:
@@ -41,5 +47,7 @@ def test_two_processes_give_the_losses_and_evaluations_of_one(tmp_path: Path) ->
     for entry, wanted in zip(found, expected, strict=True):
         for name in {"loss", "grad_norm", "val_loss", "val_bits_per_byte", "tokens"} & {*wanted}:
             assert entry[name] == pytest.approx(wanted[name], rel=2e-4), (entry["step"], name)
-    assert saved(tmp_path / "two") == saved(tmp_path / "one") and (tmp_path / "two/loss.png").is_file()
+    assert (
+        saved(tmp_path / "two") == saved(tmp_path / "one") and (tmp_path / "two/loss.png").is_file()
+    )
     assert "Done in" in first and "Done in" not in second and "step 2/4" not in second

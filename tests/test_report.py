@@ -36,7 +36,13 @@ from jaxformer.report.plot import _above
 def train_line(step: int) -> dict[str, float]:
     loss = np.float32(2 + 6 * math.exp(-step / 50))
     rate = 1e-3 * min(step / 20, 1)
-    return {"loss": loss, "learning_rate": rate, "tokens": step * 4096, "tokens_per_second": 2000.0, "mfu": 0.4}
+    return {
+        "loss": loss,
+        "learning_rate": rate,
+        "tokens": step * 4096,
+        "tokens_per_second": 2000.0,
+        "mfu": 0.4,
+    }
 
 
 def log_steps(run_dir: Path, start: int, stop: int) -> None:
@@ -65,10 +71,14 @@ def test_a_float32_loss_comes_back_bitwise_finite_or_not(tmp_path_factory, loss)
     line = (run_dir / "metrics.jsonl").read_text()
     written = json.loads(line, parse_constant=pytest.fail)["loss"]
     assert (written is None) == (not math.isfinite(loss))
-    assert np.array_equal(np.float32(read_metrics(run_dir)[0]["loss"]), np.float32(loss), equal_nan=True)
+    assert np.array_equal(
+        np.float32(read_metrics(run_dir)[0]["loss"]), np.float32(loss), equal_nan=True
+    )
 
 
-def test_seconds_are_wall_time_from_the_beginning_and_go_on_where_a_run_continues(tmp_path, monkeypatch):
+def test_seconds_are_wall_time_from_the_beginning_and_go_on_where_a_run_continues(
+    tmp_path, monkeypatch
+):
     clock = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     with MetricsLog(tmp_path, began=990.0) as log:  # ten seconds of start-up
@@ -159,7 +169,8 @@ def test_without_tensorboard_only_the_lines_are_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "lines",
     [
-        [(step, train_line(step)) for step in range(1, 300)] + [(100, {"val_loss": 3.0}), (299, {"val_loss": 2.5})],
+        [(step, train_line(step)) for step in range(1, 300)]
+        + [(100, {"val_loss": 3.0}), (299, {"val_loss": 2.5})],
         [(1, train_line(1))],
         [(0, {"val_loss": 8.0})],
         [(1, {"loss": math.nan}), (2, {"loss": math.inf})],
@@ -234,7 +245,10 @@ def test_a_line_tells_loss_pace_use_and_time_left(capsys, monkeypatch):
         clock[0] = 160.0
         progress.update(511, train_line(511))
     line = capsys.readouterr().out.strip()
-    assert line == "step  511/1000  loss 2.0002  lr 1.00e-03  2,000 tokens/s  MFU 40.0%  1 min 38 s left"
+    assert (
+        line
+        == "step  511/1000  loss 2.0002  lr 1.00e-03  2,000 tokens/s  MFU 40.0%  1 min 38 s left"
+    )
 
 
 def test_no_terminal_means_lines_and_none_means_silence(capsys):
@@ -276,14 +290,20 @@ with Progress(1000) as progress:
 
 
 def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
-    """What a program shows on a terminal of its own, interrupted as by Ctrl-C after some seconds, and its exit status."""
+    """What a program shows on a terminal of its own, interrupted as by Ctrl-C after some seconds,
+    and its exit status."""
     ours, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"}
 
-    def heeds() -> None:  # also where these tests run in the background of a shell, which ignores Ctrl-C
+    def heeds() -> (
+        None
+    ):  # also where these tests run in the background of a shell, which ignores Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command, ends = [sys.executable, "-c", code], dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    command, ends = (
+        [sys.executable, "-c", code],
+        dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+    )
     program = subprocess.Popen(command, env=environment, preexec_fn=heeds, **ends)
     os.close(terminal)
     shown, end = b"", 0.0
@@ -293,7 +313,9 @@ def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
             end = end or time.monotonic() + seconds
             if time.monotonic() > end:
                 program.send_signal(signal.SIGINT)
-                end = time.monotonic() + 0.5  # one that came while Python was in a destructor is lost
+                end = (
+                    time.monotonic() + 0.5
+                )  # one that came while Python was in a destructor is lost
     os.close(ours)
     return shown.decode(), program.wait(timeout=60)
 
@@ -301,7 +323,14 @@ def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
 def test_a_terminal_shows_a_bar_and_an_interrupt_leaves_it_usable():
     shown, status = on_a_terminal(BAR_RUN, columns=80, seconds=1.2)
     assert status != 0
-    for part in ("/1000", "loss 2.5000", "2,000 tokens/s", "MFU 40.0%", "left", "checkpoint [bold] written\r\n"):
+    for part in (
+        "/1000",
+        "loss 2.5000",
+        "2,000 tokens/s",
+        "MFU 40.0%",
+        "left",
+        "checkpoint [bold] written\r\n",
+    ):
         assert part in shown
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert shown.rindex(show) > shown.rindex(hide)
@@ -329,7 +358,13 @@ def test_the_closing_sets_bits_per_byte_beside_gzip_and_names_the_next_command()
         run_dir="runs/a",
         next_command="jaxformer sample runs/a",
     )
-    for part in ("2 min 14 s", "perplexity 27.0", "1.500 (25% fewer than gzip -9's 2.000", "runs/a", "jaxformer sample"):
+    for part in (
+        "2 min 14 s",
+        "perplexity 27.0",
+        "1.500 (25% fewer than gzip -9's 2.000",
+        "runs/a",
+        "jaxformer sample",
+    ):
         assert part in text
     assert "  | def f():\n  |\n  |     \ufffd[2Jpass" in text
 
@@ -337,8 +372,12 @@ def test_the_closing_sets_bits_per_byte_beside_gzip_and_names_the_next_command()
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e4])
 def test_a_diverged_run_still_closes(loss):
     shared = {"sample": None, "run_dir": "r", "next_command": "n", "seconds": 1.0}
-    assert "validation loss" in closing(val_loss=loss, bits_per_byte=loss, gzip_bits_per_byte=2.0, **shared)
-    assert "gzip" not in closing(val_loss=loss, bits_per_byte=loss, gzip_bits_per_byte=None, **shared)
+    assert "validation loss" in closing(
+        val_loss=loss, bits_per_byte=loss, gzip_bits_per_byte=2.0, **shared
+    )
+    assert "gzip" not in closing(
+        val_loss=loss, bits_per_byte=loss, gzip_bits_per_byte=None, **shared
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,10 +416,13 @@ def test_printable_text_holds_no_control_character(text):
 
 def test_report_needs_no_array_library_and_no_drawing_before_it_is_used():
     code = (
-        "import sys, types, pathlib; package = types.ModuleType('jaxformer'); "
-        "package.__path__ = [str(pathlib.Path(sys.argv[1]))]; sys.modules['jaxformer'] = package; "
-        "import jaxformer.report; print([m for m in ('jax', 'rich', 'matplotlib', 'tensorboardX') if m in sys.modules])"
+        "import sys, types, pathlib; package = types.ModuleType('jaxformer'); package.__path__ ="
+        " [str(pathlib.Path(sys.argv[1]))]; sys.modules['jaxformer'] = package; import"
+        " jaxformer.report; print([m for m in ('jax', 'rich', 'matplotlib', 'tensorboardX') if m in"
+        " sys.modules])"
     )
     package = Path(__file__).parent.parent / "jaxformer"
-    done = subprocess.run([sys.executable, "-c", code, str(package)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(package)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

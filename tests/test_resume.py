@@ -1,4 +1,5 @@
-"""The same command continues a run exactly, whatever ended it: what is compared is every logged number and every bit."""
+"""The same command continues a run exactly, whatever ended it: what is compared is every logged
+number and every bit."""
 
 import signal
 from pathlib import Path
@@ -54,7 +55,12 @@ def test_a_run_killed_while_a_checkpoint_is_being_written_continues_from_the_one
     unfinished: list[Path] = []
     for attempt in range(1, 6):
         process = launch(arguments)
-        wait_until(lambda: lines_logged(run_dir) > 4 * attempt and bool([*run_dir.glob("checkpoints/*tmp*")]), process)  # noqa: B023
+        wait_until(
+            lambda: (
+                lines_logged(run_dir) > 4 * attempt and bool([*run_dir.glob("checkpoints/*tmp*")])
+            ),
+            process,
+        )  # noqa: B023
         process.kill()
         finish(process, -signal.SIGKILL)
         unfinished = [*run_dir.glob("checkpoints/*tmp*")]
@@ -63,12 +69,16 @@ def test_a_run_killed_while_a_checkpoint_is_being_written_continues_from_the_one
     assert unfinished, "no kill ever met a save"
     assert train_here(arguments) == 0
     assert_same_run(run_dir, expected)
-    for step in range(EVERY, STEPS + 1, EVERY):  # what a step that runs on while it is saved leaves of a checkpoint: all
+    for step in range(
+        EVERY, STEPS + 1, EVERY
+    ):  # what a step that runs on while it is saved leaves of a checkpoint: all
         for a, b in zip(params_of(run_dir, step), params_of(expected, step), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_run_asked_to_stop_saves_at_once_and_continues_bitwise(whole: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_asked_to_stop_saves_at_once_and_continues_bitwise(
+    whole: tuple[Path, Path], tmp_path: Path
+) -> None:
     expected, text = whole
     run_dir = tmp_path / "run"
     arguments = line(run_dir, text, {"train.checkpoint_every": 1000})
@@ -126,7 +136,10 @@ def test_a_torn_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_befo
     tear(run_dir / "checkpoints" / str(newest))
     assert train_here(line(run_dir, text)) == 0
     out = capsys.readouterr().out
-    assert f"WARNING: the checkpoint of step {newest} cannot be read" in out and f"from step {newest - EVERY}" in out
+    assert (
+        f"WARNING: the checkpoint of step {newest} cannot be read" in out
+        and f"from step {newest - EVERY}" in out
+    )
     assert_same_run(run_dir, expected)
 
 
@@ -148,5 +161,8 @@ def test_where_no_checkpoint_can_be_read_nothing_is_overwritten(
 
 def tear(checkpoint: Path) -> None:
     """Cuts the largest file in half, as a full disk or a lost block does."""
-    largest = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in checkpoint.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])

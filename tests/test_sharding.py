@@ -1,4 +1,5 @@
-"""A sharded step equals the single-device step: eight forced host devices in a process of their own, every mesh in turn."""
+"""A sharded step equals the single-device step: eight forced host devices in a process of their
+own, every mesh in turn."""
 
 import json
 import os
@@ -10,7 +11,10 @@ import pytest
 
 HERE = Path(__file__).parent
 CASES = [
-    *(f"llama, 1 microbatches, {mesh}" for mesh in ("data 8", "fsdp 8", "tensor 2", "all three", "tensor 4")),
+    *(
+        f"llama, 1 microbatches, {mesh}"
+        for mesh in ("data 8", "fsdp 8", "tensor 2", "all three", "tensor 4")
+    ),
     "gpt2, 2 microbatches, all three",
     *(f"encoder-decoder, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"encoder, 2 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
@@ -22,8 +26,13 @@ EXPLICIT = [f"explicit {name}" for name in ("llama", "encoder-decoder", "encoder
 
 @pytest.fixture(scope="session")
 def report():
-    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    done = subprocess.run([sys.executable, HERE / "eight_devices.py"], env=flags, capture_output=True, text=True)
+    flags = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": f"{HERE}:{HERE.parent}",
+    }
+    done = subprocess.run(
+        [sys.executable, HERE / "eight_devices.py"], env=flags, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -34,7 +43,9 @@ def test_a_sharded_step_equals_the_single_device_step_on_each_mesh(report):
     for case in CASES:
         found = report[case]
         assert found["devices"] == 8, case
-        assert found["spread"] == (1 if "data 8" in case else 2 if "tensor 2" in case else 8 if "fsdp" in case else 4), case
+        assert found["spread"] == (
+            1 if "data 8" in case else 2 if "tensor 2" in case else 8 if "fsdp" in case else 4
+        ), case
         assert found["loss"] < 1e-6, case
         assert found["params"] < 2e-6, case
 

@@ -125,7 +125,9 @@ def test_sliding_goes_on_seamlessly_from_where_the_text_is_cut(endless: tuple[st
         ({"head": "classes", "n_classes": 2}, 0, "writes no text"),
     ],
 )
-def test_what_cannot_slide_is_refused_with_the_reason(settings: dict[str, Any], beams: int, reason: str) -> None:
+def test_what_cannot_slide_is_refused_with_the_reason(
+    settings: dict[str, Any], beams: int, reason: str
+) -> None:
     model = SimpleNamespace(config=jf.ModelConfig(vocab_size=9, **settings))
     asked = SampleArguments(Path("runs/a"), beams=beams, beyond="slide")
     with pytest.raises(jf.ConfigError, match=rf"--beyond slide.*{reason}"):

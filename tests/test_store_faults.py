@@ -21,9 +21,12 @@ TOKENIZER = byte_tokenizer()
 
 
 def built(folder: Path, documents: int = 20) -> TokenStore:
-    """A store of documents of 9 bytes and an end token, the first half of them first in the order of holding out."""
+    """A store of documents of 9 bytes and an end token, the first half of them first in the order
+    of holding out."""
     pieces = [Piece(f"{index:09d}", str(index), True) for index in range(documents)]
-    return open_or_build(folder, lambda: pieces, TOKENIZER, place=lambda name: int(name) / documents)
+    return open_or_build(
+        folder, lambda: pieces, TOKENIZER, place=lambda name: int(name) / documents
+    )
 
 
 def altered(path: Path, raw: bytes) -> None:
@@ -43,7 +46,9 @@ def test_a_file_of_another_size_is_found_without_reading_it(tmp_path: Path) -> N
 
 def test_each_side_of_each_fraction_has_its_own_fingerprint(tmp_path: Path) -> None:
     whole = built(tmp_path)
-    sides = [whole.held_out(fraction, inverse) for fraction in (0.25, 0.5) for inverse in (False, True)]
+    sides = [
+        whole.held_out(fraction, inverse) for fraction in (0.25, 0.5) for inverse in (False, True)
+    ]
     sides += [whole.cut(fraction, after) for fraction in (0.25, 0.5) for after in (False, True)]
     assert len({side.fingerprint for side in [whole, *sides]}) == 9
 
@@ -51,7 +56,10 @@ def test_each_side_of_each_fraction_has_its_own_fingerprint(tmp_path: Path) -> N
 def test_a_cut_counts_the_documents_that_it_parts_and_the_bytes_by_tokens(tmp_path: Path) -> None:
     whole = built(tmp_path)
     before, after = whole.cut(0.5, after=False), whole.cut(0.5, after=True)
-    assert (before.tokens, after.tokens) == (99, 101) and (before.documents, after.documents) == (10, 11)
+    assert (before.tokens, after.tokens) == (99, 101) and (before.documents, after.documents) == (
+        10,
+        11,
+    )
     assert (before.bytes, after.bytes) == (round(180 * 99 / 200), round(180 * 101 / 200))
 
 
@@ -69,16 +77,33 @@ def test_the_task_that_ends_last_finds_what_others_made_while_it_worked(
 
     def with_another_task() -> Iterator[Piece]:
         yield from whole
-        build_shards(tmp_path, whole, TOKENIZER, ProgressNotes(), lambda name: 0.0, lambda index: index % 2 == 1)
+        build_shards(
+            tmp_path,
+            whole,
+            TOKENIZER,
+            ProgressNotes(),
+            lambda name: 0.0,
+            lambda index: index % 2 == 1,
+        )
 
     made = build_shards(
-        tmp_path, with_another_task(), TOKENIZER, ProgressNotes(), lambda name: 0.0, lambda index: index % 2 == 0
+        tmp_path,
+        with_another_task(),
+        TOKENIZER,
+        ProgressNotes(),
+        lambda name: 0.0,
+        lambda index: index % 2 == 0,
     )
     assert [shard.path.name for shard in made if shard] == [f"0000{index}" for index in range(6)]
-    assert tokenizing.complete(tmp_path, [*made, None], TOKENIZER) is None and not (tmp_path / "manifest.json").exists()
+    assert (
+        tokenizing.complete(tmp_path, [*made, None], TOKENIZER) is None
+        and not (tmp_path / "manifest.json").exists()
+    )
 
 
-def test_a_manifest_must_be_written_once_but_need_not_be_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_must_be_written_once_but_need_not_be_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built(tmp_path)
     for path in tmp_path.iterdir():
         os.utime(path)
@@ -93,7 +118,9 @@ def test_a_manifest_must_be_written_once_but_need_not_be_renewed(tmp_path: Path,
         built(tmp_path)
 
 
-def test_a_store_of_more_shards_than_files_may_be_open_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_more_shards_than_files_may_be_open_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 9)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
@@ -101,12 +128,17 @@ def test_a_store_of_more_shards_than_files_may_be_open_is_read(tmp_path: Path, m
         whole = built(tmp_path, 300)
         side = whole.held_out(0.9)
         assert [*side.ends()] == [10 * number for number in range(1, 271)]
-        assert side.read(0, 2700).tolist() == whole.read(0, 2700).tolist() and len(side.boundaries(0, 2700)) == 269
+        assert (
+            side.read(0, 2700).tolist() == whole.read(0, 2700).tolist()
+            and len(side.boundaries(0, 2700)) == 269
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_new_format_makes_every_store_and_prepared_directory_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_format_makes_every_store_and_prepared_directory_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_of(tmp_path, str(written(tmp_path)))
     prepare_text(run, tmp_path / "out", False, quiet)
     monkeypatch.setattr(texts, "FORMAT", texts.FORMAT + 1)
@@ -133,7 +165,9 @@ def test_the_first_document_may_be_the_longest(tmp_path: Path) -> None:
 
 def test_tokens_are_no_records(tmp_path: Path) -> None:
     prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
-    with pytest.raises(ConfigError, match=r"out holds tokens of text, and data\.objective reads records"):
+    with pytest.raises(
+        ConfigError, match=r"out holds tokens of text, and data\.objective reads records"
+    ):
         prepare(run_of(tmp_path, str(tmp_path / "out"), objective="answers"))
 
 
@@ -170,7 +204,16 @@ def test_tasks_have_like_shares_and_as_many_as_units_read_one_each(
 def test_shards_say_what_they_hold(tmp_path: Path) -> None:
     whole = built(tmp_path)
     (entry,) = json.loads((tmp_path / "manifest.json").read_text())["shards"]
-    assert (entry["name"], entry["tokens"], entry["documents"], entry["bytes"]) == ("00000", 200, 20, 180)
+    assert (entry["name"], entry["tokens"], entry["documents"], entry["bytes"]) == (
+        "00000",
+        200,
+        20,
+        180,
+    )
     assert entry == json.loads((tmp_path / "00000.json").read_text()) and whole.tokens == 200
     table = np.frombuffer((tmp_path / "00000.documents").read_bytes(), np.int64).reshape(3, -1)
-    assert table[0, -1] == 200 and set(table[1]) == {9} and table[2].view(np.float64).tolist() == [n / 20 for n in range(20)]
+    assert (
+        table[0, -1] == 200
+        and set(table[1]) == {9}
+        and table[2].view(np.float64).tolist() == [n / 20 for n in range(20)]
+    )

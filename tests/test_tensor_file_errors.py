@@ -1,4 +1,5 @@
-"""Files of tensors that are damaged, missing, foreign or at odds with their index: said once, by file and by tensor."""
+"""Files of tensors that are damaged, missing, foreign or at odds with their index: said once, by
+file and by tensor."""
 
 import json
 import re
@@ -20,12 +21,24 @@ def write(folder: Path, *names: str, limit: int = 1 << 20) -> None:
     write_tensors(folder, shapes, lambda name: np.ones(2, np.float32), limit)
 
 
-@pytest.mark.parametrize(("code", "width"), [("I64", 8), ("BOOL", 1), ("U8", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("I8", 1)])
-def test_a_dtype_that_is_no_float_is_listed_and_not_read(tmp_path: Path, code: str, width: int) -> None:
-    raw(tmp_path / SINGLE, {"w": {"dtype": code, "shape": [2, 2], "data_offsets": [0, 4 * width]}}, 4 * width)
+@pytest.mark.parametrize(
+    ("code", "width"),
+    [("I64", 8), ("BOOL", 1), ("U8", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("I8", 1)],
+)
+def test_a_dtype_that_is_no_float_is_listed_and_not_read(
+    tmp_path: Path, code: str, width: int
+) -> None:
+    raw(
+        tmp_path / SINGLE,
+        {"w": {"dtype": code, "shape": [2, 2], "data_offsets": [0, 4 * width]}},
+        4 * width,
+    )
     files = TensorFiles(tmp_path)
     assert (files.entries["w"].dtype, files.entries["w"].shape) == (code, (2, 2))
-    with pytest.raises(ConfigError, match=f"^w in .*{SINGLE} is of dtype {code}; .* F64, F32, F16, BF16.*unquantized"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^w in .*{SINGLE} is of dtype {code}; .* F64, F32, F16, BF16.*unquantized",
+    ):
         files.read("w")
 
 
@@ -46,35 +59,69 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda p: p.write_bytes(b""), "{p} is empty"),
     "cut in its data": (
         cut(181),
-        r"{p} is damaged: it has 181 bytes where its header promises 184; the first tensor that is not whole is b\.",
+        (
+            r"{p} is damaged: it has 181 bytes where its header promises 184; the first tensor that"
+            r" is not whole is b\."
+        ),
     ),
-    "cut by a tensor": (cut(174), "it has 174 bytes .* 184; the first tensor that is not whole is a"),
-    "cut between tensors": (cut(176), "it has 176 bytes .* 184; the first tensor that is not whole is b"),
+    "cut by a tensor": (
+        cut(174),
+        "it has 174 bytes .* 184; the first tensor that is not whole is a",
+    ),
+    "cut between tensors": (
+        cut(176),
+        "it has 176 bytes .* 184; the first tensor that is not whole is b",
+    ),
     "cut in its header": (cut(94), "{p} is truncated: its 94 bytes end within the header"),
     "cut in its length": (cut(5), "{p} is truncated: its 5 bytes end within the header"),
-    "too long": (lambda p: p.write_bytes(p.read_bytes() + b"xx"), "{p} is damaged: it has 186 bytes .* 184. Download"),
-    "a web page": (lambda p: p.write_text("<!DOCTYPE html><html>"), "{p} is no sound safetensors file"),
+    "too long": (
+        lambda p: p.write_bytes(p.read_bytes() + b"xx"),
+        "{p} is damaged: it has 186 bytes .* 184. Download",
+    ),
+    "a web page": (
+        lambda p: p.write_text("<!DOCTYPE html><html>"),
+        "{p} is no sound safetensors file",
+    ),
     "a pointer": (
-        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        lambda p: p.write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        ),
         "{p} is a Git LFS pointer .*git lfs pull",
     ),
-    "a hostile length": (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()), "no sound safetensors file"),
+    "a hostile length": (
+        lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()),
+        "no sound safetensors file",
+    ),
     "a header that is a list": (lambda p: raw(p, [1], 0), "{p} is no sound safetensors file"),
-    "a header that is no JSON": (lambda p: p.write_bytes((4).to_bytes(8, "little") + b"{{{{"), "no sound safetensors file"),
+    "a header that is no JSON": (
+        lambda p: p.write_bytes((4).to_bytes(8, "little") + b"{{{{"),
+        "no sound safetensors file",
+    ),
     "a shape that overflows": (
         lambda p: raw(p, {"a": row(0, 8, (1 << 40, 1 << 40))}, 8),
         "no sound safetensors file",
     ),
     "a shape that lies": (lambda p: raw(p, {"a": row(0, 8, (3,))}, 8), "no sound safetensors file"),
-    "tensors that overlap": (lambda p: raw(p, {"a": row(0, 8), "b": row(4, 12)}, 12), "no sound safetensors file"),
-    "places that are no numbers": (lambda p: raw(p, {"a": row("x", "y")}, 8), "no sound safetensors file"),  # type: ignore[arg-type]
-    "an unknown dtype": (lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8), "no sound safetensors file"),
+    "tensors that overlap": (
+        lambda p: raw(p, {"a": row(0, 8), "b": row(4, 12)}, 12),
+        "no sound safetensors file",
+    ),
+    "places that are no numbers": (
+        lambda p: raw(p, {"a": row("x", "y")}, 8),
+        "no sound safetensors file",
+    ),  # type: ignore[arg-type]
+    "an unknown dtype": (
+        lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8),
+        "no sound safetensors file",
+    ),
 }
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, kind: str, sharded: bool) -> None:
+def test_a_damaged_file_is_named_with_what_is_wrong(
+    tmp_path: Path, kind: str, sharded: bool
+) -> None:
     damage, said = DAMAGE[kind]
     write(tmp_path, *(["x", "y"] if sharded else []), "a", "b", limit=16)
     path = tmp_path / ("model-00002-of-00002.safetensors" if sharded else SINGLE)
@@ -100,12 +147,18 @@ def test_a_file_that_changes_after_it_was_opened_is_said_and_not_guessed(tmp_pat
     [
         (
             ["pytorch_model.bin"],
-            "pytorch_model.bin alone, which is refused: .*pickle runs code.*in an environment you trust",
+            (
+                "pytorch_model.bin alone, which is refused: .*pickle runs code.*in an environment"
+                " you trust"
+            ),
         ),
         (["consolidated.00.pth", "x.pt"], "weights in consolidated.00.pth, x.pt alone"),
         (["model.ckpt"], "model.ckpt"),
         (["weights.pkl"], "weights.pkl"),
-        (["tf_model.h5"], "tf_model.h5 alone, which is refused: only safetensors are read.*from_tf=True"),
+        (
+            ["tf_model.h5"],
+            "tf_model.h5 alone, which is refused: only safetensors are read.*from_tf=True",
+        ),
         (["flax_model.msgpack"], "flax_model.msgpack.*from_flax=True"),
         ([], f"has no weights: neither {SINGLE}, nor {INDEX}"),
         (
@@ -114,7 +167,9 @@ def test_a_file_that_changes_after_it_was_opened_is_said_and_not_guessed(tmp_pat
         ),
     ],
 )
-def test_a_directory_without_safetensors_is_refused_with_the_remedy(tmp_path: Path, names: list[str], said: str) -> None:
+def test_a_directory_without_safetensors_is_refused_with_the_remedy(
+    tmp_path: Path, names: list[str], said: str
+) -> None:
     for name in ("config.json", *names):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path))}.*{said}"):
@@ -172,19 +227,32 @@ def test_an_index_that_is_none_is_refused(sharded: Path, text: str, said: str) -
 
 @pytest.mark.parametrize(
     "target",
-    ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "..", "", ".safetensors", "x.bin", "c:\\x"],
+    [
+        "../outside.safetensors",
+        "/outside.safetensors",
+        "a/b.safetensors",
+        "..",
+        "",
+        ".safetensors",
+        "x.bin",
+        "c:\\x",
+    ],
 )
 def test_an_index_names_only_safetensors_beside_it(sharded: Path, target: str) -> None:
     (sharded.parent / "outside.safetensors").write_bytes((sharded / shard(1)).read_bytes())
     target = target.format("outside.safetensors")
     change_index(sharded, a=target)
-    with pytest.raises(ConfigError, match=f"{INDEX} places tensors elsewhere .*: a in {re.escape(repr(target))}"):
+    with pytest.raises(
+        ConfigError, match=f"{INDEX} places tensors elsewhere .*: a in {re.escape(repr(target))}"
+    ):
         TensorFiles(sharded)
 
 
 def change_index(folder: Path, **changes: str | None) -> None:
     index = json.loads((folder / INDEX).read_text())
-    index["weight_map"] = {n: f for n, f in {**index["weight_map"], **changes}.items() if f is not None}
+    index["weight_map"] = {
+        n: f for n, f in {**index["weight_map"], **changes}.items() if f is not None
+    }
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -192,11 +260,19 @@ def change_index(folder: Path, **changes: str | None) -> None:
     ("changes", "said"),
     [
         ({"d": shard(2)}, f"d: not in {shard(2)}, as the index says"),
-        ({"d": shard(2), "a": None, "e": shard(1)}, f"a: in {shard(1)}, but the index does not name it"),
-        ({"a": shard(2), "b": shard(1)}, f"a: in {shard(1)}, but the index places it in {shard(2)}"),
+        (
+            {"d": shard(2), "a": None, "e": shard(1)},
+            f"a: in {shard(1)}, but the index does not name it",
+        ),
+        (
+            {"a": shard(2), "b": shard(1)},
+            f"a: in {shard(1)}, but the index places it in {shard(2)}",
+        ),
     ],
 )
-def test_an_index_and_its_shards_name_the_same_tensors(sharded: Path, changes: dict[str, Any], said: str) -> None:
+def test_an_index_and_its_shards_name_the_same_tensors(
+    sharded: Path, changes: dict[str, Any], said: str
+) -> None:
     change_index(sharded, **changes)
     with pytest.raises(ConfigError, match=f"(?s){INDEX} and its files disagree.*{said}"):
         TensorFiles(sharded)
@@ -204,7 +280,9 @@ def test_an_index_and_its_shards_name_the_same_tensors(sharded: Path, changes: d
 
 def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     save_file({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, sharded / shard(2))
-    with pytest.raises(ConfigError, match=f"a: in {shard(2)}, but the index places it in {shard(1)}"):
+    with pytest.raises(
+        ConfigError, match=f"a: in {shard(2)}, but the index places it in {shard(1)}"
+    ):
         TensorFiles(sharded)
 
 

@@ -1,4 +1,5 @@
-"""Files of tensors: what is written is what any reader reads, and whatever is wrong with a file is said once and by name."""
+"""Files of tensors: what is written is what any reader reads, and whatever is wrong with a file is
+said once and by name."""
 
 import contextlib
 import errno
@@ -29,7 +30,8 @@ Tensors = dict[str, np.ndarray]
 
 
 def awkward(seed: int = 0) -> Tensors:
-    """Every dtype that is written, with a scalar and an empty tensor; odd lengths, so that places are uneven."""
+    """Every dtype that is written, with a scalar and an empty tensor; odd lengths, so that places
+    are uneven."""
     draw = np.random.default_rng(seed).standard_normal
     return {
         "a.bf16": draw((5, 3)).astype(BF16),
@@ -43,11 +45,17 @@ def awkward(seed: int = 0) -> Tensors:
 
 
 def write(folder: Path, tensors: Tensors, limit: int = 1 << 30) -> list[Path]:
-    return write_tensors(folder, {n: (v.shape, v.dtype) for n, v in tensors.items()}, tensors.__getitem__, limit)
+    return write_tensors(
+        folder, {n: (v.shape, v.dtype) for n, v in tensors.items()}, tensors.__getitem__, limit
+    )
 
 
 def same(found: np.ndarray, expected: np.ndarray) -> bool:
-    return found.shape == expected.shape and found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    return (
+        found.shape == expected.shape
+        and found.dtype == expected.dtype
+        and found.tobytes() == expected.tobytes()
+    )
 
 
 def names_in(folder: Path) -> set[str]:
@@ -79,7 +87,11 @@ def test_the_library_reads_what_is_written_into_numpy_and_torch(tmp_path: Path) 
     [path] = write(tmp_path, tensors)
     for name, value in load_file(path).items():
         expected = tensors[name].astype(np.float64)
-        assert value.dtype == torch.bfloat16 if tensors[name].dtype == BF16 else value.numpy().dtype == tensors[name].dtype
+        assert (
+            value.dtype == torch.bfloat16
+            if tensors[name].dtype == BF16
+            else value.numpy().dtype == tensors[name].dtype
+        )
         assert np.array_equal(value.double().numpy(), expected), name
     with safe_open(path, "numpy") as file:
         assert file.metadata() == {"format": "pt"}
@@ -93,11 +105,23 @@ def test_every_tensor_lies_at_a_multiple_of_its_width(tmp_path: Path) -> None:
     header = json.loads(data[8 : 8 + length])
     del header["__metadata__"]
     assert length % 8 == 0
-    assert all(row["data_offsets"][0] % safetensors.DTYPES[row["dtype"]].itemsize == 0 for row in header.values())
+    assert all(
+        row["data_offsets"][0] % safetensors.DTYPES[row["dtype"]].itemsize == 0
+        for row in header.values()
+    )
 
 
 @pytest.mark.parametrize(
-    "rows", [slice(2, 5), slice(None, 3), slice(4, None), slice(-2, None), slice(3, 3), slice(4, 1), slice(5, 99)]
+    "rows",
+    [
+        slice(2, 5),
+        slice(None, 3),
+        slice(4, None),
+        slice(-2, None),
+        slice(3, 3),
+        slice(4, 1),
+        slice(5, 99),
+    ],
 )
 def test_rows_are_those_of_the_whole(tmp_path: Path, rows: slice) -> None:
     tensors = awkward()
@@ -130,8 +154,13 @@ def test_a_tensor_is_cast_to_the_dtype_promised(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from([np.float32, BF16])), max_size=9), st.integers(1, 200))
-def test_shards_hold_each_tensor_once_within_the_limit(sizes: list[tuple[int, Any]], limit: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([np.float32, BF16])), max_size=9),
+    st.integers(1, 200),
+)
+def test_shards_hold_each_tensor_once_within_the_limit(
+    sizes: list[tuple[int, Any]], limit: int
+) -> None:
     tensors = {f"t{i}": np.full(size, i, dtype) for i, (size, dtype) in enumerate(sizes)}
     with tempfile.TemporaryDirectory() as folder:
         paths = write(Path(folder), tensors, limit)
@@ -139,7 +168,10 @@ def test_shards_hold_each_tensor_once_within_the_limit(sizes: list[tuple[int, An
         held = [load_file(path) for path in shards]
         assert sorted(name for part in held for name in part) == sorted(tensors)
         for part in held:
-            assert sum(tensors[name].nbytes for name in part) <= limit or len([n for n in part if tensors[n].nbytes]) == 1
+            assert (
+                sum(tensors[name].nbytes for name in part) <= limit
+                or len([n for n in part if tensors[n].nbytes]) == 1
+            )
         total = sum(value.nbytes for value in tensors.values())
         if total <= limit:
             assert [path.name for path in paths] == [SINGLE]
@@ -150,7 +182,9 @@ def test_shards_hold_each_tensor_once_within_the_limit(sizes: list[tuple[int, An
             ]
             index = json.loads((Path(folder) / INDEX).read_text())
             assert index["metadata"]["total_size"] == total
-            assert index["weight_map"] == {n: path.name for path, part in zip(shards, held, strict=True) for n in part}
+            assert index["weight_map"] == {
+                n: path.name for path, part in zip(shards, held, strict=True) for n in part
+            }
         files = TensorFiles(Path(folder))
         assert all(same(files.read(name), value) for name, value in tensors.items())
 
@@ -172,8 +206,12 @@ def test_one_tensor_at_a_time_is_held_and_each_is_asked_for_once_in_order(tmp_pa
     assert asked == list("zebra")
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's count of resident file pages")
-def test_no_more_of_a_file_is_resident_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's count of resident file pages"
+)
+def test_no_more_of_a_file_is_resident_than_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safetensors, "PIECE_BYTES", 1 << 20)
     write(tmp_path, {"large": np.ones((1 << 10, 1 << 13), np.float32)})  # 32 MiB
     resident: list[int] = []
@@ -192,19 +230,33 @@ def test_no_more_of_a_file_is_resident_than_a_piece(tmp_path: Path, monkeypatch:
 
 
 def test_of_an_earlier_save_nothing_is_left_and_of_other_files_all(tmp_path: Path) -> None:
-    others = {"config.json", "model-1-of-2.safetensors", "model.safetensors.bak", "adapter_model.safetensors"}
+    others = {
+        "config.json",
+        "model-1-of-2.safetensors",
+        "model.safetensors.bak",
+        "adapter_model.safetensors",
+    }
     for name in others:
         (tmp_path / name).write_text("{}")
     (tmp_path / "model-00009-of-00009.safetensors.tmp").write_text("of a save that was killed")
     five = {name: np.ones(8, np.float32) for name in "abcde"}
-    for tensors, limit, made in ((five, 1 << 20, 1), (five, 64, 4), (five, 32, 6), (awkward(), 1 << 20, 1)):
-        assert {path.name for path in write(tmp_path, tensors, limit)} | others == names_in(tmp_path)
+    for tensors, limit, made in (
+        (five, 1 << 20, 1),
+        (five, 64, 4),
+        (five, 32, 6),
+        (awkward(), 1 << 20, 1),
+    ):
+        assert {path.name for path in write(tmp_path, tensors, limit)} | others == names_in(
+            tmp_path
+        )
         assert len(names_in(tmp_path)) == made + len(others)
         assert TensorFiles(tmp_path).entries.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 40])
-def test_a_save_that_fails_leaves_the_earlier_model(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_earlier_model(
+    tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {name: np.ones(8, np.float32) for name in "abc"}
     write(tmp_path, tensors, limit)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -219,7 +271,9 @@ def test_a_save_that_fails_leaves_the_earlier_model(tmp_path: Path, limit: int, 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="needs a device that is always full")
+@pytest.mark.skipif(
+    not os.access("/dev/full", os.W_OK), reason="needs a device that is always full"
+)
 def test_a_full_disk_is_said_with_its_path(tmp_path: Path) -> None:
     (tmp_path / f"{SINGLE}.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: No space left on device")):
@@ -233,7 +287,9 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         write(tmp_path / "file", awkward())
 
 
-def test_all_is_on_the_disk_before_a_file_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_on_the_disk_before_a_file_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
 
     def noted(name: str) -> Callable[..., None]:
@@ -251,10 +307,14 @@ def test_all_is_on_the_disk_before_a_file_takes_its_name(tmp_path: Path, monkeyp
     assert done == ["fsync"] * 4 + ["replace"] * 4
 
 
-def test_between_the_shards_of_two_saves_there_is_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_the_shards_of_two_saves_there_is_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {name: np.ones(8, np.float32) for name in "abc"}
     write(tmp_path, tensors, 40)
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the machine goes down")))
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the machine goes down"))
+    )
     with pytest.raises(ConfigError, match="the machine goes down"):
         write(tmp_path, tensors, 40)
     assert INDEX not in names_in(tmp_path)
@@ -269,7 +329,9 @@ def test_between_the_shards_of_two_saves_there_is_no_index(tmp_path: Path, monke
         ((2, 3), np.float16, 9, "w has values beyond the range of float16: save it as bfloat16"),
     ],
 )
-def test_what_cannot_be_written_is_refused(tmp_path: Path, shape: Any, dtype: Any, limit: int, said: str) -> None:
+def test_what_cannot_be_written_is_refused(
+    tmp_path: Path, shape: Any, dtype: Any, limit: int, said: str
+) -> None:
     value = np.full((2, 3), 1e9, np.float32)
     with pytest.raises(ConfigError, match=said):
         write_tensors(tmp_path, {"w": (shape, np.dtype(dtype))}, lambda name: value, limit)
@@ -280,4 +342,6 @@ def test_infinities_are_written_as_they_are(tmp_path: Path) -> None:
     value = np.array([np.inf, -np.inf, np.nan, 0], np.float32)
     for dtype in (np.dtype(np.float16), BF16):
         write_tensors(tmp_path, {"w": ((4,), dtype)}, lambda name: value, 99)
-        assert np.array_equal(TensorFiles(tmp_path).read("w").astype(np.float32), value, equal_nan=True)
+        assert np.array_equal(
+            TensorFiles(tmp_path).read("w").astype(np.float32), value, equal_nan=True
+        )

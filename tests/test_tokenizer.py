@@ -24,7 +24,10 @@ from jaxformer.tokenizer import (
     train_bpe_tokenizer,
 )
 
-TEXTS = ["the cat sat on the mat, the cat's hat\n\n  def f(x):\n    return x\n", "Grüße, 世界! the the 🙂 12345\t\n"] * 20
+TEXTS = [
+    "the cat sat on the mat, the cat's hat\n\n  def f(x):\n    return x\n",
+    "Grüße, 世界! the the 🙂 12345\t\n",
+] * 20
 BPE = train_bpe_tokenizer(TEXTS, 300)
 KINDS = {"bpe": BPE, "bytes": byte_tokenizer(), "characters": character_tokenizer(TEXTS)}
 
@@ -47,16 +50,25 @@ def test_byte_level_tokenizers_encode_any_text(text: str) -> None:
 def test_token_bytes_sum_to_the_bytes_of_the_text(kind: str) -> None:
     tokenizer = KINDS[kind]
     sizes = tokenizer.token_bytes()
-    assert sizes.dtype == np.int32 and sizes.shape == (tokenizer.vocab_size,) and sizes[tokenizer.end_token] == 0
+    assert (
+        sizes.dtype == np.int32
+        and sizes.shape == (tokenizer.vocab_size,)
+        and sizes[tokenizer.end_token] == 0
+    )
     for text in TEXTS[:2]:
         assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(kind: str, tmp_path: Path) -> None:
+def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(
+    kind: str, tmp_path: Path
+) -> None:
     tokenizer = KINDS[kind]
     tokenizer.save(tmp_path / "run" / "tokenizer.json")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     tokenizer.save(tmp_path / "alone" / "other.json")
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["other.json"]
     loaded = Tokenizer.load(tmp_path / "run")
@@ -83,23 +95,34 @@ def test_ids_of_each_kind_are_the_documented_ones() -> None:
     assert (BPE.end_token, BPE.vocab_size) == (0, 300)
     assert (KINDS["bytes"].end_token, KINDS["bytes"].vocab_size) == (256, 257)
     letters = character_tokenizer(["hello", "wörld"])
-    assert letters.encode("dehlorwö") == list(range(8)) and letters.end_token == 8 and letters.vocab_size == 9
+    assert (
+        letters.encode("dehlorwö") == list(range(8))
+        and letters.end_token == 8
+        and letters.vocab_size == 9
+    )
 
 
 def test_special_tokens_follow_the_end_token_and_are_found_by_their_role(tmp_path: Path) -> None:
     made = {"bpe": train_bpe_tokenizer(TEXTS, 300, MARKS), "bytes": byte_tokenizer(MARKS)}
     for tokenizer in (*made.values(), character_tokenizer(TEXTS, MARKS)):
         first = tokenizer.end_token + 1
-        assert [tokenizer.special(role) for role in ("cls", "sep", "mask")] == [first, first + 1, first + 2]
+        assert [tokenizer.special(role) for role in ("cls", "sep", "mask")] == [
+            first,
+            first + 1,
+            first + 2,
+        ]
         assert not {first - 1, first, first + 1, first + 2} & {*tokenizer.ordinary().tolist()}
         assert len(tokenizer.ordinary()) == tokenizer.vocab_size - 4 and not tokenizer.sentinels()
         assert not tokenizer.word_edges()[first - 1 : first + 3].any()
         tokenizer.save(tmp_path / "tokenizer.json")
         assert Tokenizer.load(tmp_path).special("mask") == first + 2
     assert not {*made["bpe"].encode("[CLS][MASK]")} & {1, 2, 3} and made["bpe"].vocab_size == 300
-    assert BPE.special("cls") is None and byte_tokenizer(SENTINELS).sentinels() == list(range(257, 357))
+    assert BPE.special("cls") is None and byte_tokenizer(SENTINELS).sentinels() == list(
+        range(257, 357)
+    )
     with pytest.raises(
-        ConfigError, match=r"vocab_size=300 must be at least 357: .* and 100 tokens that the objective needs"
+        ConfigError,
+        match=r"vocab_size=300 must be at least 357: .* and 100 tokens that the objective needs",
     ):
         train_bpe_tokenizer(TEXTS, 300, SENTINELS)
 
@@ -112,7 +135,9 @@ def test_a_word_is_letters_and_digits_with_the_space_before_them() -> None:
     parts = [KINDS["bytes"].decode(part) for part in np.split(list(text.encode()), begins[1:])]
     assert parts == ["é_9", " ", "a", "(", "b", "\n", "1"]  # of bytes the space is one of its own
     pieces = Tokenizer(
-        tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1, "[SEP]": 2, "(": 3}, unk_token="[SEP]"))
+        tokenizers.Tokenizer(
+            tokenizers.models.WordPiece({"a": 0, "##b": 1, "[SEP]": 2, "(": 3}, unk_token="[SEP]")
+        )
     )
     assert pieces.word_edges()[:2].tolist() == [[False, True], [True, True]]
 
@@ -124,15 +149,20 @@ def test_an_unseen_character_is_an_error_that_names_it() -> None:
 
 def test_training_is_deterministic() -> None:
     program = (
-        "from jaxformer.tokenizer import train_bpe_tokenizer as t; import random; r = random.Random(0);"
-        "words = [''.join(r.choices('abcde', k=4)) for _ in range(2000)];"
-        "print(t([' '.join(words[i::7]) for i in range(7)], 600).fingerprint())"
+        "from jaxformer.tokenizer import train_bpe_tokenizer as t; import random; r ="
+        " random.Random(0);words = [''.join(r.choices('abcde', k=4)) for _ in"
+        " range(2000)];print(t([' '.join(words[i::7]) for i in range(7)], 600).fingerprint())"
     )
     root = str(Path(__file__).parent.parent)
     runs = [
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": root, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+            env={
+                **os.environ,
+                "PYTHONPATH": root,
+                "RAYON_NUM_THREADS": threads,
+                "PYTHONHASHSEED": threads,
+            },
             capture_output=True,
             text=True,
             check=True,
@@ -140,7 +170,10 @@ def test_training_is_deterministic() -> None:
         for threads in ("1", "2", "3")
     ]
     assert len(set(runs)) == 1
-    assert train_bpe_tokenizer(["abc"], 300).fingerprint() != train_bpe_tokenizer(["abd"], 300).fingerprint()
+    assert (
+        train_bpe_tokenizer(["abc"], 300).fingerprint()
+        != train_bpe_tokenizer(["abd"], 300).fingerprint()
+    )
 
 
 SPACE = st.text(" \n\t\r", min_size=1, max_size=4)
@@ -161,15 +194,23 @@ def test_a_document_in_pieces_encodes_as_the_whole(words: list[str]) -> None:
 
 def test_a_document_without_a_place_to_cut_is_cut_all_the_same() -> None:
     pieces = [piece for piece, _ in reading.in_pieces("x" * 1_000_000)]
-    assert "".join(pieces) == "x" * 1_000_000 and max(map(len, pieces)) <= 2 * reading.PIECE_CHARACTERS
+    assert (
+        "".join(pieces) == "x" * 1_000_000 and max(map(len, pieces)) <= 2 * reading.PIECE_CHARACTERS
+    )
 
 
 @pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<|im_end|>"])
-def test_a_given_file_keeps_its_own_end_token_and_loses_its_padding(name: str, tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+def test_a_given_file_keeps_its_own_end_token_and_loses_its_padding(
+    name: str, tmp_path: Path
+) -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.add_special_tokens([name])
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single=f"$A {name}", special_tokens=[(name, 3)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {name}", special_tokens=[(name, 3)]
+    )
     backend.enable_truncation(2)
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -180,7 +221,9 @@ def test_a_given_file_keeps_its_own_end_token_and_loses_its_padding(name: str, t
 
 def test_token_bytes_of_a_sentencepiece_style_file() -> None:
     vocab = {"<unk>": 0, "</s>": 1, "<0xE2>": 2, "▁the": 3, "é": 4, "▁": 5}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    )
     backend.add_special_tokens(["<unk>", "</s>"])
     backend.decoder = tokenizers.decoders.Sequence(
         [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
@@ -198,10 +241,16 @@ def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> Non
     BPE.save(broken)
     spec = json.loads(broken.read_text())
     spec["added_tokens"] = []
-    spec["model"]["vocab"] = {token: index for token, index in spec["model"]["vocab"].items() if token != END_OF_TEXT}
+    spec["model"]["vocab"] = {
+        token: index for token, index in spec["model"]["vocab"].items() if token != END_OF_TEXT
+    }
     broken.write_text(json.dumps(spec))
     endless = Tokenizer.load(broken)
-    assert endless.decode(endless.encode("a cat")) == "a cat" and endless.ids() == {} and endless.fingerprint()
+    assert (
+        endless.decode(endless.encode("a cat")) == "a cat"
+        and endless.ids() == {}
+        and endless.fingerprint()
+    )
     for name in ("end_token", "end_tokens", "start_token"):
         with pytest.raises(ConfigError, match=r"broken\.json has no token that ends a document"):
             getattr(endless, name)

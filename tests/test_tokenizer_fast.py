@@ -12,14 +12,25 @@ from hard_text import characters, hard_text
 from pretrained_tokenizers import TEXTS, saved
 
 from jaxformer.config import ConfigError
-from jaxformer.tokenizer import SENTINELS, Tokenizer, byte_tokenizer, encoding, fast, train_bpe_tokenizer
+from jaxformer.tokenizer import (
+    SENTINELS,
+    Tokenizer,
+    byte_tokenizer,
+    encoding,
+    fast,
+    train_bpe_tokenizer,
+)
 from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 tiktoken = pytest.importorskip("tiktoken")
 
 HARD = hard_text(400_000)
-CORPUS = [*TEXTS, HARD[-60_000:], "the cat sat on the mat and the dog barked at the moon  \n\n" * 20]
+CORPUS = [
+    *TEXTS,
+    HARD[-60_000:],
+    "the cat sat on the mat and the dog barked at the moon  \n\n" * 20,
+]
 MADE = {pattern: train_bpe_tokenizer(CORPUS, 1500, (), pattern) for pattern in WORD_PATTERNS}
 
 
@@ -36,7 +47,10 @@ def fast_of(tokenizer: Tokenizer | tokenizers.Tokenizer) -> Fast | None:
 
 
 def plain(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
-    return [found.ids for found in library(tokenizer).encode_batch_fast([*texts], add_special_tokens=False)]
+    return [
+        found.ids
+        for found in library(tokenizer).encode_batch_fast([*texts], add_special_tokens=False)
+    ]
 
 
 @pytest.mark.parametrize("pattern", WORD_PATTERNS)
@@ -44,14 +58,24 @@ def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern
     made = MADE[pattern]
     assert fast_of(made)
     ids = made.encode(HARD)
-    ranks = {made._spelling.raw(token): index for token, index in made._vocab.items() if index != made.end_token}
-    baseline = tiktoken.Encoding("own", pat_str=WORD_PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens={})
+    ranks = {
+        made._spelling.raw(token): index
+        for token, index in made._vocab.items()
+        if index != made.end_token
+    }
+    baseline = tiktoken.Encoding(
+        "own", pat_str=WORD_PATTERNS[pattern].words, mergeable_ranks=ranks, special_tokens={}
+    )
     assert [ids] == plain(made, HARD) and ids == baseline.encode_ordinary(HARD)
     assert made.decode(ids) == HARD
-    pieces = [HARD[start : start + size] for size in (10, 999, 30_000) for start in range(0, 60_000, size)]
+    pieces = [
+        HARD[start : start + size] for size in (10, 999, 30_000) for start in range(0, 60_000, size)
+    ]
     assert made.encode_batch(pieces) == plain(made, *pieces)
     arrays = made.encode_arrays(pieces)
-    assert all(row.dtype == np.uint32 for row in arrays) and [row.tolist() for row in arrays] == made.encode_batch(pieces)
+    assert all(row.dtype == np.uint32 for row in arrays) and [
+        row.tolist() for row in arrays
+    ] == made.encode_batch(pieces)
 
 
 @pytest.mark.parametrize("pattern", WORD_PATTERNS)
@@ -85,7 +109,9 @@ def test_a_random_vocabulary_is_merged_alike_or_left_to_the_library() -> None:
     assert 0 < taken < 60
 
 
-def changed(change: dict[str, object], part: str = "model", base: Tokenizer = MADE["gpt2"]) -> tokenizers.Tokenizer:
+def changed(
+    change: dict[str, object], part: str = "model", base: Tokenizer = MADE["gpt2"]
+) -> tokenizers.Tokenizer:
     spec = json.loads(base._backend.to_str())
     spec[part] = (spec[part] or {}) | change
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -103,10 +129,14 @@ def test_what_tiktoken_cannot_do_is_left_to_the_library() -> None:
         "normalizer": changed({"type": "NFC"}, "normalizer"),
         "a space before": changed({"add_prefix_space": True}, "pre_tokenizer"),
         "no words": changed({"use_regex": False}, "pre_tokenizer"),
-        "ids in another order": changed({"vocab": vocab | {last: 257, "".join(merges[0]): vocab[last]}}),
-        "two merges of one entry": Tokenizer.from_bpe(
-            twice, [(b"a", b"b"), (b"b", b"c"), (b"ab", b"c"), (b"a", b"bc")]
-        )._backend,
+        "ids in another order": changed(
+            {"vocab": vocab | {last: 257, "".join(merges[0]): vocab[last]}}
+        ),
+        "two merges of one entry": (
+            Tokenizer.from_bpe(
+                twice, [(b"a", b"b"), (b"b", b"c"), (b"ab", b"c"), (b"a", b"bc")]
+            )._backend
+        ),
         "sentencepiece": Tokenizer.load(saved("t5"))._backend,
         "byte fallback": Tokenizer.load(saved("llama2"))._backend,
         "no merges": byte_tokenizer()._backend,
@@ -143,7 +173,11 @@ def test_gpt2s_tables_alone_have_the_fast_encoder() -> None:
     assert b"<|endoftext|>" in tables.values()
     tokenizer = Tokenizer.from_bpe(tables, pairs)
     assert fast_of(tokenizer) and [tokenizer.encode(HARD)] == plain(tokenizer, HARD)
-    assert tokenizer.encode("<|endoftext|>") == plain(tokenizer, "<|endoftext|>")[0] != [MADE["gpt2"].end_token]
+    assert (
+        tokenizer.encode("<|endoftext|>")
+        == plain(tokenizer, "<|endoftext|>")[0]
+        != [MADE["gpt2"].end_token]
+    )
 
 
 def test_a_merge_that_a_longer_one_never_meets_is_left_to_the_library() -> None:
@@ -164,7 +198,10 @@ def test_a_core_of_another_version_of_unicode_is_left(monkeypatch: pytest.Monkey
 def test_published_layouts_are_taken_with_and_without_their_templates(kind: str) -> None:
     tokenizer = Tokenizer.load(saved(kind))
     assert fast_of(tokenizer)
-    names = [tokenizer.shown(index) for index in sorted({*range(tokenizer.vocab_size)} - {*tokenizer.ordinary().tolist()})]
+    names = [
+        tokenizer.shown(index)
+        for index in sorted({*range(tokenizer.vocab_size)} - {*tokenizer.ordinary().tolist()})
+    ]
     text = HARD[-60_000:] + " ".join(f"a {name}b{name} {name}{name}" for name in names * 50)
     assert [tokenizer.encode(text)] == plain(tokenizer, text)
     marking = library(tokenizer)
@@ -174,9 +211,12 @@ def test_published_layouts_are_taken_with_and_without_their_templates(kind: str)
 
 @pytest.mark.parametrize("pattern", WORD_PATTERNS)
 @pytest.mark.parametrize(
-    ("size", "runs"), [(MOST_CHARACTERS, " \n\u3000a!1"), (MOST_CHARACTERS + 1, " \n"), (1_100_000, " ")]
+    ("size", "runs"),
+    [(MOST_CHARACTERS, " \n\u3000a!1"), (MOST_CHARACTERS + 1, " \n"), (1_100_000, " ")],
 )
-def test_long_runs_neither_fail_nor_differ(size: int, runs: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_runs_neither_fail_nor_differ(
+    size: int, runs: str, pattern: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """tiktoken's regular expressions give up at a million white spaces in a row."""
     made = MADE[pattern]
     for run in (*runs, "\r "):
@@ -187,7 +227,9 @@ def test_long_runs_neither_fail_nor_differ(size: int, runs: str, pattern: str, c
 
 def test_half_a_character_is_one_clear_error_on_either_path() -> None:
     for text in ("a\ud800b", "a\ud800b" * 30_000):
-        with pytest.raises(ConfigError, match=r"'\\ud800' \(U\+D800\), half of a character of UTF-16"):
+        with pytest.raises(
+            ConfigError, match=r"'\\ud800' \(U\+D800\), half of a character of UTF-16"
+        ):
             MADE["gpt2"].encode(text)
 
 

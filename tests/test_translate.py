@@ -14,7 +14,14 @@ from jaxformer.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CONFIG = jf.ModelConfig(
-    family="encoder_decoder", vocab_size=260, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=96, positions="learned"
+    family="encoder_decoder",
+    vocab_size=260,
+    d_model=16,
+    n_layers=1,
+    n_heads=2,
+    d_ff=24,
+    max_length=96,
+    positions="learned",
 )
 PARAMS = strong(jf.init(CONFIG, jax.random.key(0)), size=0.4)
 TEXTS = ["ein Hund", "", "zwei Hunde laufen im Park", "a", "Eis", "ein Mann mit Hut", "Ja"]
@@ -24,7 +31,16 @@ def alone(text):
     """The best text of a beam search for one source, by the arguments that `translate` documents."""
     end = TOKENIZER.end_token
     source = [[*TOKENIZER.encode(text), end]]
-    found = beam_search(PARAMS, CONFIG, [[end]], 63, beams=3, end_token=end, vocab_size=TOKENIZER.vocab_size, source=source)
+    found = beam_search(
+        PARAMS,
+        CONFIG,
+        [[end]],
+        63,
+        beams=3,
+        end_token=end,
+        vocab_size=TOKENIZER.vocab_size,
+        source=source,
+    )
     return TOKENIZER.decode(np.asarray(found.tokens[0, 0]))
 
 
@@ -66,7 +82,9 @@ def test_bleu_is_that_of_sacrebleu():
     metric = bleu_metric()
     texts = ["A dog runs across the wide field .", "Two men are standing there ."]
     assert metric.corpus_score(texts, [texts]).score == pytest.approx(100)
-    assert metric.corpus_score(["no word is shared"], [["A dog runs here"]]).score == pytest.approx(0)
+    assert metric.corpus_score(["no word is shared"], [["A dog runs here"]]).score == pytest.approx(
+        0
+    )
     assert "tok:13a" in str(metric.get_signature())
 
 

@@ -1,4 +1,5 @@
-"""A run small enough to be made many times: its text, its command line, and what two runs are compared by."""
+"""A run small enough to be made many times: its text, its command line, and what two runs are
+compared by."""
 
 import fcntl
 import hashlib
@@ -54,7 +55,22 @@ SETTINGS = {
 def write_text(path: Path, documents: int = 60, seed: int = 0) -> Path:
     """A text of short documents that a run reads more than once."""
     rng = random.Random(seed)
-    words = ["the", "a", "cat", "dog", "tree", "sees", "likes", "under", "over", "and", "slowly", "river", "stone", "bright"]
+    words = [
+        "the",
+        "a",
+        "cat",
+        "dog",
+        "tree",
+        "sees",
+        "likes",
+        "under",
+        "over",
+        "and",
+        "slowly",
+        "river",
+        "stone",
+        "bright",
+    ]
     texts = [" ".join(rng.choices(words, k=rng.randint(5, 60))) + "." for _ in range(documents)]
     path.write_text("\n<|endoftext|>\n".join(texts))
     return path
@@ -102,7 +118,10 @@ def train_here(arguments: list[str]) -> int:
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in entry.items() if name not in CLOCK} for entry in read_metrics(run_dir)]
+    return [
+        {name: value for name, value in entry.items() if name not in CLOCK}
+        for entry in read_metrics(run_dir)
+    ]
 
 
 def lines_logged(run_dir: Path) -> int:
@@ -111,7 +130,9 @@ def lines_logged(run_dir: Path) -> int:
 
 
 def saved(run_dir: Path) -> list[int]:
-    return sorted(int(entry.name) for entry in (run_dir / "checkpoints").glob("*") if entry.name.isdigit())
+    return sorted(
+        int(entry.name) for entry in (run_dir / "checkpoints").glob("*") if entry.name.isdigit()
+    )
 
 
 def params_of(run_dir: Path, step: int | None = None) -> list[np.ndarray]:
@@ -129,12 +150,20 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def contents(folder: Path) -> dict[str, str]:
     """A digest of every file below a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not {"tensorboard", "loss.png"} & {*path.parts})
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not {"tensorboard", "loss.png"} & {*path.parts}
+    )
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def reference(factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(run directory, text) of the run that nothing interrupts, by the real train.py, made once for all test processes."""
+    """(run directory, text) of the run that nothing interrupts, by the real train.py, made once for
+    all test processes."""
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     run_dir, text = base / "reference", base / "reference.txt"
@@ -155,11 +184,14 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def copy_until(step: int, source: Path, target: Path) -> Path:
-    """A copy of a run as if it had been killed after the checkpoint of `step`, while it logged the step after the next."""
+    """A copy of a run as if it had been killed after the checkpoint of `step`, while it logged the
+    step after the next."""
     copy(source, target)
     for later in (s for s in saved(target) if s > step):
         shutil.rmtree(target / "checkpoints" / str(later))
     path = target / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(text for text in lines if json.loads(text)["step"] <= step + 1) + '{"step": ')
+    path.write_text(
+        "".join(text for text in lines if json.loads(text)["step"] <= step + 1) + '{"step": '
+    )
     return target

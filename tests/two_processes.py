@@ -1,4 +1,5 @@
-"""One process of a run of several: `python two_processes.py INDEX COUNT PORT CONFIG [--section.field value ...]`."""
+"""One process of a run of several: `python two_processes.py INDEX COUNT PORT CONFIG
+[--section.field value ...]`."""
 
 import sys
 

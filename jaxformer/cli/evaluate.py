@@ -1,4 +1,5 @@
-"""`jaxformer evaluate RUN`: a run's loss on its held-out text, or on other text, and the BLEU of what it translates."""
+"""`jaxformer evaluate RUN`: a run's loss on its held-out text, or on other text, and the BLEU of
+what it translates."""
 
 import dataclasses
 import math
@@ -13,30 +14,46 @@ from jaxformer.config import ConfigError, ObjectiveName
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    validation: str = ""  # Text to evaluate on; empty takes what the run held out.
-    objective: ObjectiveName = (
-        "auto"  # What a model directory is asked; auto: pairs of an encoder-decoder, else as its head has it.
-    )
+    validation: str = ""
+    """Text to evaluate on; empty takes what the run held out."""
+    objective: ObjectiveName = "auto"
+    """What a model directory is asked; auto: pairs of an encoder-decoder, else as its head has it.
+
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateArguments:
-    """The loss of a trained run, perplexity and bits per byte or accuracy; with --beams the BLEU of its translations."""
+    """The loss of a trained run, perplexity and bits per byte or accuracy; with --beams the BLEU of
+    its translations."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
+    path: Annotated[Path, tyro.conf.Positional]
+    """Run directory, or a Hugging Face model directory."""
     data: Text = dataclasses.field(default_factory=Text)
-    beams: int = 0  # Translate the sources by a beam search of this width, and compare with the targets; 0 does not.
-    length_penalty: float = 0.6  # Of the beam search; 0 favours short texts.
-    output: Path | None = None  # A file for the translations, one on each line.
-    step: int | None = None  # Checkpoint to read; the newest where it is not given.
+    beams: int = 0
+    """Translate the sources by a beam search of this width, and compare with the targets; 0 does
+    not."""
+    length_penalty: float = 0.6
+    """Of the beam search; 0 favours short texts."""
+    output: Path | None = None
+    """A file for the translations, one on each line."""
+    step: int | None = None
+    """Checkpoint to read; the newest where it is not given."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(EvaluateArguments, prog="jaxformer evaluate", args=arguments, use_underscores=True)
+    asked = tyro.cli(
+        EvaluateArguments, prog="jaxformer evaluate", args=arguments, use_underscores=True
+    )
     if asked.output is not None and not asked.beams:
-        raise ConfigError("--output takes translations, which are made with --beams 5, for example.")
+        raise ConfigError(
+            "--output takes translations, which are made with --beams 5, for example."
+        )
     if asked.output is not None and not asked.output.absolute().parent.is_dir():
-        raise ConfigError(f"{asked.output} cannot be written: there is no directory {asked.output.absolute().parent}.")
+        raise ConfigError(
+            f"{asked.output} cannot be written: there is no directory"
+            f" {asked.output.absolute().parent}."
+        )
     from jaxformer.evaluation import evaluate_run
 
     if asked.beams:
@@ -52,7 +69,9 @@ def told(found: dict[str, float]) -> str:
         parts = [f"loss {loss:.4f} nats per target"]
     else:
         parts = [f"loss {loss:.4f} nats per token", f"perplexity {math.exp(min(loss, 700)):,.2f}"]
-    return ", ".join(parts + [text.format(found[name]) for name, text in METRIC_FORMATS.items() if name in found])
+    return ", ".join(
+        parts + [text.format(found[name]) for name, text in METRIC_FORMATS.items() if name in found]
+    )
 
 
 def _translate(asked: EvaluateArguments) -> None:
@@ -62,12 +81,21 @@ def _translate(asked: EvaluateArguments) -> None:
 
     metric = bleu_metric()
     made = translate_run(
-        asked.path, asked.data.validation, asked.step, beams=asked.beams, length_penalty=asked.length_penalty
+        asked.path,
+        asked.data.validation,
+        asked.step,
+        beams=asked.beams,
+        length_penalty=asked.length_penalty,
     )
     score = metric.corpus_score(made.outputs, [made.references]).score
-    print(f"BLEU {score:.2f} of {len(made.outputs):,} texts with {asked.beams} beams ({metric.get_signature()})")
+    print(
+        f"BLEU {score:.2f} of {len(made.outputs):,} texts with {asked.beams} beams"
+        f" ({metric.get_signature()})"
+    )
     if asked.output is not None:
-        asked.output.write_text("".join(" ".join(text.split()) + "\n" for text in made.outputs), encoding="utf-8")
+        asked.output.write_text(
+            "".join(" ".join(text.split()) + "\n" for text in made.outputs), encoding="utf-8"
+        )
         print(f"{asked.output}: the translations, one on each line")
 
 

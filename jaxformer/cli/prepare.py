@@ -1,4 +1,5 @@
-"""`jaxformer prepare CONFIG`: tokenizes a run's text beforehand, in one go or as the tasks of a job array."""
+"""`jaxformer prepare CONFIG`: tokenizes a run's text beforehand, in one go or as the tasks of a job
+array."""
 
 import argparse
 import os
@@ -25,7 +26,9 @@ CONFIG --help lists every field of the config."""
 
 def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        print(USAGE, file=sys.stdout if arguments and arguments[0] in ("-h", "--help") else sys.stderr)
+        print(
+            USAGE, file=sys.stdout if arguments and arguments[0] in ("-h", "--help") else sys.stderr
+        )
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     usage = USAGE.partition("\n")[0].removeprefix("usage: ")
     parser = argparse.ArgumentParser("jaxformer prepare", usage, add_help=False, allow_abbrev=False)
@@ -33,7 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard", default="")
     parser.add_argument("--verify", action="store_true")
     asked, rest = parser.parse_known_args(arguments[1:])
-    config = parse_arguments(read_config(arguments[0]), rest, program=f"jaxformer prepare {arguments[0]}")
+    config = parse_arguments(
+        read_config(arguments[0]), rest, program=f"jaxformer prepare {arguments[0]}"
+    )
     share = _share(asked.shard) if asked.shard else None
     if share and asked.verify:
         raise ConfigError("--verify reads what all tasks have made: leave --shard out.")
@@ -44,7 +49,10 @@ def run(arguments: Sequence[str]) -> int:
     what = (config.data, config.tokenizer, task)
     if share:
         prepare_share(*what, share, output=asked.output, vocab_size=size, log=_log)
-        _log(f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard joins them")
+        _log(
+            f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard"
+            " joins them"
+        )
         return 0
     found: list[TextSummary] = prepare_text(
         *what,
@@ -56,8 +64,8 @@ def run(arguments: Sequence[str]) -> int:
     for text in found:
         rate = text.bytes / max(1, text.tokens - text.documents)
         print(
-            f"{text.name}: {text.documents:,} documents, {text.tokens:,} tokens, {rate:.3f} bytes a token, "
-            f"longest document {text.longest:,} tokens"
+            f"{text.name}: {text.documents:,} documents, {text.tokens:,} tokens, {rate:.3f} bytes a"
+            f" token, longest document {text.longest:,} tokens"
         )
         for line in text.skipped:
             print(f"  {line}")
@@ -77,7 +85,9 @@ def _folder(text: str) -> Path:
 def _share(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or int(found[1]) >= int(found[2]):
-        raise ConfigError(f"--shard {text!r} is no share: write I/N, as in 0/8 to 7/8 for eight tasks.")
+        raise ConfigError(
+            f"--shard {text!r} is no share: write I/N, as in 0/8 to 7/8 for eight tasks."
+        )
     return int(found[1]), int(found[2])
 
 

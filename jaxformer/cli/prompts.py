@@ -1,4 +1,5 @@
-"""What a prompt is to a model: its tokens, with names of special tokens for those that it knows, and its text again."""
+"""What a prompt is to a model: its tokens, with names of special tokens for those that it knows,
+and its text again."""
 
 import itertools
 import re
@@ -29,7 +30,8 @@ class Model:
 
 
 def open_run(path: Path, step: int | None) -> Model:
-    """The model of a run or of a Hugging Face directory, with its tokenizer. Raises ConfigError where there is none."""
+    """The model of a run or of a Hugging Face directory, with its tokenizer. Raises ConfigError
+    where there is none."""
     from jaxformer.loading import load, run_of
 
     model = load(path, step)
@@ -40,7 +42,8 @@ def open_run(path: Path, step: int | None) -> Model:
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a prompt, in which [MASK] and <extra_id_0> and so on stand for these tokens if the tokenizer has them.
+    """The tokens of a prompt, in which [MASK] and <extra_id_0> and so on stand for these tokens if
+    the tokenizer has them.
 
     Where tokens hold the space before a word, a hidden one hides that as well.
     """
@@ -49,16 +52,27 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
         special |= dict.fromkeys(ROLES["mask"], mask)
     if not any(name in text for name in special):
         return tokenizer.encode(text)
-    spaced = any(len(token) > 1 and token[0] == " " for token in map(tokenizer.shown, tokenizer.ordinary().tolist()))
+    spaced = any(
+        len(token) > 1 and token[0] == " "
+        for token in map(tokenizer.shown, tokenizer.ordinary().tolist())
+    )
     parts = re.split(f"{' ?' * spaced}({'|'.join(map(re.escape, special))})", text)
-    return [token for part in parts for token in ([special[part]] if part in special else tokenizer.encode(part))]
+    return [
+        token
+        for part in parts
+        for token in ([special[part]] if part in special else tokenizer.encode(part))
+    ]
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, as `Tokenizer.decode` has it, with the names of sentinels, which tell what belongs where."""
+    """The text of tokens, as `Tokenizer.decode` has it, with the names of sentinels, which tell
+    what belongs where."""
     sentinels = {*tokenizer.sentinels()}
     runs = ((marks, list(run)) for marks, run in itertools.groupby(tokens, sentinels.__contains__))
-    return "".join("".join(map(tokenizer.shown, run)) if marks else tokenizer.decode(run) for marks, run in runs)
+    return "".join(
+        "".join(map(tokenizer.shown, run)) if marks else tokenizer.decode(run)
+        for marks, run in runs
+    )
 
 
 def source_of(model: Model, text: str) -> list[int]:
@@ -72,7 +86,8 @@ def prompt_of(model: Model, text: str) -> list[int]:
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
-    """The row of one text or two as it was in training: tokens [T] between [CLS] and [SEP], token_types where it has any."""
+    """The row of one text or two as it was in training: tokens [T] between [CLS] and [SEP],
+    token_types where it has any."""
     from jaxformer.data.templates import ClassTemplate
     from jaxformer.objectives import row_format
 

@@ -1,4 +1,5 @@
-"""`jaxformer sample RUN`: what a trained run makes of a prompt; text is streamed to the terminal as it is written."""
+"""`jaxformer sample RUN`: what a trained run makes of a prompt; text is streamed to the terminal as
+it is written."""
 
 import functools
 import secrets
@@ -19,22 +20,33 @@ SHOWN_CANDIDATES = 5  # fillings and classes shown
 
 @dataclass(frozen=True)
 class SampleArguments:
-    """Writes on from a prompt, or to it as the source; fills its [MASK]s; or tells its class or the tags of its words."""
+    """Writes on from a prompt, or to it as the source; fills its [MASK]s; or tells its class or the
+    tags of its words."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # Run directory, or a Hugging Face model directory.
-    prompt: str | None = None  # Start of the text, or what is read; without it a decoder starts a new text.
-    pair: str = ""  # A second text to read beside the prompt, for an encoder trained on two.
-    max_new_tokens: int = 256  # Tokens to write, at most.
+    path: Annotated[Path, tyro.conf.Positional]
+    """Run directory, or a Hugging Face model directory."""
+    prompt: str | None = None
+    """Start of the text, or what is read; without it a decoder starts a new text."""
+    pair: str = ""
+    """A second text to read beside the prompt, for an encoder trained on two."""
+    max_new_tokens: int = 256
+    """Tokens to write, at most."""
     # At the end of the model's context: stop, or slide, which lets a decoder go on from the newest
     # three quarters of it, read again each time it is full.
     beyond: Literal["stop", "slide"] = "stop"
     temperature: float = 0.8  # 0 always takes the likeliest token.
-    top_k: int = 50  # Draw from the k likeliest tokens; 0 from all.
-    top_p: float = 1.0  # Draw from the likeliest tokens that hold this probability together.
-    beams: int = 0  # Write the likeliest text that a beam search of this width finds; 0 draws.
-    length_penalty: float = 0.6  # Of the beam search; 0 favours short texts.
-    seed: int | None = None  # Of the draw; another one each time where it is not given.
-    step: int | None = None  # Checkpoint to read; the newest where it is not given.
+    top_k: int = 50
+    """Draw from the k likeliest tokens; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this probability together."""
+    beams: int = 0
+    """Write the likeliest text that a beam search of this width finds; 0 draws."""
+    length_penalty: float = 0.6
+    """Of the beam search; 0 favours short texts."""
+    seed: int | None = None
+    """Of the draw; another one each time where it is not given."""
+    step: int | None = None
+    """Checkpoint to read; the newest where it is not given."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -43,13 +55,22 @@ def run(arguments: Sequence[str]) -> int:
     writes = model.config.output == "language"
     if model.config.output not in ANSWERS:
         new = f"--run.init_from {asked.path} --model.head classes"
-        raise ConfigError(f"{asked.path} has no head, so there is nothing to sample: train one, as with {new}.")
+        raise ConfigError(
+            f"{asked.path} has no head, so there is nothing to sample: train one, as with {new}."
+        )
     if asked.prompt is None and not (writes and model.config.family == "decoder"):
-        raise ConfigError(f"{asked.path} is a model that reads a text first: give it one with --prompt.")
+        raise ConfigError(
+            f"{asked.path} is a model that reads a text first: give it one with --prompt."
+        )
     if asked.beams and not writes:
-        raise ConfigError(f"{asked.path} has the head {model.config.output!r}, which writes no text: leave out --beams.")
+        raise ConfigError(
+            f"{asked.path} has the head {model.config.output!r}, which writes no text: leave out"
+            " --beams."
+        )
     if asked.pair and model.config.family != "encoder":
-        raise ConfigError(f"--pair is for an encoder, and {asked.path} has model.family={model.config.family!r}.")
+        raise ConfigError(
+            f"--pair is for an encoder, and {asked.path} has model.family={model.config.family!r}."
+        )
     if asked.beyond == "slide":
         _require_slide(model, asked)
     ANSWERS[model.config.output](model, asked)
@@ -62,8 +83,8 @@ def _require_slide(model: Model, asked: SampleArguments) -> None:
         reason = f"{asked.path} has the head {model.config.output!r}, which writes no text"
     elif model.config.family != "decoder":
         reason = (
-            f"{asked.path} has model.family={model.config.family!r}, and what it writes is an answer "
-            "that has to begin with its start token"
+            f"{asked.path} has model.family={model.config.family!r}, and what it writes is an"
+            " answer that has to begin with its start token"
         )
     elif asked.beams:
         reason = "--beams searches for the likeliest of whole texts, which a window does not hold"
@@ -93,8 +114,8 @@ def _write(model: Model, asked: SampleArguments) -> None:
     if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
         slide = "; --beyond slide goes on" if model.config.family == "decoder" else ""
         print(
-            f"note: the text was cut: {asked.max_new_tokens} tokens were asked for, and {space} fit "
-            f"behind the prompt in the context of {model.config.max_length}{slide}.",
+            f"note: the text was cut: {asked.max_new_tokens} tokens were asked for, and {space} fit"
+            f" behind the prompt in the context of {model.config.max_length}{slide}.",
             file=sys.stderr,
         )
 
@@ -108,7 +129,10 @@ def _pieces(
     from jaxformer.generation.slide import slide_tokens
 
     params, config, count = model.params, model.config, min(asked.max_new_tokens, space)
-    given = given | {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    given = given | {
+        "end_token": model.tokenizer.end_tokens,
+        "vocab_size": model.tokenizer.vocab_size,
+    }
     if asked.beams:
         rules = {"beams": asked.beams, "keep": 1, "length_penalty": asked.length_penalty}
         found = beam_search(params, config, [start], count, **given, **rules)
@@ -118,7 +142,9 @@ def _pieces(
     key = _key(asked.seed)
     if asked.beyond == "slide":
         first = len(prompt_of(model, ""))  # what every text begins with
-        row = slide_tokens(params, config, start, asked.max_new_tokens, key=key, beginning=first, **given)
+        row = slide_tokens(
+            params, config, start, asked.max_new_tokens, key=key, beginning=first, **given
+        )
     else:
         row = stream_tokens(params, config, [start], count, key=key, **given)
     for piece in row:
@@ -136,10 +162,14 @@ def _space(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
     """How many tokens can follow; ConfigError where none can."""
     most = model.config.max_length
     if not start:
-        raise ConfigError("the prompt is empty: give --prompt some text, or leave it out to start a new text.")
+        raise ConfigError(
+            "the prompt is empty: give --prompt some text, or leave it out to start a new text."
+        )
     if len(start) >= most or len(source) > most:
         size = max(len(start), len(source))
-        raise ConfigError(f"the prompt is {size} tokens, and the context of this model is {most}: shorten it.")
+        raise ConfigError(
+            f"the prompt is {size} tokens, and the context of this model is {most}: shorten it."
+        )
     return most - len(start)
 
 
@@ -149,7 +179,9 @@ def _key(seed: int | None) -> Any:
     return jax.random.key(secrets.randbits(31) if seed is None else seed)
 
 
-def _growing(decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]) -> Iterator[str]:
+def _growing(
+    decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]
+) -> Iterator[str]:
     """What each piece adds to the text of `start`; a character still lacking bytes waits for them."""
     tokens, shown = [*start], decode(start)
     for piece in pieces:
@@ -174,7 +206,9 @@ def _fill(model: Model, asked: SampleArguments) -> None:
 
 def _classify(model: Model, asked: SampleArguments) -> None:
     """Prints the likeliest classes of the prompt."""
-    _print_leading("class", model.labels, _shares(model, row_of(model, asked.prompt or "", asked.pair)))
+    _print_leading(
+        "class", model.labels, _shares(model, row_of(model, asked.prompt or "", asked.pair))
+    )
 
 
 def _tag(model: Model, asked: SampleArguments) -> None:
@@ -193,7 +227,9 @@ def _shares(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
     from jaxformer.models.transformer import forward
 
     types = row["token_types"][None] if "token_types" in row else None
-    logits = jax.jit(forward, static_argnums=1)(model.params, model.config, row["tokens"][None], token_types=types)
+    logits = jax.jit(forward, static_argnums=1)(
+        model.params, model.config, row["tokens"][None], token_types=types
+    )
     return np.asarray(jax.nn.softmax(logits[0], axis=-1))
 
 

@@ -1,4 +1,5 @@
-"""`jaxformer tokenizer train | encode | inspect`: makes a tokenizer, writes the ids of a text, shows how it is split."""
+"""`jaxformer tokenizer train | encode | inspect`: makes a tokenizer, writes the ids of a text,
+shows how it is split."""
 
 import codecs
 import itertools
@@ -30,33 +31,48 @@ Ids = Iterator[int]
 
 @dataclass(frozen=True)
 class Train:
-    """Trains a byte-level BPE: special tokens first, then the 256 bytes, then merges in their order."""
+    """Trains a byte-level BPE: special tokens first, then the 256 bytes, then merges in their
+    order."""
 
-    source: Annotated[str, tyro.conf.Positional]  # A text file, read as it is; or what data.train takes, of one source.
-    vocab_size: int  # Entries, special tokens and bytes counted in.
-    output: Path  # Directory for tokenizer.json.
-    special_tokens: tuple[str, ...] = ("<|endoftext|>",)  # Split out of the text, never merged across.
-    pattern: str = "gpt2"  # How text is parted into words: gpt2, or llama3, which has numbers by 3 digits.
-    text_field: str = "text"  # The field or column of records that holds the text.
+    source: Annotated[str, tyro.conf.Positional]
+    """A text file, read as it is; or what data.train takes, of one source."""
+    vocab_size: int
+    """Entries, special tokens and bytes counted in."""
+    output: Path
+    """Directory for tokenizer.json."""
+    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
+    """Split out of the text, never merged across."""
+    pattern: str = "gpt2"
+    """How text is parted into words: gpt2, or llama3, which has numbers by 3 digits."""
+    text_field: str = "text"
+    """The field or column of records that holds the text."""
 
 
 @dataclass(frozen=True)
 class Encode:
-    """Writes the ids of a text, as they are made; how many there are is said at the end, on standard error."""
+    """Writes the ids of a text, as they are made; how many there are is said at the end, on
+    standard error."""
 
-    tokenizer: Annotated[Path, tyro.conf.Positional]  # A tokenizer.json, its directory, or a run directory.
-    file: Annotated[str, tyro.conf.Positional] = "-"  # UTF-8 text, plain, .gz or .zst; - is standard input.
-    output: Path | None = None  # An .npy file for the ids, uint16 or uint32, in place of standard output.
-    special_tokens: bool = False  # Names of special tokens in the text are these, and the template stands around it.
+    tokenizer: Annotated[Path, tyro.conf.Positional]
+    """A tokenizer.json, its directory, or a run directory."""
+    file: Annotated[str, tyro.conf.Positional] = "-"
+    """UTF-8 text, plain, .gz or .zst; - is standard input."""
+    output: Path | None = None
+    """An .npy file for the ids, uint16 or uint32, in place of standard output."""
+    special_tokens: bool = False
+    """Names of special tokens in the text are these, and the template stands around it."""
 
 
 @dataclass(frozen=True)
 class Inspect:
     """Shows what a tokenizer holds, and how it splits a text."""
 
-    tokenizer: Annotated[Path, tyro.conf.Positional]  # A tokenizer.json, its directory, or a run directory.
-    text: str = ""  # A text to split.
-    special_tokens: bool = False  # Names of special tokens in the text are these, and the template stands around it.
+    tokenizer: Annotated[Path, tyro.conf.Positional]
+    """A tokenizer.json, its directory, or a run directory."""
+    text: str = ""
+    """A text to split."""
+    special_tokens: bool = False
+    """Names of special tokens in the text are these, and the template stands around it."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,7 +82,9 @@ def run(arguments: Sequence[str]) -> int:
         print(USAGE, file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 2
     kind, command = TOKENIZER_COMMANDS[name]
-    command(tyro.cli(kind, prog=f"jaxformer tokenizer {name}", args=arguments[1:], use_underscores=True))
+    command(
+        tyro.cli(kind, prog=f"jaxformer tokenizer {name}", args=arguments[1:], use_underscores=True)
+    )
     return 0
 
 
@@ -76,16 +94,23 @@ def _train(asked: Train) -> None:
 
     file = asked.output / TOKENIZER_FILE
     if file.exists() or (asked.output.exists() and not asked.output.is_dir()):
-        raise ConfigError(f"{file if file.exists() else asked.output} is there already: name another --output.")
+        raise ConfigError(
+            f"{file if file.exists() else asked.output} is there already: name another --output."
+        )
     above = next(path for path in asked.output.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ConfigError(f"{asked.output} cannot be made, since {above} cannot be written: name another --output.")
+        raise ConfigError(
+            f"{asked.output} cannot be made, since {above} cannot be written: name another"
+            " --output."
+        )
     began = time.perf_counter()
     vocab, merges = _trained(asked)
     Tokenizer.from_bpe(vocab, merges, asked.special_tokens, asked.pattern).save(file)
     few = f" (no pair is left for {asked.vocab_size:,})" if len(vocab) < asked.vocab_size else ""
     seconds = time.perf_counter() - began
-    print(f"{file}: {len(vocab):,} entries{few}, {len(merges):,} of them merges, in {seconds:.1f} s")
+    print(
+        f"{file}: {len(vocab):,} entries{few}, {len(merges):,} of them merges, in {seconds:.1f} s"
+    )
 
 
 def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
@@ -93,10 +118,16 @@ def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
     from jaxformer.data.sources.records import RecordField
     from jaxformer.tokenizer.bpe import train_bpe, train_on
 
-    source = find_source(asked.source, "SOURCE", (RecordField("--text_field", asked.text_field, "text"),))
+    source = find_source(
+        asked.source, "SOURCE", (RecordField("--text_field", asked.text_field, "text"),)
+    )
     files = source.files
     rules: dict[str, Any] = {"special_tokens": asked.special_tokens, "pattern": asked.pattern}
-    if len(files) == 1 and files[0].format == "text" and files[0].path.suffix.lower() not in (".gz", ".zst"):
+    if (
+        len(files) == 1
+        and files[0].format == "text"
+        and files[0].path.suffix.lower() not in (".gz", ".zst")
+    ):
         return train_bpe(files[0].path, asked.vocab_size, **rules)
     documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
     texts = ((piece.text for piece in document) for _, document in documents)
@@ -114,7 +145,8 @@ def _encode(asked: Encode) -> None:
 
 
 class Read:
-    """The text of a file or of standard input, a block at a time; `bytes` is how many there were so far."""
+    """The text of a file or of standard input, a block at a time; `bytes` is how many there were so
+    far."""
 
     def __init__(self, name: str) -> None:
         self._name, self.bytes = name, 0
@@ -122,7 +154,9 @@ class Read:
     def __iter__(self) -> Iterator[str]:
         from jaxformer.data.sources.reading import READ_BYTES, read_blocks
 
-        piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")  # as soon as there is any
+        piped = iter(
+            lambda: os.read(sys.stdin.fileno(), READ_BYTES), b""
+        )  # as soon as there is any
         blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):
@@ -130,8 +164,13 @@ class Read:
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                place, named = start + error.start, "standard input" if self._name == "-" else self._name
-                raise ConfigError(f"{named} is not UTF-8 text at offset {place}, {error.reason}: convert it.") from None
+                place, named = (
+                    start + error.start,
+                    "standard input" if self._name == "-" else self._name,
+                )
+                raise ConfigError(
+                    f"{named} is not UTF-8 text at offset {place}, {error.reason}: convert it."
+                ) from None
             self.bytes += len(block)
 
 
@@ -159,7 +198,9 @@ def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): name another --output.") from None
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}): name another --output."
+        ) from None
     return count
 
 
@@ -180,7 +221,10 @@ def _inspect(asked: Inspect) -> None:
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
     if asked.text:
         ids, size = tokenizer.encode(asked.text, asked.special_tokens), len(asked.text.encode())
-        print(f"text: {size:,} bytes in {len(ids):,} tokens, {size / max(1, len(ids)):.3f} bytes a token")
+        print(
+            f"text: {size:,} bytes in {len(ids):,} tokens, {size / max(1, len(ids)):.3f} bytes a"
+            " token"
+        )
         print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))
 
 

@@ -1,4 +1,5 @@
-"""Files to batches: find and read the sources, split them, tokenize once into a store, compute any batch from its step."""
+"""Files to batches: find and read the sources, split them, tokenize once into a store, compute any
+batch from its step."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, evaluation_batches
 from jaxformer.data.corpus import Corpus, Log, gzip_bits_per_byte, prepare

@@ -1,4 +1,5 @@
-"""A batch is a function of the seed and the step: rows in a shuffled order that nobody holds in memory."""
+"""A batch is a function of the seed and the step: rows in a shuffled order that nobody holds in
+memory."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,11 +13,12 @@ from jaxformer.data.rows import NumpyBatch, Rows
 
 
 class Batches:
-    """`batches[step]` is this process's share of the global batch of that step: its rows process_index::process_count.
+    """`batches[step]` is this process's share of the global batch of that step: its rows
+    process_index::process_count.
 
-    Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. While data.length_warmup says
-    that rows are shorter, a batch is as many more of them. Raises ConfigError where a source cannot fill one row, or the
-    batch cannot be shared evenly.
+    Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. While
+    data.length_warmup says that rows are shorter, a batch is as many more of them. Raises
+    ConfigError where a source cannot fill one row, or the batch cannot be shared evenly.
     """
 
     def __init__(
@@ -31,15 +33,17 @@ class Batches:
         for name, part in rows.sources(data.train):
             if part.tokens < part.window:
                 raise ConfigError(
-                    f"data.train={name} has {part.tokens:,} tokens, and a row of data.sequence_length="
-                    f"{data.sequence_length:,} takes {part.window:,}: give more text, or set data.sequence_length to at "
-                    f"most {data.sequence_length - part.window + part.tokens:,}."
+                    f"data.train={name} has {part.tokens:,} tokens, and a row of"
+                    f" data.sequence_length={data.sequence_length:,} takes {part.window:,}: give"
+                    " more text, or set data.sequence_length to at most"
+                    f" {data.sequence_length - part.window + part.tokens:,}."
                 )
         share = _share(batch_size, process_count)
         self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
         self._prefetch = data.prefetch
-        # Neighbouring seeds are mixed apart, because grain numbers epochs by seed + 1, seed + 2 and so on.
+        # Neighbouring seeds are mixed apart, because grain numbers epochs by seed + 1, seed + 2 and
+        # so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
         made = rows.order(order, batch_size).random_map(rows.row, seed=chance)
         made = made[process_index::process_count]
@@ -64,18 +68,26 @@ class Batches:
         return iterator
 
     def _cut(self, step: int, batch: NumpyBatch) -> NumpyBatch:
-        """The arrays [B, T] as [B T / t, t] for the t of a step. Part c of row b becomes row c B + b, so that the rows of a
-        process, and of a microbatch, are parts of the rows that would be theirs.
+        """The arrays [B, T] as [B T / t, t] for the t of a step. Part c of row b becomes row c B +
+        b, so that the rows of a process, and of a microbatch, are parts of the rows that would be
+        theirs.
         """
         length = length_at(self.lengths, step)
-        parts = {name: array.reshape(len(array), -1, length).swapaxes(0, 1) for name, array in batch.items()}
-        return {name: np.ascontiguousarray(part.reshape(-1, length)) for name, part in parts.items()}
+        parts = {
+            name: array.reshape(len(array), -1, length).swapaxes(0, 1)
+            for name, array in batch.items()
+        }
+        return {
+            name: np.ascontiguousarray(part.reshape(-1, length)) for name, part in parts.items()
+        }
 
 
 class EvaluationBatches:
     """Batches of all rows in order; the last is filled up with rows of zeros, so of weight 0."""
 
-    def __init__(self, rows: Rows, batch_size: int, process_index: int = 0, process_count: int = 1) -> None:
+    def __init__(
+        self, rows: Rows, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> None:
         self._rows = rows
         self._batch_size = batch_size
         self._share = _share(batch_size, process_count)
@@ -103,8 +115,15 @@ def evaluation_batches(
 ) -> EvaluationBatches:
     """All rows as batches of one shape, in order. Raises ConfigError where there is none."""
     if not len(rows):
-        name = f"data.validation={data.validation}" if data.validation else "the held-out part of data.train"
-        raise ConfigError(f"{name} has {rows.tokens} tokens: at least 2 are needed to predict one. Give more text.")
+        name = (
+            f"data.validation={data.validation}"
+            if data.validation
+            else "the held-out part of data.train"
+        )
+        raise ConfigError(
+            f"{name} has {rows.tokens} tokens: at least 2 are needed to predict one. Give more"
+            " text."
+        )
     return EvaluationBatches(rows, batch_size, process_index, process_count)
 
 
@@ -115,7 +134,7 @@ def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
 def _share(batch_size: int, processes: int) -> int:
     if batch_size % processes:
         raise ConfigError(
-            f"train.batch_size={batch_size} is not divisible by the {processes} processes of the run: "
-            f"set it to a multiple of {processes}."
+            f"train.batch_size={batch_size} is not divisible by the {processes} processes of the"
+            f" run: set it to a multiple of {processes}."
         )
     return batch_size // processes

@@ -10,10 +10,12 @@ from jaxformer.data.store import TokenStore
 
 
 class BestFit:
-    """Which stretches of a store each row holds: whole documents, or parts of one that is longer than `capacity`.
+    """Which stretches of a store each row holds: whole documents, or parts of one that is longer
+    than `capacity`.
 
-    A longer document fills rows of its own, and what is left of it is packed as the others are. `ends` [documents] are the
-    places after each document, ascending from 1; `filled` is the part of the rows that holds tokens.
+    A longer document fills rows of its own, and what is left of it is packed as the others are.
+    `ends` [documents] are the places after each document, ascending from 1; `filled` is the part of
+    the rows that holds tokens.
     """
 
     def __init__(self, ends: np.ndarray, capacity: int) -> None:
@@ -21,7 +23,9 @@ class BestFit:
         begins, (whole, rest) = ends - sizes, np.divmod(sizes, capacity)
         firsts = np.cumsum(whole) - whole
         self._capacity = capacity
-        self._full = np.repeat(begins - firsts * capacity, whole) + np.arange(whole.sum()) * capacity
+        self._full = (
+            np.repeat(begins - firsts * capacity, whole) + np.arange(whole.sum()) * capacity
+        )
         kept = rest > 0
         sizes = rest[kept].astype(np.min_scalar_type(capacity))
         rows = best_fit(sizes, capacity)
@@ -45,9 +49,11 @@ class BestFit:
 
 
 class BestFitRows(Rows):
-    """Every token of a store is a target once, its input the one before it; the store's first follows an end token.
+    """Every token of a store is a target once, its input the one before it; the store's first
+    follows an end token.
 
-    A row is a `BestFit` row: each stretch is a segment, and what it leaves free is padded (token 0, weight 0, segment 0).
+    A row is a `BestFit` row: each stretch is a segment, and what it leaves free is padded (token 0,
+    weight 0, segment 0).
     """
 
     def __init__(self, store: TokenStore, data: DataConfig, end_token: int) -> None:
@@ -61,7 +67,9 @@ class BestFitRows(Rows):
         return len(self._fit)
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        parts = [self._with_one_before(begin, end) for begin, end in self._fit.stretches(int(index))]
+        parts = [
+            self._with_one_before(begin, end) for begin, end in self._fit.stretches(int(index))
+        ]
         targets = np.concatenate([part[1:] for part in parts])
         row = {
             "tokens": np.concatenate([part[:-1] for part in parts]),
@@ -72,7 +80,11 @@ class BestFitRows(Rows):
         return padded(row, dict.fromkeys(row, self.length))
 
     def _with_one_before(self, begin: int, end: int) -> np.ndarray:
-        return self.store.read(begin - 1, end) if begin else np.concatenate([self._end, self.store.read(0, end)])
+        return (
+            self.store.read(begin - 1, end)
+            if begin
+            else np.concatenate([self._end, self.store.read(0, end)])
+        )
 
 
 def numbered(sizes: list[int]) -> np.ndarray:
@@ -81,10 +93,11 @@ def numbered(sizes: list[int]) -> np.ndarray:
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece, from 0: the largest pieces go first, each to the fullest row that has room for it.
+    """The row of each piece, from 0: the largest pieces go first, each to the fullest row that has
+    room for it.
 
-    `sizes` [N] are from 1 to `capacity`. Pieces of a size, and rows with as much room, are dealt with together, so that the
-    time follows how many sizes there are.
+    `sizes` [N] are from 1 to `capacity`. Pieces of a size, and rows with as much room, are dealt
+    with together, so that the time follows how many sizes there are.
     """
     order = np.argsort((capacity - sizes).astype(np.min_scalar_type(capacity)), kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1)
@@ -95,7 +108,9 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
         stop = done + int(counts[size])
         while done < stop:
             space = open_rows.least(size)
-            each = space // size  # a row that takes one is the fullest that has room for the next, while it has
+            each = (
+                space // size
+            )  # a row that takes one is the fullest that has room for the next, while it has
             rows = open_rows.take(space, -(-(stop - done) // each))
             number = min(stop - done, each * len(rows))
             placed[done : done + number] = np.repeat(rows, each)[:number]

@@ -20,7 +20,16 @@ from jaxformer.data.splits import Sides, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.templates import Template
-from jaxformer.data.texts import FORMAT, SCANS, TOKENIZERS, find_held, find_texts, megabytes, scan_of, store_of
+from jaxformer.data.texts import (
+    FORMAT,
+    SCANS,
+    TOKENIZERS,
+    find_held,
+    find_texts,
+    megabytes,
+    scan_of,
+    store_of,
+)
 from jaxformer.data.vocabulary import given_tokenizer, make_tokenizer
 from jaxformer.tokenizer import Tokenizer
 
@@ -49,7 +58,8 @@ class Corpus:
     stores: dict[str, list[TokenStore]]
 
     def validation_text(self) -> Iterator[str]:
-        """The text that the validation tokens stand for, in pieces; none where they are not each told from the last."""
+        """The text that the validation tokens stand for, in pieces; none where they are not each
+        told from the last."""
         for store in self.stores["validation"] if self.task.every_token else ():
             for start in range(0, store.tokens, BLOCK_TOKENS):
                 yield self.tokenizer.decode(store.read(start, start + BLOCK_TOKENS))
@@ -103,7 +113,8 @@ def find_sides(
     scanned: Path,
     log: Log = lambda line: None,
 ) -> Sides:
-    """What is for training, and what is held out; every text is read once, so that a fault shows before any work.
+    """What is for training, and what is held out; every text is read once, so that a fault shows
+    before any work.
 
     What was read before is found again in the folder `scanned`.
     """
@@ -112,7 +123,10 @@ def find_sides(
     texts = [(source, scan_of(source, scanned, log)) for source in train]
     held = [(source, scan_of(source, scanned, log)) for source in held_out]
     if held or not fraction:
-        return {"train": [Split(*text) for text in texts], "validation": [Split(*text) for text in held]}
+        return {
+            "train": [Split(*text) for text in texts],
+            "validation": [Split(*text) for text in held],
+        }
     return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}
 
 
@@ -160,12 +174,14 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
     task.check_tokenizer(tokenizer, path)
     if 0 < vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,} entries: "
-            f"set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
+            f"model.vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size:,}"
+            f" entries: set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
 
 
-def text_stores(sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log) -> dict[str, list[TokenStore]]:
+def text_stores(
+    sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log
+) -> dict[str, list[TokenStore]]:
     """The tokens of each side's texts. A text that is on both sides is tokenized once."""
     whole: dict[int, TokenStore] = {}
     found: dict[str, list[TokenStore]] = {}
@@ -173,21 +189,31 @@ def text_stores(sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log) -> d
         found[side] = []
         for split in splits:
             key = id(split.source)
-            whole[key] = whole.get(key) or store_of(split.source, split.scan, tokenizer, folder, log)
+            whole[key] = whole.get(key) or store_of(
+                split.source, split.scan, tokenizer, folder, log
+            )
             store = split.of(whole[key])
             found[side].append(store)
-            summary = f"{store.tokens:,} tokens, {store.documents:,} documents, {megabytes(store.bytes)} of text"
+            summary = (
+                f"{store.tokens:,} tokens, {store.documents:,} documents, {megabytes(store.bytes)}"
+                " of text"
+            )
             log(f"{split.name}: {summary} of {split.source.spec} ({split.rule()})")
     return found
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
     """Labels in the order of their numbers: whole numbers by value, then the rest by name."""
-    return tuple(sorted(labels, key=lambda label: (0, int(label), label) if label.isdecimal() else (1, 0, label)))
+    return tuple(
+        sorted(
+            labels, key=lambda label: (0, int(label), label) if label.isdecimal() else (1, 0, label)
+        )
+    )
 
 
 def gzip_bits_per_byte(texts: Iterable[str]) -> float:
-    """Bits that `gzip -9` takes for each byte of the texts, one after the other; nan where there are none."""
+    """Bits that `gzip -9` takes for each byte of the texts, one after the other; nan where there
+    are none."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     size = packed = 0
     for text in texts:
@@ -215,7 +241,10 @@ def _example_rows(
             if template.packs:
                 log(f"{split.name}: packed in {len(made):,} rows, {made.filled:.0%} of them filled")
             if made.cut:
-                log(f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row, and are cut at the end")
+                log(
+                    f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row,"
+                    " and are cut at the end"
+                )
             rows[side].append(made)
     return rows
 
@@ -250,14 +279,19 @@ def _example_store(
         log(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
     store = found or open_or_encode(directory, split.pieces, template.encode, log)
     how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
-    summary = f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
+    summary = (
+        f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
+    )
     log(f"{split.name}: {summary}, {how}")
     return store
 
 
 def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | None:
-    """The rows of several texts as those of one, in the shares that the settings give where they are for training."""
+    """The rows of several texts as those of one, in the shares that the settings give where they
+    are for training."""
     if len(rows) < 2:
         return rows[0] if rows else None
     named = [(split.source.spec, each) for split, each in zip(splits, rows, strict=True)]
-    return Mixture(named, data if splits[0].name == "train" else replace(data, weights="", epochs=""))
+    return Mixture(
+        named, data if splits[0].name == "train" else replace(data, weights="", epochs="")
+    )

@@ -1,4 +1,5 @@
-"""Tokenized records on disk: each a few sequences of ids (a source and a target; a text and its label), by number.
+"""Tokenized records on disk: each a few sequences of ids (a source and a target; a text and its
+label), by number.
 
 <store>/tokens.npy        int32: all sequences, one after the other
 <store>/bounds.npy        int64 [examples x parts + 1]: where each begins, and where the last ends
@@ -36,7 +37,9 @@ class ExampleStore:
             int(manifest[name]) for name in ("tokens", "documents", "bytes", "parts")
         )
         self.labels: tuple[str, ...] = tuple(manifest["labels"])
-        self._tokens, self._bounds = (_mapped(directory / f"{name}.npy") for name in ("tokens", "bounds"))
+        self._tokens, self._bounds = (
+            _mapped(directory / f"{name}.npy") for name in ("tokens", "bounds")
+        )
         self._numbers: np.ndarray | None = None
 
     @classmethod
@@ -46,7 +49,9 @@ class ExampleStore:
             found = cls(directory, json.loads((directory / "manifest.json").read_text()))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if len(found._tokens) == found.tokens and len(found) == found.documents else None
+        return (
+            found if len(found._tokens) == found.tokens and len(found) == found.documents else None
+        )
 
     def __len__(self) -> int:
         return (len(self._bounds) - 1) // self.parts
@@ -64,13 +69,15 @@ class ExampleStore:
         return np.diff(self._bounds).reshape(-1, self.parts)
 
     def number_as(self, labels: tuple[str, ...], where: str) -> None:
-        """Gives each label its place in `labels` from here on. Raises ConfigError for one that is not among them."""
+        """Gives each label its place in `labels` from here on. Raises ConfigError for one that is
+        not among them."""
         unknown = sorted({*self.labels} - {*labels})
         if unknown:
             shown = ", ".join(map(repr, unknown[:5]))
             raise ConfigError(
-                f"{where} has labels that the training data has not: {shown}. It knows {', '.join(labels[:20])}"
-                f"{', ...' * (len(labels) > 20)}: give training data that has all of them, or leave these out."
+                f"{where} has labels that the training data has not: {shown}. It knows"
+                f" {', '.join(labels[:20])}{', ...' * (len(labels) > 20)}: give training data that"
+                " has all of them, or leave these out."
             )
         # A word's further pieces have the number -1, which reads the last entry and stays -1.
         self._numbers = np.array([*map(labels.index, self.labels), -1], np.int32)
@@ -82,7 +89,8 @@ def open_or_encode(
     encode: EncodeRecords,
     log: Callable[[str], None] = lambda line: None,
 ) -> ExampleStore:
-    """The finished store in a directory, or a new one. A second process on this machine waits and then reuses it."""
+    """The finished store in a directory, or a new one. A second process on this machine waits and
+    then reuses it."""
     if store := ExampleStore.open(directory):
         return store
     with claimed(directory, log):
@@ -98,7 +106,10 @@ def open_or_encode(
             counts.append(np.fromiter(map(len, sequences), np.int64))
             size += sum(len(piece.text.encode()) for piece in batch)
             documents, parts = documents + len(batch), len(examples[0])
-        arrays: dict[str, np.ndarray] = {"tokens": np.concatenate(tokens), "bounds": np.cumsum(np.concatenate(counts))}
+        arrays: dict[str, np.ndarray] = {
+            "tokens": np.concatenate(tokens),
+            "bounds": np.cumsum(np.concatenate(counts)),
+        }
         for name, array in arrays.items():
             with replacing(directory / f"{name}.npy") as file:
                 np.save(file, array)

@@ -8,7 +8,8 @@ from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
 
-# Of the tokens that are chosen, the part that is masked, and the part that is masked or replaced by any other.
+# Of the tokens that are chosen, the part that is masked, and the part that is masked or replaced by
+# any other.
 MASKED, CHANGED = 0.8, 0.9
 
 
@@ -19,11 +20,12 @@ def missing_marks(tokenizer: Tokenizer) -> list[str]:
 
 
 class MaskedRows(TextRows):
-    """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which a part is to be told.
+    """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which a part is
+    to be told.
 
-    `noise_density` of the ordinary tokens is chosen, singly or by whole words; 80 % of these become [MASK], 10 % any
-    ordinary token, 10 % stay. Half of the second texts are from another place. What tells whether a second text follows
-    weighs as much as the hidden tokens of its row.
+    `noise_density` of the ordinary tokens is chosen, singly or by whole words; 80 % of these become
+    [MASK], 10 % any ordinary token, 10 % stay. Half of the second texts are from another place.
+    What tells whether a second text follows weighs as much as the hidden tokens of its row.
     """
 
     def __init__(
@@ -37,8 +39,12 @@ class MaskedRows(TextRows):
         self.sentences, self.density = row_format.next_sentence, data.noise_density
         self.by_word, self.packed = data.mask_units == "words", data.packing == "documents"
         size = self.length - 2 - self.sentences
-        super().__init__(store, 3 * size if self.sentences else size, size)  # a text, and room for another beside it
-        self.cls, self.sep, self.mask = (np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask"))
+        super().__init__(
+            store, 3 * size if self.sentences else size, size
+        )  # a text, and room for another beside it
+        self.cls, self.sep, self.mask = (
+            np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask")
+        )
         self._fit = BestFit(store.ends(), size) if data.packing == "best_fit" else None
         if self._fit:
             self.window, self.filled = 0, (self._fit.filled * size + 2) / self.length
@@ -72,7 +78,9 @@ class MaskedRows(TextRows):
         else:
             start = index * self.stride
             text = self.store.read(start, start + self.stride)
-            segments = self.segments(start, len(text)) if self.packed else np.ones(len(text), np.int32)
+            segments = (
+                self.segments(start, len(text)) if self.packed else np.ones(len(text), np.int32)
+            )
         around = np.concatenate([segments[:1], segments, segments[-1:]])
         row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": around}
         return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
@@ -97,7 +105,8 @@ class MaskedRows(TextRows):
         return row | ({"token_types": kinds} if self.types else {})
 
     def _elsewhere(self, start: int, size: int, rng: np.random.Generator) -> int | None:
-        """A place at which `size` tokens begin that are not of the row from `start` on; None in a store too small."""
+        """A place at which `size` tokens begin that are not of the row from `start` on; None in a
+        store too small."""
         before = max(0, start - size + 1)
         after = max(0, self.store.tokens - size - start - self.stride + 1)
         if not before + after:
@@ -106,7 +115,8 @@ class MaskedRows(TextRows):
         return place if place < before else start + self.stride + place - before
 
     def _chosen(self, ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The places of the tokens to tell: `density` of the ordinary ones on average, at least one."""
+        """The places of the tokens to tell: `density` of the ordinary ones on average, at least
+        one."""
         places = np.flatnonzero(self.may_hide[ids])
         wanted = min(len(places), max(1, int(self.density * len(places) + rng.random())))
         if not self.by_word:

@@ -17,8 +17,8 @@ class ExampleRows(Rows):
     """Rows of whole examples, packed in an order that the seed gives; one a row where the template
     does not pack.
 
-    `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is the part of the rows
-    that holds tokens.
+    `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is
+    the part of the rows that holds tokens.
     """
 
     def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
@@ -45,7 +45,9 @@ class ExampleRows(Rows):
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         examples = [self.template.arrays(*self.store[member]) for member in self.members(index)]
-        row = {name: np.concatenate([example[name] for example in examples]) for name in examples[0]}
+        row = {
+            name: np.concatenate([example[name] for example in examples]) for name in examples[0]
+        }
         numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
         for name, array in SEGMENTS.items():
             if array in row:
@@ -54,7 +56,8 @@ class ExampleRows(Rows):
 
 
 def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> list[list[int]]:
-    """The numbers of the examples in each row: each goes to the first open row that has room for all its streams.
+    """The numbers of the examples in each row: each goes to the first open row that has room for
+    all its streams.
 
     `sizes` [N, streams] are at most `capacity` [streams].
     """

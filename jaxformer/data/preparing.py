@@ -1,4 +1,5 @@
-"""Tokenizes a run's text beforehand: whole, or a share of it as one of many tasks that know nothing of one another."""
+"""Tokenizes a run's text beforehand: whole, or a share of it as one of many tasks that know nothing
+of one another."""
 
 import json
 import os
@@ -23,7 +24,8 @@ from jaxformer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TextSummary:
-    """What a tokenized text holds: tokens with the end of each document, bytes of text, the longest document in tokens."""
+    """What a tokenized text holds: tokens with the end of each document, bytes of text, the longest
+    document in tokens."""
 
     name: str
     documents: int
@@ -43,7 +45,8 @@ def prepare_text(
     vocab_size: int = 0,
     log: Log = lambda line: None,
 ) -> list[TextSummary]:
-    """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a source of its own.
+    """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a
+    source of its own.
 
     `thorough` reads all that is there, holds it against its checksums, and makes nothing.
     `vocab_size` is the model's, 0 for any. Raises ConfigError for text, or a store, that cannot be
@@ -86,8 +89,8 @@ def prepare_share(
 ) -> None:
     """Makes the shards of task `share[0]` of `share[1]`.
 
-    Where the tokenizer is yet to be trained, each task reads all text, and trains it unless another was sooner: it is the
-    same.
+    Where the tokenizer is yet to be trained, each task reads all text, and trains it unless another
+    was sooner: it is the same.
     """
     _require_text(task)
     cache = Path(os.path.expanduser(data.cache_dir))
@@ -98,7 +101,10 @@ def prepare_share(
     kept = output or cache
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
-        log("each task reads all text for the tokenizer: with --tokenizer.path, of one made before, it reads its own part")
+        log(
+            "each task reads all text for the tokenizer: with --tokenizer.path, of one made before,"
+            " it reads its own part"
+        )
         sides = find_sides(data, settings, task, kept / SCANS, log)
         tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
@@ -110,18 +116,22 @@ def prepare_share(
 
 
 def _ready(output: Path) -> Path:
-    """The directory for tokens, made. Raises ConfigError where it cannot be, or holds what an earlier call did not write."""
+    """The directory for tokens, made. Raises ConfigError where it cannot be, or holds what an
+    earlier call did not write."""
     new = "name one that is new, or that an earlier call began"
     try:
         output.mkdir(parents=True, exist_ok=True)
         names = sorted(name for name in os.listdir(output) if not name.startswith("."))
     except OSError as error:
         raise ConfigError(
-            f"--output {output} is no directory that can be used ({error.strerror or error}): {new}."
+            f"--output {output} is no directory that can be used ({error.strerror or error}):"
+            f" {new}."
         ) from None
     if not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {new}.")
-    if names and not any(re.fullmatch(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}", name) for name in names):
+    if names and not any(
+        re.fullmatch(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}", name) for name in names
+    ):
         raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
     return output
 
@@ -137,29 +147,37 @@ def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
     if before != specs:
         other = f"of other text ({'; '.join(before)})"
     if other:
-        raise ConfigError(f"--output {output} was prepared {other}: name a new directory, so that nothing is lost.")
+        raise ConfigError(
+            f"--output {output} was prepared {other}: name a new directory, so that nothing is"
+            " lost."
+        )
 
 
 def _require_sources(sources: Iterable[Source]) -> None:
     for source in sources:
         if isinstance(source, IdFiles):
-            raise ConfigError(f"--output: {source} holds token ids already: train on it as it is, or name its text.")
+            raise ConfigError(
+                f"--output: {source} holds token ids already: train on it as it is, or name its"
+                " text."
+            )
         if isinstance(source, Prepared):
             raise ConfigError(
-                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it as it is, or name the "
-                "text that it was made of."
+                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it"
+                " as it is, or name the text that it was made of."
             )
 
 
 def _require_text(task: Task) -> None:
     if len(task.fields) > 1:
         raise ConfigError(
-            f"data.objective={task.name} reads records, which training encodes by itself in one go: "
-            "jaxformer prepare tokenizes text."
+            f"data.objective={task.name} reads records, which training encodes by itself in one go:"
+            " jaxformer prepare tokenizes text."
         )
 
 
 def _summary(split: Split, store: TokenStore) -> TextSummary:
     longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
     skipped = tuple(split.scan.skipped.lines())
-    return TextSummary(str(split.source), store.documents, store.tokens, store.bytes, longest, skipped)
+    return TextSummary(
+        str(split.source), store.documents, store.tokens, store.bytes, longest, skipped
+    )

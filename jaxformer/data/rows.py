@@ -1,4 +1,5 @@
-"""The rows that batches are made of: numbered, each a few arrays, the same whenever it is asked for."""
+"""The rows that batches are made of: numbered, each a few arrays, the same whenever it is asked
+for."""
 
 import abc
 from typing import Any, NamedTuple
@@ -31,8 +32,8 @@ class RowFormat(NamedTuple):
 class Rows(abc.ABC):
     """Rows by number, and what the text holds that they are made of.
 
-    `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it can; `filled` is the
-    part of the rows that holds tokens.
+    `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it
+    can; `filled` is the part of the rows that holds tokens.
     """
 
     tokens: int
@@ -59,14 +60,16 @@ class Rows(abc.ABC):
         return [(name, self)]
 
     def order(self, seed: int, batch_size: int) -> Any:
-        """The numbers of the rows that a run reads, as a grain dataset without end: each epoch all, shuffled anew."""
+        """The numbers of the rows that a run reads, as a grain dataset without end: each epoch all,
+        shuffled anew."""
         import grain
 
         return grain.MapDataset.range(len(self)).shuffle(seed=seed).repeat()
 
 
 class TextRows(Rows):
-    """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the last one maybe fewer."""
+    """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the
+    last one maybe fewer."""
 
     def __init__(self, store: TokenStore, window: int, stride: int) -> None:
         self.store, self.window, self.stride = store, window, stride
@@ -79,8 +82,8 @@ class TextRows(Rows):
     def segments(self, start: int, used: int) -> np.ndarray:
         """The documents of `used` places from `start` on, numbered from 1.
 
-        The end token before a document is the first of its segment, so a text is learnt from its very start and every
-        token but the store's first stays a target.
+        The end token before a document is the first of its segment, so a text is learnt from its
+        very start and every token but the store's first stays a target.
         """
         begins = self.store.boundaries(start, start + used + 1) - start - 1
         segments = np.zeros(used, np.int32)
@@ -91,7 +94,8 @@ class TextRows(Rows):
 class CausalRows(TextRows):
     """Each token of a store but the first is a target once.
 
-    Row i reads tokens i T to i T + T; a last row that the store cannot fill is padded (token 0, weight 0, segment 0).
+    Row i reads tokens i T to i T + T; a last row that the store cannot fill is padded (token 0,
+    weight 0, segment 0).
     """
 
     def __init__(self, store: TokenStore, data: DataConfig) -> None:

@@ -1,4 +1,5 @@
-"""Rows for an encoder-decoder that learns from plain text: hidden spans, and prefixes (T5, arXiv:1910.10683)."""
+"""Rows for an encoder-decoder that learns from plain text: hidden spans, and prefixes (T5,
+arXiv:1910.10683)."""
 
 import itertools
 
@@ -16,7 +17,8 @@ def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
 
 
 class SourceRows(TextRows):
-    """Rows of a source, and the target that is made of it, as the tokenizer has an encoder-decoder read them."""
+    """Rows of a source, and the target that is made of it, as the tokenizer has an encoder-decoder
+    read them."""
 
     def __init__(
         self,
@@ -46,7 +48,8 @@ class SourceRows(TextRows):
 
 
 class SpanRows(SourceRows):
-    """Span corruption: each hidden span is a sentinel in the source, and follows its sentinel in the target.
+    """Span corruption: each hidden span is a sentinel in the source, and follows its sentinel in
+    the target.
 
         text    a b c d e f g h i j
         source  a b <0> e f g <1> j <2> end        target  <0> c d <1> h i <2> ... end
@@ -69,26 +72,32 @@ class SpanRows(SourceRows):
         self.sentinels = np.array(tokenizer.sentinels(), np.int32)
         if (needed := hidden + spans + len(self.start)) > length:
             raise ConfigError(
-                f"data.sequence_length={length} has no room for the targets of data.objective=spans: a source of "
-                f"{source_length} tokens hides {hidden} in {spans} spans, so set data.sequence_length to at least "
-                f"{needed}, or data.source_length lower."
+                f"data.sequence_length={length} has no room for the targets of"
+                f" data.objective=spans: a source of {source_length} tokens hides {hidden} in"
+                f" {spans} spans, so set data.sequence_length to at least {needed}, or"
+                " data.source_length lower."
             )
         if spans > len(self.sentinels):
             raise ConfigError(
-                f"data.objective=spans hides {spans} spans in a source of {source_length} tokens, and the tokenizer has "
-                f"{len(self.sentinels)} sentinels (<extra_id_0>, ...): raise data.span_length, or lower data.source_length."
+                f"data.objective=spans hides {spans} spans in a source of {source_length} tokens,"
+                f" and the tokenizer has {len(self.sentinels)} sentinels (<extra_id_0>, ...): raise"
+                " data.span_length, or lower data.source_length."
             )
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = int(index) * self.stride
         text = self.store.read(start, start + self.window)
         hidden, spans = hidden_counts(len(text), self.density, self.mean)
-        lengths = np.stack([random_parts(len(text) - hidden, spans, rng), random_parts(hidden, spans, rng)], 1)
+        lengths = np.stack(
+            [random_parts(len(text) - hidden, spans, rng), random_parts(hidden, spans, rng)], 1
+        )
         pieces = np.split(text, np.cumsum(lengths)[:-1])
         marks = np.split(self.sentinels[:spans], spans)
         source = itertools.chain.from_iterable(zip(pieces[::2], marks, strict=True))
         targets = itertools.chain.from_iterable(zip(marks, pieces[1::2], strict=True))
-        return self.arrays(np.concatenate([*source]), np.concatenate([*targets, [self.tokenizer.end_token]]))
+        return self.arrays(
+            np.concatenate([*source]), np.concatenate([*targets, [self.tokenizer.end_token]])
+        )
 
 
 class PrefixRows(SourceRows):
@@ -121,8 +130,8 @@ def hidden_counts(length: int, density: float, mean: float) -> tuple[int, int]:
 
 
 def raw_length(source_length: int, density: float, mean: float, around: int = 1) -> int:
-    """The most tokens of text whose source fits in `source_length` with its sentinels and the `around` tokens that the
-    tokenizer puts around a source: by default 568 in 512.
+    """The most tokens of text whose source fits in `source_length` with its sentinels and the
+    `around` tokens that the tokenizer puts around a source: by default 568 in 512.
     """
 
     def taken(length: int) -> int:

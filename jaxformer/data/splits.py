@@ -15,18 +15,22 @@ from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.data.writing import make_folder, replacing
 
-# With fewer documents to hold out than this the choice by hash could miss, so the end of the text is held out.
+# With fewer documents to hold out than this the choice by hash could miss, so the end of the text
+# is held out.
 FEWEST_HELD_OUT = 10
 
-# Files are scanned and tokenized by units: as many neighbours as have this many bytes together, at least one.
+# Files are scanned and tokenized by units: as many neighbours as have this many bytes together, at
+# least one.
 GROUP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A digest of all text of a source, wherever it lies and however it is compressed, and its size.
+    """A digest of all text of a source, wherever it lies and however it is compressed, and its
+    size.
 
-    `skipped` is what was left out: how often for each reason, and where first. `parts` are the scans of its units.
+    `skipped` is what was left out: how often for each reason, and where first. `parts` are the
+    scans of its units.
     """
 
     content: str
@@ -40,7 +44,13 @@ class Scan:
         """A scan as JSON holds it."""
         skipped = Skipped()
         skipped.merge(record["skipped"])
-        return cls(record["content"], record["documents"], record["bytes"], skipped, tuple(map(cls.read, record["parts"])))
+        return cls(
+            record["content"],
+            record["documents"],
+            record["bytes"],
+            skipped,
+            tuple(map(cls.read, record["parts"])),
+        )
 
     @classmethod
     def joined(cls, parts: "list[Scan]") -> "Scan":
@@ -48,8 +58,16 @@ class Scan:
         skipped = Skipped()
         for part in parts:
             skipped.merge(part.skipped)
-        content = parts[0].content if len(parts) == 1 else fingerprint([part.content for part in parts])
-        return cls(content, sum(part.documents for part in parts), sum(part.bytes for part in parts), skipped, tuple(parts))
+        content = (
+            parts[0].content if len(parts) == 1 else fingerprint([part.content for part in parts])
+        )
+        return cls(
+            content,
+            sum(part.documents for part in parts),
+            sum(part.bytes for part in parts),
+            skipped,
+            tuple(parts),
+        )
 
 
 def file_groups(source: Source) -> list[Source]:
@@ -66,18 +84,25 @@ def file_groups(source: Source) -> list[Source]:
 
 
 def scan(source: Source, cache: Path, log: Callable[[str], None] = lambda line: None) -> Scan:
-    """Reads all of a source once, so that a fault shows before any work; recorded in `cache` until a file changes.
+    """Reads all of a source once, so that a fault shows before any work; recorded in `cache` until
+    a file changes.
 
     Raises ConfigError for what cannot be read, and where there is no text at all.
     """
     found = Scan.joined([scan_group(group, cache, log) for group in file_groups(source)])
     if not found.documents:
-        files = source.files[0].path if len(source.files) == 1 else f"each of {len(source.files)} files"
+        files = (
+            source.files[0].path if len(source.files) == 1 else f"each of {len(source.files)} files"
+        )
         passed = "".join(f" ({line})" for line in found.skipped.lines())
         raise ConfigError(
-            f"{source.setting}: {files} is empty{passed}: there is no text to train on or to evaluate. Give one that has."
+            f"{source.setting}: {files} is empty{passed}: there is no text to train on or to"
+            " evaluate. Give one that has."
         )
-    for line in (*([f"not read: {source.left_out}"] if source.left_out else []), *found.skipped.lines()):
+    for line in (
+        *([f"not read: {source.left_out}"] if source.left_out else []),
+        *found.skipped.lines(),
+    ):
         log(f"{source}: {line}")
     return found
 
@@ -103,7 +128,11 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
 def _read(group: Source, log: Callable[[str], None]) -> Scan:
     """Reads some files of a source."""
     log(f"{group}: reading {len(group.files):,} new or changed file{'s' * (len(group.files) > 1)}")
-    digest, documents, progress = hashlib.blake2b(digest_size=16), 0, ProgressNotes(log, work=f"{group}: read")
+    digest, documents, progress = (
+        hashlib.blake2b(digest_size=16),
+        0,
+        ProgressNotes(log, work=f"{group}: read"),
+    )
     skipped = Skipped()
     for text, name, ends, fields in group.pieces(skipped):
         raw = text.encode()
@@ -118,10 +147,12 @@ def _read(group: Source, log: Callable[[str], None]) -> Scan:
 
 @dataclass(frozen=True)
 class Split:
-    """One side of a text: all of it, or what is kept for training, or the `fraction` held out for validation.
+    """One side of a text: all of it, or what is kept for training, or the `fraction` held out for
+    validation.
 
-    Documents are chosen by a hash of their name (a path, or their number in their file), so that more text moves none of
-    them. Few documents are not chosen among: the last `fraction` of the tokens, or of records, is held out.
+    Documents are chosen by a hash of their name (a path, or their number in their file), so that
+    more text moves none of them. Few documents are not chosen among: the last `fraction` of the
+    tokens, or of records, is held out.
     """
 
     source: Source
@@ -131,7 +162,9 @@ class Split:
 
     @property
     def name(self) -> str:
-        return "validation" if self.side == "validation" else self.source.setting.removeprefix("data.")
+        return (
+            "validation" if self.side == "validation" else self.source.setting.removeprefix("data.")
+        )
 
     @property
     def by_document(self) -> bool:
@@ -147,7 +180,9 @@ class Split:
         """In words, what this side is."""
         if self.side == "all":
             return "all text"
-        chosen = f"{self.source.order} chosen by hash" if self.by_document else "the end of the text"
+        chosen = (
+            f"{self.source.order} chosen by hash" if self.by_document else "the end of the text"
+        )
         return f"{'without ' if self.side == 'train' else ''}{chosen}, {self.fraction:g} of it"
 
     def identity(self) -> str:
@@ -164,13 +199,16 @@ class Split:
         return store.cut(self.fraction, after=held_out)
 
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of this side's documents, in order; where a document is cut, about as many bytes as `of` has tokens."""
+        """The pieces of this side's documents, in order; where a document is cut, about as many
+        bytes as `of` has tokens."""
         if self.side == "all":
             return self.source.pieces()
         held_out = self.side == "validation"
         if self.by_document:
             return (
-                piece for piece in self.source.pieces() if (self.source.place(piece.document) < self.fraction) is held_out
+                piece
+                for piece in self.source.pieces()
+                if (self.source.place(piece.document) < self.fraction) is held_out
             )
         if self.source.of_records:
             kept = round(self.scan.documents * (1 - self.fraction))
@@ -178,7 +216,8 @@ class Split:
         return _cut(self.source.pieces(), int(self.scan.bytes * (1 - self.fraction)), held_out)
 
 
-# The texts of a run by what they are for: "train" and "validation", none of the latter where nothing is held out.
+# The texts of a run by what they are for: "train" and "validation", none of the latter where
+# nothing is held out.
 Sides = dict[str, list[Split]]
 
 

@@ -1,4 +1,5 @@
-"""Tokenized text on disk: shards of a memory-mapped token stream, an index of documents, and a manifest that joins them.
+"""Tokenized text on disk: shards of a memory-mapped token stream, an index of documents, and a
+manifest that joins them.
 
 <store>/manifest.json       written last: the store is complete when it is there
 <store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with the end token
@@ -28,7 +29,8 @@ FILE_KINDS = ("tokens", "documents")
 
 @dataclass(frozen=True)
 class Written:
-    """A file as it was written: its size in bytes, when (nanoseconds since 1970), and a digest of it."""
+    """A file as it was written: its size in bytes, when (nanoseconds since 1970), and a digest of
+    it."""
 
     size: int
     time: int
@@ -45,12 +47,18 @@ class Written:
         Raises ConfigError where it is not what was written, FileNotFoundError where it is gone.
         """
         found = Written.now(path, self.digest)
-        if found.size == self.size and ((found.time == self.time and not thorough) or digest(path) == self.digest):
+        if found.size == self.size and (
+            (found.time == self.time and not thorough) or digest(path) == self.digest
+        ):
             return found
-        how = "its checksum is another" if found.size == self.size else f"it has {found.size:,} bytes of {self.size:,}"
+        how = (
+            "its checksum is another"
+            if found.size == self.size
+            else f"it has {found.size:,} bytes of {self.size:,}"
+        )
         raise ConfigError(
-            f"{path} was altered since it was written ({how}): restore it, or remove it, and it is made again where the "
-            "text is at hand."
+            f"{path} was altered since it was written ({how}): restore it, or remove it, and it is"
+            " made again where the text is at hand."
         )
 
 
@@ -87,11 +95,14 @@ class Shard:
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
         """A shard by its entry in a manifest."""
         files = {kind: Written(**written) for kind, written in entry["files"].items()}
-        return cls(folder / entry["name"], entry["tokens"], entry["documents"], entry["bytes"], files)
+        return cls(
+            folder / entry["name"], entry["tokens"], entry["documents"], entry["bytes"], files
+        )
 
     @classmethod
     def finished(cls, folder: Path, index: int, thorough: bool = False) -> "Shard | None":
-        """The shard of this number, if it was written and nothing of it is missing. Raises ConfigError if it was altered."""
+        """The shard of this number, if it was written and nothing of it is missing. Raises
+        ConfigError if it was altered."""
         try:
             shard = cls.of(folder, json.loads((folder / f"{index:05d}.json").read_text()))
         except (OSError, ValueError, TypeError, KeyError):
@@ -105,10 +116,12 @@ class Shard:
         return {"name": self.path.name} | summary
 
     def checked(self, thorough: bool = False) -> "Shard | None":
-        """The shard with its files as they are now, None where one is gone. Raises ConfigError for one that was altered."""
+        """The shard with its files as they are now, None where one is gone. Raises ConfigError for
+        one that was altered."""
         try:
             files = {
-                kind: written.checked(self.path.with_suffix(f".{kind}"), thorough) for kind, written in self.files.items()
+                kind: written.checked(self.path.with_suffix(f".{kind}"), thorough)
+                for kind, written in self.files.items()
             }
         except FileNotFoundError:
             return None
@@ -116,16 +129,19 @@ class Shard:
 
 
 class TokenStore:
-    """Every token of a text, or of a part of it, by its place. Nothing is read before it is asked for, and no more.
+    """Every token of a text, or of a part of it, by its place. Nothing is read before it is asked
+    for, and no more.
 
-    A part is runs of tokens of the shards, one after the other: run r holds `sizes[r]` tokens of shard `shards[r]` from
-    `lows[r]` on. `fingerprint` is equal for equal tokens.
+    A part is runs of tokens of the shards, one after the other: run r holds `sizes[r]` tokens of
+    shard `shards[r]` from `lows[r]` on. `fingerprint` is equal for equal tokens.
     """
 
     def __init__(self, shards: Sequence[Shard], dtype: np.dtype, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._shards, self._dtype = list(shards), dtype
-        self._map = functools.lru_cache(most_maps())(self._open_map)  # on the instance, so that it goes when the store goes
+        self._map = functools.lru_cache(most_maps())(
+            self._open_map
+        )  # on the instance, so that it goes when the store goes
         self._begins = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._take(np.zeros(1, np.int64), self._begins[-1:])
         self.documents = sum(shard.documents for shard in shards)
@@ -133,10 +149,14 @@ class TokenStore:
 
     @classmethod
     def open(cls, directory: Path, thorough: bool = False) -> "TokenStore | None":
-        """The store in a directory, None where it is not complete. Raises ConfigError where a file was altered since."""
+        """The store in a directory, None where it is not complete. Raises ConfigError where a file
+        was altered since."""
         try:
             manifest = json.loads((directory / MANIFEST).read_text())
-            dtype, shards = np.dtype(manifest["dtype"]), [Shard.of(directory, entry) for entry in manifest["shards"]]
+            dtype, shards = (
+                np.dtype(manifest["dtype"]),
+                [Shard.of(directory, entry) for entry in manifest["shards"]],
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
         found = [shard.checked(thorough) for shard in shards]
@@ -155,7 +175,10 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
-        parts = [self._map(shard, "tokens")[low:high].astype(np.int32) for shard, low, high, _ in self._spans(start, stop)]
+        parts = [
+            self._map(shard, "tokens")[low:high].astype(np.int32)
+            for shard, low, high, _ in self._spans(start, stop)
+        ]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
@@ -169,7 +192,8 @@ class TokenStore:
         return places[places < stop]
 
     def ends(self) -> np.ndarray:
-        """The place after each document: int64, ascending, the last one `tokens` even where the text is cut there."""
+        """The place after each document: int64, ascending, the last one `tokens` even where the
+        text is cut there."""
         found = [np.zeros(0, np.int64)]
         for shard in range(len(self._shards)):
             ends = self._map(shard, "documents")[0]
@@ -186,19 +210,25 @@ class TokenStore:
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose place in the order is before `fraction`, or the others."""
         table = [self._map(shard, "documents").copy() for shard in range(len(self._shards))]
-        ends = np.concatenate([each[0] + begin for each, begin in zip(table, self._begins.tolist(), strict=False)])
+        ends = np.concatenate(
+            [each[0] + begin for each, begin in zip(table, self._begins.tolist(), strict=False)]
+        )
         taken = np.concatenate([each[2] for each in table]).view(np.float64) < fraction
         taken ^= inverse
         edges = np.diff(taken.astype(np.int8), prepend=0, append=0)
         begins = np.concatenate([[0], ends])
         size = int(np.concatenate([each[1] for each in table])[taken].sum())
         said = f"{self.fingerprint} {'without ' * inverse}{fraction:g} by document"
-        return self._part(begins[:-1][edges[:-1] > 0], ends[edges[1:] < 0], (int(taken.sum()), size), said)
+        return self._part(
+            begins[:-1][edges[:-1] > 0], ends[edges[1:] < 0], (int(taken.sum()), size), said
+        )
 
     def cut(self, fraction: float, after: bool) -> "TokenStore":
-        """What comes after, or before, the border of the last `fraction` of the tokens; its bytes are an estimate.
+        """What comes after, or before, the border of the last `fraction` of the tokens; its bytes
+        are an estimate.
 
-        The end token of the last document does not count, so that one text of characters is cut as nanoGPT cuts it.
+        The end token of the last document does not count, so that one text of characters is cut as
+        nanoGPT cuts it.
         """
         border = max(0, int((self.tokens - 1) * (1 - fraction)))
         start, stop = (border, self.tokens) if after else (0, border)
@@ -206,24 +236,35 @@ class TokenStore:
         size = round(self.bytes * (stop - start) / max(1, self.tokens))
         borders = np.array([[start], [stop]], np.int64)
         return self._part(
-            borders[0], borders[1], (count, size), f"{self.fingerprint} {'after' if after else 'before'} {fraction:g}"
+            borders[0],
+            borders[1],
+            (count, size),
+            f"{self.fingerprint} {'after' if after else 'before'} {fraction:g}",
         )
 
-    def _part(self, starts: np.ndarray, stops: np.ndarray, counts: tuple[int, int], name: str) -> "TokenStore":
-        found = TokenStore(self._shards, self._dtype, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
+    def _part(
+        self, starts: np.ndarray, stops: np.ndarray, counts: tuple[int, int], name: str
+    ) -> "TokenStore":
+        found = TokenStore(
+            self._shards, self._dtype, hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        )
         found._map = self._map
         found._take(starts, stops)
         found.documents, found.bytes = counts
         return found
 
     def _take(self, starts: np.ndarray, stops: np.ndarray) -> None:
-        """Holds the tokens between these places of all shards, both ascending, parted where a shard ends."""
+        """Holds the tokens between these places of all shards, both ascending, parted where a shard
+        ends."""
         runs, lows, sizes = [], [], []
         firsts = np.searchsorted(stops, self._begins[:-1], side="right").tolist()
         lasts = np.searchsorted(starts, self._begins[1:], side="left").tolist()
         for shard, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
             begin, end = self._begins[shard], self._begins[shard + 1]
-            low, high = np.clip(starts[first:last], begin, end), np.clip(stops[first:last], begin, end)
+            low, high = (
+                np.clip(starts[first:last], begin, end),
+                np.clip(stops[first:last], begin, end),
+            )
             some = high > low
             lows.append(low[some] - begin)
             sizes.append((high - low)[some])
@@ -234,8 +275,12 @@ class TokenStore:
         self.tokens = int(self._starts[-1])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where tokens start to stop lie: the shard, the first and last place within it, and the first one's place here."""
-        run, stop = int(np.searchsorted(self._starts, start, side="right")) - 1, min(stop, self.tokens)
+        """Where tokens start to stop lie: the shard, the first and last place within it, and the
+        first one's place here."""
+        run, stop = (
+            int(np.searchsorted(self._starts, start, side="right")) - 1,
+            min(stop, self.tokens),
+        )
         while start < stop:
             end = min(stop, int(self._starts[run + 1]))
             low = int(self._lows[run]) + start - int(self._starts[run])
@@ -255,7 +300,8 @@ class TokenStore:
 
 
 def most_maps() -> int | None:
-    """How many files a store keeps mapped: a quarter of those that this process may have open, None for no limit."""
+    """How many files a store keeps mapped: a quarter of those that this process may have open, None
+    for no limit."""
     if sys.platform == "win32":
         return None
     import resource

@@ -14,8 +14,8 @@ from jaxformer.tokenizer import Tokenizer
 class Template(abc.ABC):
     """What records of an objective become.
 
-    `capacity` is how many tokens each stream of a row holds, `lengths` how long each array of a row is;
-    a template whose arrays have other names adds theirs.
+    `capacity` is how many tokens each stream of a row holds, `lengths` how long each array of a row
+    is; a template whose arrays have other names adds theirs.
     """
 
     packs = True
@@ -40,7 +40,8 @@ class Template(abc.ABC):
 
     @abc.abstractmethod
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that examples of parts of these `lengths` [N, parts] would take of each stream, uncut: [N, streams]."""
+        """Tokens that examples of parts of these `lengths` [N, parts] would take of each stream,
+        uncut: [N, streams]."""
 
     @abc.abstractmethod
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
@@ -50,13 +51,15 @@ class Template(abc.ABC):
         return self.tokenizer.encode_batch([str(record[field]) for record in records])
 
     def with_types(self, row: NumpyBatch, *lengths: int) -> NumpyBatch:
-        """A row with the types of its tokens, where the model has any: the first `lengths` tokens 0, the next 1."""
+        """A row with the types of its tokens, where the model has any: the first `lengths` tokens
+        0, the next 1."""
         kinds = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
 
 
 class PairTemplate(Template):
-    """Sequence to sequence: the source as the tokenizer closes it; the target, after its start, and with the end token."""
+    """Sequence to sequence: the source as the tokenizer closes it; the target, after its start, and
+    with the end token."""
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
@@ -71,7 +74,8 @@ class PairTemplate(Template):
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         source, target = (
-            part[: capacity - more] for part, capacity, more in zip(parts, self.capacity, self.more, strict=True)
+            part[: capacity - more]
+            for part, capacity, more in zip(parts, self.capacity, self.more, strict=True)
         )
         tokens = self.tokenizer.as_target(target)
         return {
@@ -99,8 +103,9 @@ class SFTTemplate(Template):
 
 
 class ClassTemplate(Template):
-    """One text or two and their class, one example a row: [CLS] text [SEP] (text [SEP]) in an encoder whose tokenizer has
-    these, else each text with the end token. Of two that are too long the longer is cut first (BERT, arXiv:1810.04805).
+    """One text or two and their class, one example a row: [CLS] text [SEP] (text [SEP]) in an
+    encoder whose tokenizer has these, else each text with the end token. Of two that are too long
+    the longer is cut first (BERT, arXiv:1810.04805).
     """
 
     packs = False
@@ -125,15 +130,22 @@ class ClassTemplate(Template):
             texts = [texts[0][:first], texts[1][: capacity - first]]
         closed = [joined(text[:capacity], self.stop) for text in texts]
         closed[0] = joined(self.start, closed[0])
-        row = {"tokens": np.concatenate(closed), "targets": label, "weights": np.ones(1, np.float32)}
+        row = {
+            "tokens": np.concatenate(closed),
+            "targets": label,
+            "weights": np.ones(1, np.float32),
+        }
         return self.with_types(row, *map(len, closed))
 
 
 class TagTemplate(Template):
-    """Words and a tag for each, learnt on the word's first piece, between [CLS] and [SEP] as classes are."""
+    """Words and a tag for each, learnt on the word's first piece, between [CLS] and [SEP] as
+    classes are."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        words = [(" " * (place > 0) + word) for record in records for place, word in enumerate(record[0])]
+        words = [
+            (" " * (place > 0) + word) for record in records for place, word in enumerate(record[0])
+        ]
         pieces = iter(self.tokenizer.encode_batch(words))
         for _, tags in records:
             ids: list[int] = []
@@ -149,7 +161,10 @@ class TagTemplate(Template):
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         capacity = self.length - len(self.start) - len(self.stop)
-        ids, tags = parts[0][:capacity], np.pad(parts[1][:capacity], (len(self.start), len(self.stop)), constant_values=-1)
+        ids, tags = (
+            parts[0][:capacity],
+            np.pad(parts[1][:capacity], (len(self.start), len(self.stop)), constant_values=-1),
+        )
         row = {
             "tokens": joined(self.start, ids, self.stop),
             "targets": np.maximum(tags, 0),

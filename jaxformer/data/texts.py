@@ -1,4 +1,5 @@
-"""The texts that a run names, read from their sources or tokenized beforehand, and their stores, made or found."""
+"""The texts that a run names, read from their sources or tokenized beforehand, and their stores,
+made or found."""
 
 import functools
 import json
@@ -25,7 +26,8 @@ from jaxformer.tokenizer.files import TOKENIZER_FILE
 FORMAT = 2
 KIND = "jaxformer tokens"
 
-# Folders of the cache, or of a prepared directory, so that what one machine has read and made another finds.
+# Folders of the cache, or of a prepared directory, so that what one machine has read and made
+# another finds.
 SCANS, TOKENIZERS = "scans", "tokenizers"
 
 Log = Callable[[str], None]
@@ -41,10 +43,14 @@ class Prepared(Source):
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
-    """The sources that `data.train` or `data.validation` names, apart by ';'. Raises ConfigError where one is none."""
+    """The sources that `data.train` or `data.validation` names, apart by ';'. Raises ConfigError
+    where one is none."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
-        raise ConfigError(f"{setting} names no source: give a file, a directory, a glob, or a named source such as stdlib.")
+        raise ConfigError(
+            f"{setting} names no source: give a file, a directory, a glob, or a named source such"
+            " as stdlib."
+        )
     policy = ErrorPolicy(data.undecodable, data.malformed)
     found: list[Source] = []
     for spec in specs:
@@ -58,8 +64,9 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
             found += texts
         else:
             raise ConfigError(
-                f"{setting}: {folder} was prepared without text for validation: prepare it with data.validation, or leave "
-                "data.validation empty to hold out a part of data.train."
+                f"{setting}: {folder} was prepared without text for validation: prepare it with"
+                " data.validation, or leave data.validation empty to hold out a part of"
+                " data.train."
             )
     return found
 
@@ -75,49 +82,72 @@ def _is_prepared(folder: Path) -> bool:
 def _require_joined(folder: Path, setting: str) -> None:
     if (folder / SCANS).is_dir() and not (folder / MANIFEST).exists():
         raise ConfigError(
-            f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare --output` once more without "
-            "--shard, which joins what the tasks have made."
+            f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare --output`"
+            " once more without --shard, which joins what the tasks have made."
         )
 
 
 def find_held(data: DataConfig, train: list[Source], fields: Fields) -> list[Source]:
-    """The sources that `data.validation` names, or else what was prepared for validation beside the texts for training."""
+    """The sources that `data.validation` names, or else what was prepared for validation beside the
+    texts for training."""
     if data.validation:
         return find_texts(data, "data.validation", fields)
     folders = dict.fromkeys(source.folder for source in train if isinstance(source, Prepared))
-    return [text for folder in folders for text in prepared_texts(folder, "data.validation", fields)]
+    return [
+        text for folder in folders for text in prepared_texts(folder, "data.validation", fields)
+    ]
 
 
 def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
-    """The texts for training or for validation of a prepared directory. Raises ConfigError where it is none."""
+    """The texts for training or for validation of a prepared directory. Raises ConfigError where it
+    is none."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
         texts = manifest[setting.removeprefix("data.")]
-        scans = [(entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts]
+        scans = [
+            (entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{setting}: {folder / MANIFEST} is not what `jaxformer prepare --output` of this version writes ({error}): "
-            "prepare the text again."
+            f"{setting}: {folder / MANIFEST} is not what `jaxformer prepare --output` of this"
+            f" version writes ({error}): prepare the text again."
         ) from None
     if len(fields) > 1:
-        raise ConfigError(f"{setting}: {folder} holds tokens of text, and data.objective reads records: name their source.")
+        raise ConfigError(
+            f"{setting}: {folder} holds tokens of text, and data.objective reads records: name"
+            " their source."
+        )
     made_by = manifest["tokenizer"]
-    return [Prepared(setting, spec, (), folder=folder, scanned=found, tokenizer=made_by) for spec, found in scans]
+    return [
+        Prepared(setting, spec, (), folder=folder, scanned=found, tokenizer=made_by)
+        for spec, found in scans
+    ]
 
 
 def scan_of(source: Source, folder: Path, log: Log) -> Scan:
-    """What a text holds: as it is written where the text is prepared, else read, and kept in `folder`."""
+    """What a text holds: as it is written where the text is prepared, else read, and kept in
+    `folder`."""
     if isinstance(source, IdFiles):
         return scan_ids(source, folder, log)
-    return source.scanned if isinstance(source, Prepared) and source.scanned else scan(source, folder, log)
+    return (
+        source.scanned
+        if isinstance(source, Prepared) and source.scanned
+        else scan(source, folder, log)
+    )
 
 
 def store_of(
-    source: Source, found: Scan, tokenizer: Tokenizer, folder: Path, log: Log, thorough: bool = False
+    source: Source,
+    found: Scan,
+    tokenizer: Tokenizer,
+    folder: Path,
+    log: Log,
+    thorough: bool = False,
 ) -> TokenStore:
-    """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is there, and makes nothing.
+    """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is
+    there, and makes nothing.
 
     Raises ConfigError for a store that cannot be used.
     """
@@ -132,14 +162,19 @@ def store_of(
         progress = ProgressNotes(log, sum(part.bytes for part in made))
         if made and thorough:
             raise ConfigError(
-                f"{source}: {len(made)} of {len(names)} parts are not prepared: leave out --verify to make them."
+                f"{source}: {len(made)} of {len(names)} parts are not prepared: leave out --verify"
+                " to make them."
             )
         if made:
             parts = f", {len(made)} of {len(names)} parts" * (len(names) > 1)
             log(f"{source}: tokenizing {megabytes(sum(part.bytes for part in made))}{parts}")
         began = time.perf_counter()
         stores = [
-            open_or_build(folder / name, group.pieces, tokenizer, progress, source.place) if store is None else store
+            (
+                open_or_build(folder / name, group.pieces, tokenizer, progress, source.place)
+                if store is None
+                else store
+            )
             for store, name, group in zip(opened, names, file_groups(source), strict=True)
         ]
         for store, part, name in zip(stores, found.parts, names, strict=True):
@@ -147,20 +182,40 @@ def store_of(
         if made:
             log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
         else:
-            log(f"{source}: reusing {folder / names[0]}" + f" and {len(names) - 1:,} more" * (len(names) > 1))
+            log(
+                f"{source}: reusing {folder / names[0]}"
+                + f" and {len(names) - 1:,} more" * (len(names) > 1)
+            )
     return TokenStore.joined(stores, fingerprint(names))
 
 
-def build_part(source: Source, tokenizer: Tokenizer, scanned: Path, folder: Path, part: tuple[int, int], log: Log) -> None:
-    """Makes the share `part` (its number from 0, and of how many) of a text's shards, whatever the other shares are doing.
+def build_part(
+    source: Source,
+    tokenizer: Tokenizer,
+    scanned: Path,
+    folder: Path,
+    part: tuple[int, int],
+    log: Log,
+) -> None:
+    """Makes the share `part` (its number from 0, and of how many) of a text's shards, whatever the
+    other shares are doing.
 
-    Shares are of units where there are enough of them, and each then reads nothing else; otherwise of the shards in each.
+    Shares are of units where there are enough of them, and each then reads nothing else; otherwise
+    of the shards in each.
     """
     index, count = part
     groups = file_groups(source)
     apart = len(groups) >= count
-    mine = [(number, group) for number, group in enumerate(groups) if not apart or number % count == index]
-    part_of = f"{len(mine):,} of {len(groups):,} groups of files are" if apart else f"one of every {count} shards is"
+    mine = [
+        (number, group)
+        for number, group in enumerate(groups)
+        if not apart or number % count == index
+    ]
+    part_of = (
+        f"{len(mine):,} of {len(groups):,} groups of files are"
+        if apart
+        else f"one of every {count} shards is"
+    )
     log(f"{source}: {part_of} this task's")
     scans = [scan_group(group, scanned, log) for _, group in mine]
     progress = ProgressNotes(log, sum(found.bytes for found in scans))
@@ -172,7 +227,9 @@ def build_part(source: Source, tokenizer: Tokenizer, scanned: Path, folder: Path
         elif TokenStore.open(directory) is None:
             shares = functools.partial(_is_mine, number, index, count)
             with claimed(directory, log, shared=True):
-                shards = build_shards(directory, group.pieces(), tokenizer, progress, source.place, shares)
+                shards = build_shards(
+                    directory, group.pieces(), tokenizer, progress, source.place, shares
+                )
                 complete(directory, shards, tokenizer)
 
 
@@ -181,17 +238,24 @@ def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
 
 
 def _require_text_of(part: Scan, store: TokenStore, directory: Path, source: Source) -> None:
-    """Raises ConfigError, and leaves nothing of the store, where files changed between their scan and their tokens."""
+    """Raises ConfigError, and leaves nothing of the store, where files changed between their scan
+    and their tokens."""
     if (part.documents, part.bytes) != (store.documents, store.bytes):
         shutil.rmtree(directory, ignore_errors=True)
-        raise ConfigError(f"{source}: its files changed while they were tokenized: wait until they do not, and begin again.")
+        raise ConfigError(
+            f"{source}: its files changed while they were tokenized: wait until they do not, and"
+            " begin again."
+        )
 
 
-def write_prepared(folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tuple[Source, Scan]]]) -> None:
+def write_prepared(
+    folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tuple[Source, Scan]]]
+) -> None:
     """Writes what makes a folder of stores a source of its own: its tokenizer and its manifest."""
     tokenizer.save(folder / TOKENIZER_FILE)
     listed = {
-        side: [{"spec": source.spec, "scan": asdict(found)} for source, found in several] for side, several in texts.items()
+        side: [{"spec": source.spec, "scan": asdict(found)} for source, found in several]
+        for side, several in texts.items()
     }
     manifest = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint(), **listed}
     with replacing(folder / MANIFEST) as file:
@@ -199,21 +263,24 @@ def write_prepared(folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tup
 
 
 def directory_of(part: Scan, tokenizer: Tokenizer) -> str:
-    """The name of the directory that a unit's tokens are in: equal text and an equal tokenizer have the same."""
+    """The name of the directory that a unit's tokens are in: equal text and an equal tokenizer have
+    the same."""
     return fingerprint(FORMAT, part.content, tokenizer.fingerprint())
 
 
 def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool) -> TokenStore:
     if source.tokenizer != tokenizer.fingerprint():
         raise ConfigError(
-            f"{source.setting}: {source.folder} was made by another tokenizer than the run's, which is that of "
-            "tokenizer.path, or else of the first prepared directory: prepare all texts with one tokenizer."
+            f"{source.setting}: {source.folder} was made by another tokenizer than the run's, which"
+            " is that of tokenizer.path, or else of the first prepared directory: prepare all"
+            " texts with one tokenizer."
         )
     if (store := TokenStore.open(source.folder / name, thorough)) is not None:
         return store
     raise ConfigError(
-        f"{source.setting}: {source.folder / name} is not complete, {missing_of(source.folder / name)} is missing: "
-        "copy the directory again, or run the `jaxformer prepare --output` that made it once more."
+        f"{source.setting}: {source.folder / name} is not complete,"
+        f" {missing_of(source.folder / name)} is missing: copy the directory again, or run the"
+        " `jaxformer prepare --output` that made it once more."
     )
 
 

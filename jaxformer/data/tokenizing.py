@@ -1,4 +1,5 @@
-"""Makes stores: text to shards whose borders depend on the text alone, so that work can stop anywhere and go on."""
+"""Makes stores: text to shards whose borders depend on the text alone, so that work can stop
+anywhere and go on."""
 
 import hashlib
 import itertools
@@ -28,9 +29,15 @@ DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.nd
 
 
 class ProgressNotes:
-    """Says how far a work of `total` bytes of text is, where that is known, at most every 5 seconds."""
+    """Says how far a work of `total` bytes of text is, where that is known, at most every 5
+    seconds."""
 
-    def __init__(self, log: Callable[[str], None] = lambda line: None, total: int = 0, work: str = "tokenized") -> None:
+    def __init__(
+        self,
+        log: Callable[[str], None] = lambda line: None,
+        total: int = 0,
+        work: str = "tokenized",
+    ) -> None:
         self.log, self.done, self._total, self._work = log, 0, total, work
         self._began = self._said = time.monotonic()
 
@@ -39,7 +46,9 @@ class ProgressNotes:
         if now - self._said < SECONDS_BETWEEN_NOTES:
             return
         self._said, rate = now, self.done / (now - self._began)
-        left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left" if self._total else ""
+        left = (
+            f", {max(0, self._total - self.done) / rate / 60:.0f} min left" if self._total else ""
+        )
         whole = f" of {self._total / 1e9:.2f}" if self._total else ""
         self.log(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")
 
@@ -51,10 +60,12 @@ def open_or_build(
     progress: ProgressNotes | None = None,
     place: Place = lambda document: 0.0,
 ) -> TokenStore:
-    """The finished store in a directory, or a new one: shards that an earlier attempt finished are kept.
+    """The finished store in a directory, or a new one: shards that an earlier attempt finished are
+    kept.
 
-    `place` is where a document comes in the order in which they are held out. A second process on this machine waits and
-    then reuses. Raises ConfigError where a file of the store was altered since it was written.
+    `place` is where a document comes in the order in which they are held out. A second process on
+    this machine waits and then reuses. Raises ConfigError where a file of the store was altered
+    since it was written.
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
@@ -64,7 +75,9 @@ def open_or_build(
             return store
         for draft in directory.glob("*.tmp") if alone else ():
             draft.unlink(missing_ok=True)
-        store = complete(directory, build_shards(directory, pieces(), tokenizer, progress, place), tokenizer)
+        store = complete(
+            directory, build_shards(directory, pieces(), tokenizer, progress, place), tokenizer
+        )
     assert store is not None  # every shard was made here
     return store
 
@@ -77,7 +90,10 @@ def complete(directory: Path, made: list[Shard | None], tokenizer: Tokenizer) ->
     manifest = {
         "dtype": tokenizer.dtype.name,
         "tokenizer": tokenizer.fingerprint(),
-        **{name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents", "bytes")},
+        **{
+            name: sum(getattr(shard, name) for shard in shards)
+            for name in ("tokens", "documents", "bytes")
+        },
         "shards": [shard.entry() for shard in shards],
     }
     write_manifest(directory, manifest)
@@ -92,7 +108,8 @@ def build_shards(
     place: Place,
     mine: Callable[[int], bool] = lambda index: True,
 ) -> list[Shard | None]:
-    """Writes the shards of a store whose numbers are `mine`, unless they are there; None for those that others make."""
+    """Writes the shards of a store whose numbers are `mine`, unless they are there; None for those
+    that others make."""
     made: list[Shard | None] = []
     for index, group in enumerate(_groups(_sized(pieces, progress))):
         shard = Shard.finished(directory, index)
@@ -125,13 +142,17 @@ def _groups(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Iterable[tuple[Piec
     return (group for _, group in itertools.groupby(pieces, shard))
 
 
-def _write_shard(path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tokenizer, place: Place) -> Shard:
+def _write_shard(
+    path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tokenizer, place: Place
+) -> Shard:
     tokens, ends, sizes, places = 0, array("q"), array("q"), array("d")
     read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
     with replacing(path.with_suffix(".tokens")) as file:
         for batch in _ahead(in_batches(pieces, lambda sized: len(sized[0].text))):
             rows = []
-            for (piece, size), ids in zip(batch, tokenizer.encode_arrays([piece.text for piece, _ in batch]), strict=True):
+            for (piece, size), ids in zip(
+                batch, tokenizer.encode_arrays([piece.text for piece, _ in batch]), strict=True
+            ):
                 rows += [ids, end[: piece.ends]]
                 tokens += len(ids) + piece.ends
                 if piece.ends:
@@ -156,7 +177,9 @@ def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str
     with replacing(path.with_suffix(".documents")) as file:
         file.write(raw)
     digests = digests | {"documents": hashlib.blake2b(raw, digest_size=16).hexdigest()}
-    files = {kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()}
+    files = {
+        kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()
+    }
     shard = Shard(path, tokens, len(ends), int(np.sum(sizes)), files)
     with replacing(path.with_suffix(".json")) as file:
         file.write(json.dumps(shard.entry()).encode())

@@ -20,29 +20,43 @@ SAMPLE_CHARACTERS = 1 << 12
 Log = Callable[[str], None]
 
 
-def given_tokenizer(settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None) -> Tokenizer | None:
-    """The tokenizer that needs no text: of a file, of what was `prepared`, or of bytes; None where one is to be trained."""
+def given_tokenizer(
+    settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None
+) -> Tokenizer | None:
+    """The tokenizer that needs no text: of a file, of what was `prepared`, or of bytes; None where
+    one is to be trained."""
     if settings.path and not os.path.exists(os.path.expanduser(settings.path)):
         raise ConfigError(
-            f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of one or of GPT-2's "
-            "vocab.json and merges.txt, or leave it empty to have one made."
+            f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of"
+            " one or of GPT-2's vocab.json and merges.txt, or leave it empty to have one made."
         )
     if settings.path or prepared:
         return Tokenizer.load(settings.path or prepared or "")
     return byte_tokenizer(specials) if settings.kind == "bytes" else None
 
 
-def make_tokenizer(settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log) -> Tokenizer:
-    """The tokenizer of a run, made or found; entries of BPE are those of text for training, characters those of all."""
+def make_tokenizer(
+    settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log
+) -> Tokenizer:
+    """The tokenizer of a run, made or found; entries of BPE are those of text for training,
+    characters those of all."""
     train, every = sides["train"], [*sides["train"], *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
     if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
-        raise ConfigError(f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory again.")
+        raise ConfigError(
+            f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory"
+            " again."
+        )
     if given := given_tokenizer(settings, specials, *prepared[:1]):
         return given
     if settings.kind == "bpe":
         texts = [split.identity() for split in train]
-        summary: tuple[object, ...] = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
+        summary: tuple[object, ...] = (
+            texts,
+            settings.vocab_size,
+            settings.training_bytes,
+            settings.pattern,
+        )
     else:
         summary = tuple(dict.fromkeys(split.scan.content for split in every))
     path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *specials)}.json"
@@ -56,7 +70,11 @@ def make_tokenizer(settings: TokenizerConfig, sides: Sides, specials: tuple[str,
 
 
 def _make(
-    settings: TokenizerConfig, train: list[Split], every: list[Split], specials: tuple[str, ...], log: Log
+    settings: TokenizerConfig,
+    train: list[Split],
+    every: list[Split],
+    specials: tuple[str, ...],
+    log: Log,
 ) -> Tokenizer:
     began = time.perf_counter()
     if settings.kind == "bpe":
@@ -64,13 +82,22 @@ def _make(
         shares = [round(settings.training_bytes * split.bytes / max(1, total)) for split in train]
         size = megabytes(min(total, settings.training_bytes))
         names = " and ".join(str(split.source) for split in train)
-        log(f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of {names}")
-        texts = (text for split, share in zip(train, shares, strict=True) for text in spread(split, share))
+        log(
+            f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of"
+            f" {names}"
+        )
+        texts = (
+            text
+            for split, share in zip(train, shares, strict=True)
+            for text in spread(split, share)
+        )
         made = train_bpe_tokenizer(texts, settings.vocab_size, specials, settings.pattern)
     else:
         sources = [*{id(split.source): split.source for split in every}.values()]
         log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
-        made = character_tokenizer((piece.text for source in sources for piece in source.pieces()), specials)
+        made = character_tokenizer(
+            (piece.text for source in sources for piece in source.pieces()), specials
+        )
     log(f"tokenizer: {made.vocab_size:,} entries, made in {time.perf_counter() - began:.1f} s")
     return made
 

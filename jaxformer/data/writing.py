@@ -13,7 +13,8 @@ from jaxformer.config import ConfigError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name when the block ends well; otherwise nothing is left of it.
+    """A file to write that takes its name when the block ends well; otherwise nothing is left of
+    it.
 
     Raises ConfigError where it cannot be written, as on a disk that is full.
     """
@@ -24,8 +25,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(draft, path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror or error}. Make room or name another directory; what was finished "
-            "before is kept."
+            f"{path} cannot be written: {error.strerror or error}. Make room or name another"
+            " directory; what was finished before is kept."
         ) from None
     finally:
         with contextlib.suppress(OSError):
@@ -34,10 +35,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def claimed(directory: Path, log: Callable[[str], None], shared: bool = False) -> Iterator[bool]:
-    """Makes a directory and holds it against other processes of this machine until the block ends, or the process does.
+    """Makes a directory and holds it against other processes of this machine until the block ends,
+    or the process does.
 
-    Those that hold it `shared` are at work at the same time, and the others wait for them. False where the file system
-    cannot lock: work may then be done twice, and comes out the same. Raises ConfigError where it cannot be made.
+    Those that hold it `shared` are at work at the same time, and the others wait for them. False
+    where the file system cannot lock: work may then be done twice, and comes out the same. Raises
+    ConfigError where it cannot be made.
     """
     make_folder(directory)
     if sys.platform == "win32":
@@ -67,7 +70,10 @@ def make_folder(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set it to one that can be written."
+            f"data.cache_dir: {directory} cannot be made ({error.strerror or error}): set it to one"
+            " that can be written."
         ) from None
     if not os.access(directory, os.W_OK):
-        raise ConfigError(f"data.cache_dir: {directory} cannot be written: set it to a directory that can.")
+        raise ConfigError(
+            f"data.cache_dir: {directory} cannot be written: set it to a directory that can."
+        )

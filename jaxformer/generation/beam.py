@@ -32,19 +32,23 @@ class Search:
     def __post_init__(self) -> None:
         problems = {
             f"beams={self.beams} must be at least 1": self.beams >= 1,
-            f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)": 0 <= self.keep <= self.beams,
+            f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)": (
+                0 <= self.keep <= self.beams
+            ),
             f"length_penalty={self.length_penalty} must be at least 0": self.length_penalty >= 0,
         }
         if not all(problems.values()):
             raise ConfigError("; ".join(message for message, fine in problems.items() if not fine))
 
     def penalty(self, length: jax.Array | int) -> jax.Array:
-        """What the log-probability of `length` tokens is divided by: ((5 + length) / 6)^alpha (arXiv:1609.08144)."""
+        """What the log-probability of `length` tokens is divided by: ((5 + length) / 6)^alpha
+        (arXiv:1609.08144)."""
         return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** self.length_penalty
 
 
 class Beams(NamedTuple):
-    """The best texts of each row, best first: tokens [B, keep, max_new_tokens] int32, scores [B, keep] float32.
+    """The best texts of each row, best first: tokens [B, keep, max_new_tokens] int32, scores [B,
+    keep] float32.
 
     A score of -inf marks a place for which there was no text.
     """
@@ -64,20 +68,31 @@ def beam_search(
     source_segment_ids: Any = None,
     **search: Any,
 ) -> Beams:
-    """The likeliest continuations of each prompt, as far as a beam finds them: [B, T] int -> `Beams`.
+    """The likeliest continuations of each prompt, as far as a beam finds them: [B, T] int ->
+    `Beams`.
 
-    The arguments before `search` are those of `generate`; `search` are the fields of `Search`: beams, keep, length_penalty,
-    end_token, vocab_size. The score of a text is log p / ((5 + length) / 6)^length_penalty, its end token counted in; a
-    text is over at its end token, which the rest repeats, or at max_new_tokens. Raises ConfigError as `generate` does.
+    The arguments before `search` are those of `generate`; `search` are the fields of `Search`:
+    beams, keep, length_penalty, end_token, vocab_size. The score of a text is log p / ((5 + length)
+    / 6)^length_penalty, its end token counted in; a text is over at its end token, which the rest
+    repeats, or at max_new_tokens. Raises ConfigError as `generate` does.
     """
     rules = Search(**search)
     sources = {"source": source, "source_segment_ids": source_segment_ids}
-    stream = start(params, config, prompt, max_new_tokens, key=jax.random.key(0), segment_ids=segment_ids, **sources)
+    stream = start(
+        params,
+        config,
+        prompt,
+        max_new_tokens,
+        key=jax.random.key(0),
+        segment_ids=segment_ids,
+        **sources,
+    )
     return _search(prepared(params, config), config, rules, max_new_tokens, stream)
 
 
 class _Live(NamedTuple):
-    """Unfinished texts: tokens [B, beams, n], log-probabilities [B, beams], and behind each what follows [B beams, V]."""
+    """Unfinished texts: tokens [B, beams, n], log-probabilities [B, beams], and behind each what
+    follows [B beams, V]."""
 
     tokens: jax.Array
     logs: jax.Array
@@ -99,22 +114,30 @@ def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: 
         hope = live.logs.max(axis=1) / rules.penalty(n)  # no live text can come to more
         return (i < n) & (hope > over.scores.min(axis=1)).any()
 
-    def step(carry: tuple[jax.Array, _Live, Beams, KVCache]) -> tuple[jax.Array, _Live, Beams, KVCache]:
+    def step(
+        carry: tuple[jax.Array, _Live, Beams, KVCache],
+    ) -> tuple[jax.Array, _Live, Beams, KVCache]:
         i, live, over, cache = carry
         live, over, parents = _extend(live, over, rules, i)
         cache = _of_parents(cache, parents)
         here = TokenLayout(layout.positions + i, layout.segments)
-        x, cache, _ = hidden(params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache)
+        x, cache, _ = hidden(
+            params, config, Inputs(live.tokens[:, :, i].reshape(-1, 1), here), cache
+        )
         return i + 1, live._replace(logits=head(params, config, x, here)[:, 0]), over, cache
 
     i, live, over, _ = jax.lax.while_loop(going, step, (jnp.int32(0), live, over, cache))
     return _best(over, Beams(live.tokens, live.logs / rules.penalty(i)))
 
 
-def _extend(live: _Live, over: Beams, rules: Search, i: jax.Array) -> tuple[_Live, Beams, jax.Array]:
-    """One more token for the live texts, and the finished ones among the best; the row of the cache that each came from.
+def _extend(
+    live: _Live, over: Beams, rules: Search, i: jax.Array
+) -> tuple[_Live, Beams, jax.Array]:
+    """One more token for the live texts, and the finished ones among the best; the row of the cache
+    that each came from.
 
-    Of the 2 beams best candidates at least `beams` do not end, so a text that ends takes no place from the live.
+    Of the 2 beams best candidates at least `beams` do not end, so a text that ends takes no place
+    from the live.
     """
     batch, beams = live.logs.shape
     logits = within(live.logits, rules.vocab_size).reshape(batch, beams, -1)
@@ -125,7 +148,9 @@ def _extend(live: _Live, over: Beams, rules: Search, i: jax.Array) -> tuple[_Liv
     tokens = _at(live.tokens, parents).at[:, :, i].set(new)
     over_now = ends(new, rules.end_token)
     first = jnp.arange(2 * beams) < beams  # further down an end is not yet one of the best
-    over = _best(over, Beams(tokens, jnp.where(over_now & first, logs / rules.penalty(i + 1), -jnp.inf)))
+    over = _best(
+        over, Beams(tokens, jnp.where(over_now & first, logs / rules.penalty(i + 1), -jnp.inf))
+    )
     logs, chosen = jax.lax.top_k(jnp.where(over_now, -jnp.inf, logs), beams)
     rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
     return _Live(_at(tokens, chosen), logs, live.logits), over, rows
@@ -149,6 +174,9 @@ def _repeated(tree: Any, times: int) -> Any:
 
 
 def _of_parents(cache: KVCache, rows: jax.Array) -> KVCache:
-    """The cache with the keys and values of the texts that each row continues; what all beams of a row share stays."""
-    k, v = (tuple(jnp.take(layer, rows, axis=0) for layer in layers) for layers in (cache.k, cache.v))
+    """The cache with the keys and values of the texts that each row continues; what all beams of a
+    row share stays."""
+    k, v = (
+        tuple(jnp.take(layer, rows, axis=0) for layer in layers) for layers in (cache.k, cache.v)
+    )
     return cache.replace(k=k, v=v)  # type: ignore[attr-defined, no-any-return]

@@ -1,4 +1,5 @@
-"""Generation: one program reads the prompt into the cache, another runs the whole decode loop on the device."""
+"""Generation: one program reads the prompt into the cache, another runs the whole decode loop on
+the device."""
 
 import functools
 from collections.abc import Iterator
@@ -23,12 +24,15 @@ from jaxformer.params import Params
 
 SLOTS = 32  # cache and prompt lengths are rounded up to this, so that few programs are compiled
 
-EMPTY = "a prompt is empty: give each row at least one token (the end-of-text token starts a new text)."
+EMPTY = (
+    "a prompt is empty: give each row at least one token (the end-of-text token starts a new text)."
+)
 
 
 @struct.dataclass
 class Stream:
-    """Where generation stands: the cache, the next token's logits [B, V], its place, and which rows have ended [B]."""
+    """Where generation stands: the cache, the next token's logits [B, V], its place, and which rows
+    have ended [B]."""
 
     cache: KVCache
     logits: jax.Array
@@ -51,14 +55,24 @@ def generate(
 ) -> jax.Array:
     """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
 
-    `segment_ids` [B, T] are 0 on padding, on the left or the right. An encoder-decoder reads `source` [B, S], with its
-    `source_segment_ids`, and continues a prompt that begins with its start token. `sampling` are the fields of `Sampling`:
-    temperature (0 is greedy), top_k, top_p, end_token (or several), vocab_size; behind a row's end is the (first) end token.
-    `key` may be left out where sampling is greedy. Raises ConfigError for an empty prompt or one that leaves no room.
+    `segment_ids` [B, T] are 0 on padding, on the left or the right. An encoder-decoder reads
+    `source` [B, S], with its `source_segment_ids`, and continues a prompt that begins with its
+    start token. `sampling` are the fields of `Sampling`: temperature (0 is greedy), top_k, top_p,
+    end_token (or several), vocab_size; behind a row's end is the (first) end token. `key` may be
+    left out where sampling is greedy. Raises ConfigError for an empty prompt or one that leaves no
+    room.
     """
     rules = Sampling(**sampling)
     sources = {"source": source, "source_segment_ids": source_segment_ids}
-    stream = start(params, config, prompt, max_new_tokens, key=_key(key, rules), segment_ids=segment_ids, **sources)
+    stream = start(
+        params,
+        config,
+        prompt,
+        max_new_tokens,
+        key=_key(key, rules),
+        segment_ids=segment_ids,
+        **sources,
+    )
     return decode(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
@@ -73,7 +87,8 @@ def stream_tokens(
     chunk: int = 8,
     **sampling: Any,
 ) -> Iterator[np.ndarray]:
-    """`generate` in pieces: arrays [B, chunk] as they are made, until max_new_tokens or all rows have ended."""
+    """`generate` in pieces: arrays [B, chunk] as they are made, until max_new_tokens or all rows
+    have ended."""
     rules = Sampling(**sampling)
     stream = start(params, config, prompt, max_new_tokens, key=key, source=source)
     weights = prepared(params, config)
@@ -86,7 +101,10 @@ def stream_tokens(
 
 def _key(key: jax.Array | None, rules: Sampling) -> jax.Array:
     if key is None and rules.temperature > 0:
-        raise ConfigError("sampling at a temperature needs key=jax.random.key(...); temperature=0 is greedy and needs none.")
+        raise ConfigError(
+            "sampling at a temperature needs key=jax.random.key(...); temperature=0 is greedy and"
+            " needs none."
+        )
     return jax.random.key(0) if key is None else key
 
 
@@ -104,7 +122,10 @@ def start(
     """The stream after the prompt was read; ConfigError where the prompt cannot be continued."""
     check_model(params, config)
     if config.output != "language":
-        raise ConfigError(f"a model with the head {config.output!r} does not write text; generation needs one that does.")
+        raise ConfigError(
+            f"a model with the head {config.output!r} does not write text; generation needs one"
+            " that does."
+        )
     if (config.family == "encoder_decoder") != (source is not None):
         raise ConfigError(
             "an encoder-decoder writes from source=[B, S], which is missing."
@@ -118,40 +139,57 @@ def start(
     if longest + max_new_tokens > config.max_length:
         space = max(config.max_length - longest, 0)
         raise ConfigError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of "
-            f"model.max_length={config.max_length}: shorten the prompt, or ask for at most {space} new tokens."
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of"
+            f" model.max_length={config.max_length}: shorten the prompt, or ask for at most {space}"
+            " new tokens."
         )
     slots = -(-(tokens.shape[1] + max_new_tokens) // SLOTS) * SLOTS
     read = None if source is None else _read(config, "source", source, source_segment_ids)
     if read is not None and (longest := int((read[1] != 0).sum(axis=1).max())) > config.max_length:
-        raise ConfigError(f"a source of {longest} tokens exceeds model.max_length={config.max_length}: shorten it.")
+        raise ConfigError(
+            f"a source of {longest} tokens exceeds model.max_length={config.max_length}:"
+            " shorten it."
+        )
     if read is not None and read[0].shape[0] != tokens.shape[0]:
         raise ConfigError(f"source has {read[0].shape[0]} rows, and the prompt {tokens.shape[0]}.")
     return _prefill(params, config, slots, (tokens, segments), read, key)
 
 
-def _read(config: ModelConfig, name: str, rows: Any, segment_ids: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and segments (1, or 0 on padding) [B, T] int32, padded on the left to a length that programs are made for."""
+def _read(
+    config: ModelConfig, name: str, rows: Any, segment_ids: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and segments (1, or 0 on padding) [B, T] int32, padded on the left to a length that
+    programs are made for."""
     tokens = np.asarray(rows)
     if tokens.size == 0:
         raise ConfigError(EMPTY)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ConfigError(f"{name} must be integer tokens [B, T], not {tokens.dtype}{list(tokens.shape)}.")
+        raise ConfigError(
+            f"{name} must be integer tokens [B, T], not {tokens.dtype}{list(tokens.shape)}."
+        )
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise ConfigError(
-            f"{name} tokens must lie in 0 .. {config.vocab_size - 1}, and one is {tokens.min()} or {tokens.max()}."
+            f"{name} tokens must lie in 0 .. {config.vocab_size - 1}, and one is {tokens.min()} or"
+            f" {tokens.max()}."
         )
     segments = np.ones_like(tokens) if segment_ids is None else np.asarray(segment_ids) != 0
     if segments.shape != tokens.shape:
-        raise ConfigError(f"the segment ids of {name} have shape {list(segments.shape)}, its tokens {list(tokens.shape)}.")
+        raise ConfigError(
+            f"the segment ids of {name} have shape {list(segments.shape)}, its tokens"
+            f" {list(tokens.shape)}."
+        )
     if not segments.any(axis=1).all():
         raise ConfigError(EMPTY)
-    pad = -tokens.shape[1] % SLOTS if tokens.shape[1] > 1 else 0  # a start token alone needs no width
+    pad = (
+        -tokens.shape[1] % SLOTS if tokens.shape[1] > 1 else 0
+    )  # a start token alone needs no width
     return tuple(np.pad(a, ((0, 0), (pad, 0))).astype(np.int32) for a in (tokens, segments))  # type: ignore[return-value]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _prefill(params: Params, config: ModelConfig, slots: int, prompt: Any, source: Any | None, key: jax.Array) -> Stream:
+def _prefill(
+    params: Params, config: ModelConfig, slots: int, prompt: Any, source: Any | None, key: jax.Array
+) -> Stream:
     tokens, segments = prompt
     layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
@@ -163,13 +201,20 @@ def _prefill(params: Params, config: ModelConfig, slots: int, prompt: Any, sourc
     index = jnp.arange(tokens.shape[1])
     last = jnp.max(jnp.where(segments != 0, index, -1), axis=1, keepdims=True)
     position, segment = (jnp.take_along_axis(a, last, axis=1) for a in (layout.positions, segments))
-    logits = head(params, config, jnp.take_along_axis(x, last[..., None], axis=1), TokenLayout(position, segment))[:, 0]
+    logits = head(
+        params,
+        config,
+        jnp.take_along_axis(x, last[..., None], axis=1),
+        TokenLayout(position, segment),
+    )[:, 0]
     after = TokenLayout(position + 1, segment)
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
-def decode(params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream) -> tuple[jax.Array, Stream]:
+def decode(
+    params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
+) -> tuple[jax.Array, Stream]:
     """`n` more tokens [B, n]; fewer steps are run where all rows end."""
     blank = filler(rules.end_token)
     made = jnp.full((stream.logits.shape[0], n), blank, jnp.int32)

@@ -12,16 +12,18 @@ from jaxformer.params import Params, is_custom
 
 
 def prepared(params: Params, config: ModelConfig) -> Params:
-    """The weights a layer at a time, in the dtype of the products; a custom leaf as its `astype` gives it.
+    """The weights a layer at a time, in the dtype of the products; a custom leaf as its `astype`
+    gives it.
 
-    Those made last are kept for the next call with the same arrays, until one of these is freed. Under a transform of JAX
-    nothing is kept.
+    Those made last are kept for the next call with the same arrays, until one of these is freed.
+    Under a transform of JAX nothing is kept.
     """
     return _LAST.weights(params, config)
 
 
 class _Last:
-    """The weights that were prepared last, and weak references to the arrays that they were made of."""
+    """The weights that were prepared last, and weak references to the arrays that they were made
+    of."""
 
     def __init__(self) -> None:
         self._sources: list[Any] = []
@@ -30,12 +32,18 @@ class _Last:
 
     def weights(self, params: Params, config: ModelConfig) -> Params:
         leaves, treedef = jax.tree.flatten(params)
-        kept = all(isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        kept = all(
+            isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) for leaf in leaves
+        )
         if not kept:
             return _prepare(params, config)
         of, weights = (treedef, config), self._weights
         same = weights is not None and self._of == of
-        if weights is not None and same and all(a() is b for a, b in zip(self._sources, leaves, strict=True)):
+        if (
+            weights is not None
+            and same
+            and all(a() is b for a, b in zip(self._sources, leaves, strict=True))
+        ):
             return weights
         self._forget()  # before new ones are made, so that there are never two
         weights = _prepare(params, config)

@@ -22,11 +22,14 @@ def filler(end_token: EndToken) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy at temperature 0; otherwise a draw after the filters, those that are on. Raises ConfigError out of range."""
+    """Greedy at temperature 0; otherwise a draw after the filters, those that are on. Raises
+    ConfigError out of range."""
 
     temperature: float = 1.0
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the likeliest tokens that reach this probability together (arXiv:1904.09751)
+    top_p: float = (
+        1.0  # keep the likeliest tokens that reach this probability together (arXiv:1904.09751)
+    )
     end_token: EndToken = None  # a row stops after it, or after any of several
     vocab_size: int | None = None  # ids from here on are padding of the table and never drawn
 
@@ -54,7 +57,8 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
-    """[B, V] with the tokens at -inf that the likelier ones, holding probability p already, make unneeded."""
+    """[B, V] with the tokens at -inf that the likelier ones, holding probability p already, make
+    unneeded."""
     ranked = jnp.sort(logits, axis=-1, descending=True)
     before = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1) - jax.nn.softmax(ranked, axis=-1)
     least = jnp.min(jnp.where(before < p, ranked, jnp.inf), axis=-1, keepdims=True)

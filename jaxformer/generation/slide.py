@@ -33,7 +33,9 @@ def slide_tokens(
     `stream_tokens`. Raises ConfigError as that does, and for an encoder-decoder.
     """
     if config.family != "decoder":
-        raise ConfigError(f"a window of the newest tokens needs model.family='decoder', not {config.family!r}.")
+        raise ConfigError(
+            f"a window of the newest tokens needs model.family='decoder', not {config.family!r}."
+        )
     rules, kept = Sampling(**sampling), max(int(KEPT * config.max_length), beginning + 1)
     end = rules.end_token if isinstance(rules.end_token, tuple) else (rules.end_token,)
     window, left = [*prompt], max_new_tokens

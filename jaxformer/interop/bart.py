@@ -37,7 +37,11 @@ class SharedSizes:
         return found
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {f"{side}_{name}": getattr(ours, field) for name, field, _ in self.keys for side in STACKS}
+        return {
+            f"{side}_{name}": getattr(ours, field)
+            for name, field, _ in self.keys
+            for side in STACKS
+        }
 
 
 def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
@@ -82,7 +86,15 @@ def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
 
 def stack(side: str, ours: str) -> tuple[TensorRow, ...]:
     """The rows of one stack; `ours` goes before its paths."""
-    layer, parts = f"model.{side}.layers.{{}}.", {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
+    layer, parts = (
+        f"model.{side}.layers.{{}}.",
+        {
+            "q_proj": "q",
+            "k_proj": "k",
+            "v_proj": "v",
+            "out_proj": "out",
+        },
+    )
     sublayers = {"self_attn": "attention"} | ({} if ours else {"encoder_attn": "cross"})
     found = [
         row
@@ -126,5 +138,9 @@ BART = Family(
     lambda config: ROWS,
     prefix="model.",
     bases=("BartModel",),
-    copies=tied_copy("lm_head.weight", "model.shared.weight", *(f"model.{side}.embed_tokens.weight" for side in STACKS)),
+    copies=tied_copy(
+        "lm_head.weight",
+        "model.shared.weight",
+        *(f"model.{side}.embed_tokens.weight" for side in STACKS),
+    ),
 )

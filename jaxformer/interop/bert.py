@@ -22,7 +22,12 @@ def fields(**default: int) -> tuple[KeyMapping, ...]:
     """The keys that both have; `default` has the values of keys that are left out."""
     return (
         Constant(
-            family="encoder", norm="layer", norm_placement="post", bias="all", embedding_norm=True, positions="learned"
+            family="encoder",
+            norm="layer",
+            norm_placement="post",
+            bias="all",
+            embedding_norm=True,
+            positions="learned",
         ),
         Key("vocab_size", "vocab_size", default["vocab_size"]),
         Key("hidden_size", "d_model", 768),
@@ -78,20 +83,28 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow("cls.seq_relationship.weight", "next_sentence.weight"),
         TensorRow("cls.seq_relationship.bias", "next_sentence.bias"),
     )
-    classes = (TensorRow("classifier.weight", "head.weight"), TensorRow("classifier.bias", "head.bias"))
+    classes = (
+        TensorRow("classifier.weight", "head.weight"),
+        TensorRow("classifier.bias", "head.bias"),
+    )
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
-    return placed("bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head))
+    return placed(
+        "bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head)
+    )
 
 
 def masked_copies(head: str, embedding: str) -> Copies:
-    """The output layer is stored again where it is tied; where not, its bias has a second name that is not read."""
+    """The output layer is stored again where it is tied; where not, its bias has a second name that
+    is not read."""
 
     def copies(config: ModelConfig) -> tuple[Copy, ...]:
         if config.output != "masked":
             return ()
         if not config.tied_head:
             return (Copy(f"{head}.bias", f"{head}.decoder.bias", written=True, checked=False),)
-        return Copy(f"{head}.decoder.weight", embedding, unties=True), Copy(f"{head}.decoder.bias", f"{head}.bias")
+        return Copy(f"{head}.decoder.weight", embedding, unties=True), Copy(
+            f"{head}.decoder.bias", f"{head}.bias"
+        )
 
     return copies
 

@@ -5,7 +5,9 @@ from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, K
 from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
-    Constant(norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"),
+    Constant(
+        norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
+    ),
     Key("vocab_size", "vocab_size", 250880),
     Key("hidden_size", "d_model", 64, old="n_embed"),
     Key("n_layer", "n_layers", 2, old="num_hidden_layers"),
@@ -16,7 +18,14 @@ FIELDS = (
     Tied(True),
     Dropout(("hidden_dropout", "attention_dropout")),
     FixedKey("slow_but_exact", (False,)),  # leaves out biases where pretraining_tp is above 1
-    IgnoredKeys(("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")),
+    IgnoredKeys(
+        (
+            "attention_softmax_in_fp32",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "offset_alibi",
+        )
+    ),
     IgnoredKeys(("pretraining_pp", "skip_bias_add", "skip_bias_add_qkv", "n_inner")),
 )
 

@@ -1,4 +1,5 @@
-"""What a family of Hugging Face models is: how its config.json maps to `ModelConfig`, and its tensors to our leaves."""
+"""What a family of Hugging Face models is: how its config.json maps to `ModelConfig`, and its
+tensors to our leaves."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +15,8 @@ from jaxformer.models.transformer import specs as model_specs
 
 
 class Copy(NamedTuple):
-    """A tensor that repeats another: `written` too or not, `checked` to be equal or not; one that `unties` may differ, and
-    is the output layer then."""
+    """A tensor that repeats another: `written` too or not, `checked` to be equal or not; one that
+    `unties` may differ, and is the output layer then."""
 
     name: str
     of: str
@@ -28,16 +29,22 @@ Copies = Callable[[ModelConfig], tuple[Copy, ...]]
 
 
 def tied_copy(head: str, embedding: str, *again: str) -> Copies:
-    """The output layer, which files may hold though it is tied, and other names under which they repeat the embedding."""
+    """The output layer, which files may hold though it is tied, and other names under which they
+    repeat the embedding."""
     others = tuple(Copy(name, embedding) for name in again)
-    return lambda config: (*others, *((Copy(head, embedding, unties=True),) if config.tied_head else ()))
+    return lambda config: (
+        *others,
+        *((Copy(head, embedding, unties=True),) if config.tied_head else ()),
+    )
 
 
 @dataclass(frozen=True)
 class Family:
-    """`architectures` maps each class of transformers to the fields of ours that it stands for, the narrower first; `bases`
-    are classes without a head that are read as the first of them, which ties it to the embedding; `prefix` is what files of
-    a base, and older ones, leave out of names; `ignored` are patterns of buffers that files may hold and no one reads."""
+    """`architectures` maps each class of transformers to the fields of ours that it stands for, the
+    narrower first; `bases` are classes without a head that are read as the first of them, which
+    ties it to the embedding; `prefix` is what files of a base, and older ones, leave out of names;
+    `ignored` are patterns of buffers that files may hold and no one reads.
+    """
 
     model_type: str
     architectures: Mapping[str, Ours]
@@ -50,7 +57,8 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
-        """Our config of theirs. Raises ConfigError for a key with a value that nothing here computes."""
+        """Our config of theirs. Raises ConfigError for a key with a value that nothing here
+        computes."""
         for key, allowed in REQUIRED.items():
             if key in hf.values:
                 hf.only(key, allowed)
@@ -68,7 +76,13 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """Their keys of our config."""
-        ours, keys = resolved(config), {"architectures": [architecture], "model_type": self.model_type}
+        ours, keys = (
+            resolved(config),
+            {
+                "architectures": [architecture],
+                "model_type": self.model_type,
+            },
+        )
         kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
         ours = dataclasses.replace(ours, **kept)
         for row in self.fields:

@@ -1,6 +1,8 @@
-"""The rows of a config mapping: each reads keys of a config.json into fields of `ModelConfig`, and writes them back.
+"""The rows of a config mapping: each reads keys of a config.json into fields of `ModelConfig`, and
+writes them back.
 
-A row that cannot state a config writes what comes nearest; reading it back and comparing shows the difference.
+A row that cannot state a config writes what comes nearest; reading it back and comparing shows the
+difference.
 """
 
 import dataclasses
@@ -17,16 +19,31 @@ Ours = dict[str, Any]
 
 # Activations by the names that transformers has for them; of a gate likewise.
 PLAIN = {
-    **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"},
-    **{"swish": "silu", "relu2": "relu2", "tanh": "tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh"},
+    **{
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+        "silu": "silu",
+    },
+    **{
+        "swish": "silu",
+        "relu2": "relu2",
+        "tanh": "tanh",
+        "gelu_python": "gelu",
+        "gelu_fast": "gelu_tanh",
+    },
     **{"gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh"},
 }
 GATE_NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu", "relu": "reglu"}
-GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain in GATE_NAMES} | {"sigmoid": "glu"}
+GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain in GATE_NAMES} | {
+    "sigmoid": "glu"
+}
 
 
 class KeyMapping(Protocol):
-    """One row: `read` gives our fields, `write` their keys for a config that `resolved` has filled in."""
+    """One row: `read` gives our fields, `write` their keys for a config that `resolved` has filled
+    in."""
 
     def read(self, hf: HFConfig) -> Ours: ...
 
@@ -46,7 +63,9 @@ class Key:
         value = hf.get(self.hf, hf.get(self.old, self.default) if self.old else self.default)
         if value is None:
             return {}
-        typed = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}[self.ours]
+        typed = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}[
+            self.ours
+        ]
         whole = isinstance(value, int) and not isinstance(value, bool)
         return {self.ours: float(value) if typed is float and whole else value}
 
@@ -85,7 +104,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class FixedKey:
-    """A key that has to have one value (the first given is written), since nothing here computes the others."""
+    """A key that has to have one value (the first given is written), since nothing here computes
+    the others."""
 
     hf: str
     allowed: tuple[Any, ...]
@@ -177,7 +197,9 @@ class Biases:
     always: frozenset[str] = frozenset()
 
     def read(self, hf: HFConfig) -> Ours:
-        carried = self.always.union(*(parts for key, (parts, default) in self.flags.items() if hf.flag(key, default)))
+        carried = self.always.union(
+            *(parts for key, (parts, default) in self.flags.items() if hf.flag(key, default))
+        )
         return {"bias": bias_named(carried)}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
@@ -186,7 +208,8 @@ class Biases:
 
 @dataclass(frozen=True)
 class Tied:
-    """Whether the output layer is the embedding; where a file has both and they differ, transformers 5 unties them too."""
+    """Whether the output layer is the embedding; where a file has both and they differ,
+    transformers 5 unties them too."""
 
     default: bool
 
@@ -198,12 +221,15 @@ class Tied:
 
 
 class DivisibleHeads:
-    """Heads have to divide the width, or transformers refuses the config, whatever a head's own width is."""
+    """Heads have to divide the width, or transformers refuses the config, whatever a head's own
+    width is."""
 
     def read(self, hf: HFConfig) -> Ours:
         width, heads = hf.get("hidden_size", 0), hf.get("num_attention_heads", 1)
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
-            raise hf.unsupported("num_attention_heads", heads, [f"a divisor of hidden_size={width}"])
+            raise hf.unsupported(
+                "num_attention_heads", heads, [f"a divisor of hidden_size={width}"]
+            )
         return {}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
@@ -243,7 +269,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Windows:
-    """Layers that see a window and layers that see all, by `layer_types` or by what stood for it before there was that key.
+    """Layers that see a window and layers that see all, by `layer_types` or by what stood for it
+    before there was that key.
 
     Every `every`-th layer sees all (0: none does), or as the key `period` has it.
     """
@@ -252,7 +279,8 @@ class Windows:
     every: int = 0
     period: str = ""
     kinds: bool = True  # the architecture reads layer_types
-    switch: bool = False  # use_sliding_window has to be on, and max_window_layers tells where the windows begin
+    # use_sliding_window has to be on, and max_window_layers tells where the windows begin
+    switch: bool = False
 
     def read(self, hf: HFConfig) -> Ours:
         layers, window = hf.get("num_hidden_layers", self.default_layers), self._window(hf)
@@ -264,7 +292,9 @@ class Windows:
         if kinds is not None:
             pattern = "".join("w" if kind == SLIDING else "f" for kind in kinds)
         else:
-            pattern = "".join("f" if (each and (i + 1) % each == 0) or i < first else "w" for i in range(layers))
+            pattern = "".join(
+                "f" if (each and (i + 1) % each == 0) or i < first else "w" for i in range(layers)
+            )
         return {"window": window, "window_pattern": pattern} if window and "w" in pattern else {}
 
     def _window(self, hf: HFConfig) -> int:
@@ -274,5 +304,11 @@ class Windows:
     def write(self, ours: ModelConfig) -> dict[str, Any]:
         layers = layer_configs(ours, ours.n_layers)
         kinds = [SLIDING if layer.window else FULL for layer in layers]
-        keys: dict[str, Any] = {"sliding_window": ours.window or None} | ({"layer_types": kinds} if self.kinds else {})
-        return keys | ({"use_sliding_window": bool(ours.window), "max_window_layers": ours.n_layers} if self.switch else {})
+        keys: dict[str, Any] = {"sliding_window": ours.window or None} | (
+            {"layer_types": kinds} if self.kinds else {}
+        )
+        return keys | (
+            {"use_sliding_window": bool(ours.window), "max_window_layers": ours.n_layers}
+            if self.switch
+            else {}
+        )

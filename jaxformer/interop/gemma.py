@@ -20,7 +20,12 @@ from jaxformer.interop.rope import Rope
 from jaxformer.interop.table import norm
 
 LAYERS = 26
-SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": LAYERS, "head_dim": 256}
+SIZES = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": LAYERS,
+    "head_dim": 256,
+}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 ROWS = (
     *TRUNK,
@@ -64,7 +69,9 @@ GEMMA3 = dataclasses.replace(
         *sizes(vocab_size=262208, max_position_embeddings=131072, **SIZES),
         *COMMON,
         Constant(query_key_norm="head"),
-        FixedKey("attn_logit_softcapping", (None,)),  # transformers has the key and does not apply it
+        FixedKey(
+            "attn_logit_softcapping", (None,)
+        ),  # transformers has the key and does not apply it
         OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(LAYERS, every=6, period="sliding_window_pattern"),

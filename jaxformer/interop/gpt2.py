@@ -1,7 +1,17 @@
 """GPT-2 (Radford et al. 2019)."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, AliasKey, Choice, Constant, Dropout, FixedKey, IgnoredKeys, Key, Tied
+from jaxformer.interop.fields import (
+    PLAIN,
+    AliasKey,
+    Choice,
+    Constant,
+    Dropout,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    Tied,
+)
 from jaxformer.interop.table import CONV, QKV, STACKED_QKV, TensorRow, linear, norm
 
 FIELDS = (
@@ -19,7 +29,9 @@ FIELDS = (
     Tied(True),
     Dropout(("resid_pdrop", "embd_pdrop", "attn_pdrop")),
     AliasKey("n_ctx", "n_positions", "max_length"),  # which llama.cpp's converter reads
-    IgnoredKeys(("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation")),
+    IgnoredKeys(
+        ("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation")
+    ),
     IgnoredKeys(("summary_proj_to_labels", "summary_first_dropout")),
 )
 

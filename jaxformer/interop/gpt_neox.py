@@ -1,7 +1,17 @@
 """GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import PLAIN, AliasKey, Biases, Choice, Constant, DivisibleHeads, Dropout, Key, Tied
+from jaxformer.interop.fields import (
+    PLAIN,
+    AliasKey,
+    Biases,
+    Choice,
+    Constant,
+    DivisibleHeads,
+    Dropout,
+    Key,
+    Tied,
+)
 from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm

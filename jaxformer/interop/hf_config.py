@@ -1,4 +1,5 @@
-"""A config.json as it is read: every key is asked for by the row that knows it, and what is left is told."""
+"""A config.json as it is read: every key is asked for by the row that knows it, and what is left is
+told."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -38,7 +39,8 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class HFConfig:
-    """The keys of one config.json, and the names of the tensors beside it, which some settings follow."""
+    """The keys of one config.json, and the names of the tensors beside it, which some settings
+    follow."""
 
     values: Mapping[str, Any]
     names: Collection[str] = ()
@@ -51,7 +53,10 @@ class HFConfig:
     def only(self, key: str, allowed: tuple[Any, ...]) -> None:
         """ConfigError where the key has a value that is not supported."""
         value = self.get(key, allowed[0])
-        if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
+        if not any(
+            value == option and isinstance(value, bool) == isinstance(option, bool)
+            for option in allowed
+        ):
             raise self.unsupported(key, value, allowed)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -67,7 +72,8 @@ class HFConfig:
     def unsupported(self, key: str, value: Any, allowed: Collection[Any]) -> ConfigError:
         shown = ", ".join(json.dumps(option) for option in allowed)
         return ConfigError(
-            f"{key}={json.dumps(value)} is not supported for {self.architecture}: jaxformer computes it with {shown} alone."
+            f"{key}={json.dumps(value)} is not supported for {self.architecture}: jaxformer"
+            f" computes it with {shown} alone."
         )
 
     @property
@@ -80,7 +86,10 @@ class HFConfig:
         return sorted(
             key
             for key, value in self.values.items()
-            if key not in self.asked and key not in INERT and key not in REQUIRED and value not in (None, False, [], {})
+            if key not in self.asked
+            and key not in INERT
+            and key not in REQUIRED
+            and value not in (None, False, [], {})
         )
 
 
@@ -100,18 +109,24 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist.") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not a JSON file ({error}): get it again from where the model came from.") from None
+        raise ConfigError(
+            f"{path} is not a JSON file ({error}): get it again from where the model came from."
+        ) from None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{path} holds no JSON object, which a config.json is: get it again from where the model came from."
+            f"{path} holds no JSON object, which a config.json is: get it again from where the"
+            " model came from."
         )
     return found
 
 
 def is_pretrained(path: str | Path) -> bool:
-    """Whether a directory is a model's of Hugging Face, by its config.json, or by its weights where that is no run's."""
+    """Whether a directory is a model's of Hugging Face, by its config.json, or by its weights where
+    that is no run's."""
     file = Path(path) / "config.json"
     if not file.is_file():
         return False
     keys = {*read_json(file)}
-    return bool({"model_type", "architectures"} & keys) or ("run" not in keys and any(Path(path).glob("*.safetensors*")))
+    return bool({"model_type", "architectures"} & keys) or (
+        "run" not in keys and any(Path(path).glob("*.safetensors*"))
+    )

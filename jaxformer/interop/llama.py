@@ -1,7 +1,18 @@
-"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share with it."""
+"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share
+with it."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import GATED_NAMES, Biases, Choice, Constant, DivisibleHeads, Dropout, Key, KeyMapping, Tied
+from jaxformer.interop.fields import (
+    GATED_NAMES,
+    Biases,
+    Choice,
+    Constant,
+    DivisibleHeads,
+    Dropout,
+    Key,
+    KeyMapping,
+    Tied,
+)
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import TensorRow, linear, norm
 

@@ -13,5 +13,12 @@ MISTRAL = dataclasses.replace(
     model_type="mistral",
     architectures={"MistralForCausalLM": {}},
     bases=("MistralModel",),
-    fields=(*sizes(**SIZES), Constant(norm="rms"), SILU, Rope(), Windows(32, kinds=False), Tied(False)),
+    fields=(
+        *sizes(**SIZES),
+        Constant(norm="rms"),
+        SILU,
+        Rope(),
+        Windows(32, kinds=False),
+        Tied(False),
+    ),
 )

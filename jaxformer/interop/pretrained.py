@@ -38,7 +38,23 @@ from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
 
 # The first that can state a config is written, so the plainer come first.
 HF_FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM, BERT, ROBERTA, T5, BART, MARIAN),
+    *(
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        OLMO2,
+        GPT2,
+        GPT_NEOX,
+        BLOOM,
+        BERT,
+        ROBERTA,
+        T5,
+        BART,
+        MARIAN,
+    ),
 )
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
@@ -59,17 +75,20 @@ def pretrained_config(directory: Path) -> ModelConfig:
     return _opened(directory).config
 
 
-def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "float32") -> Pretrained:
-    """The model of a directory, leaf by leaf to its place on `mesh` (or this machine's first device), as `dtype`.
+def load_pretrained(
+    directory: Path, mesh: Mesh | None = None, dtype: str = "float32"
+) -> Pretrained:
+    """The model of a directory, leaf by leaf to its place on `mesh` (or this machine's first
+    device), as `dtype`.
 
-    The host holds one leaf at a time. Raises ConfigError for an architecture or an option that is not computed here, and for
-    tensors that do not fit config.json, each by its name and file.
+    The host holds one leaf at a time. Raises ConfigError for an architecture or an option that is
+    not computed here, and for tensors that do not fit config.json, each by its name and file.
     """
     family, config, labels, files, unknown = _opened(directory)
     if unknown:
         warnings.warn(
-            f"{directory}/config.json has keys that change nothing in {family.model_type}, in transformers or here: "
-            f"{', '.join(unknown)}.",
+            f"{directory}/config.json has keys that change nothing in {family.model_type}, in"
+            f" transformers or here: {', '.join(unknown)}.",
             stacklevel=3,
         )
     plan = family.tensors(config)
@@ -79,14 +98,17 @@ def load_pretrained(directory: Path, mesh: Mesh | None = None, dtype: str = "flo
 
     def leaf(path: str, spec: Spec) -> jax.Array:
         place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        made = jax.make_array_from_callback(spec.shape, place, lambda index: part(path, index or (), jnp.dtype(dtype)))
+        made = jax.make_array_from_callback(
+            spec.shape, place, lambda index: part(path, index or (), jnp.dtype(dtype))
+        )
         return made.block_until_ready()  # until it is on its device, the host holds it too
 
     return Pretrained(map_specs(leaf, model_specs(config)), config, labels)
 
 
 class Opened(NamedTuple):
-    """A model directory before a tensor was read; `unknown` are keys of its config.json that no row asked for."""
+    """A model directory before a tensor was read; `unknown` are keys of its config.json that no row
+    asked for."""
 
     family: Family
     config: ModelConfig
@@ -106,22 +128,41 @@ def _opened(directory: Path) -> Opened:
         model_specs(config)
     except (ConfigError, TypeError) as error:
         said = str(error)
-        theirs_too = [f"model.{ours} is {key} there" for ours, key in family.keys().items() if f"{ours}=" in said]
-        raise ConfigError(f"{path}: {said}" + f"\n({', '.join(theirs_too)})" * bool(theirs_too)) from None
+        theirs_too = [
+            f"model.{ours} is {key} there"
+            for ours, key in family.keys().items()
+            if f"{ours}=" in said
+        ]
+        raise ConfigError(
+            f"{path}: {said}" + f"\n({', '.join(theirs_too)})" * bool(theirs_too)
+        ) from None
     named = values.get("id2label") if config.output in ("classes", "tags") else None
     labels = tuple(str(named[key]) for key in sorted(named, key=int)) if named else ()
     return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
 
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
-    """The architecture that a config.json is read as. Raises ConfigError for one that is not computed here."""
+    """The architecture that a config.json is read as. Raises ConfigError for one that is not
+    computed here."""
     kind, named = values.get("model_type"), values.get("architectures") or []
     alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
-    known = [BASES.get(name, name) for name in named or alike if name in ARCHITECTURES or name in BASES]
+    known = [
+        BASES.get(name, name) for name in named or alike if name in ARCHITECTURES or name in BASES
+    ]
     if not known or (not named and len(known) > 1):
-        what = f"architectures={json.dumps(named)}" if named else f'no "architectures", and model_type={json.dumps(kind)}'
-        kinds = [f"{family.model_type} ({next(iter(family.architectures))})" for family in HF_FAMILIES]
-        those = f"of {kind} those are {', '.join(alike)}" if alike else f"those are of the model types {', '.join(kinds)}"
+        what = (
+            f"architectures={json.dumps(named)}"
+            if named
+            else f'no "architectures", and model_type={json.dumps(kind)}'
+        )
+        kinds = [
+            f"{family.model_type} ({next(iter(family.architectures))})" for family in HF_FAMILIES
+        ]
+        those = (
+            f"of {kind} those are {', '.join(alike)}"
+            if alike
+            else f"those are of the model types {', '.join(kinds)}"
+        )
         raise ConfigError(
             f"{path} has {what}, which does not name one that jaxformer computes: {those}. "
             'Write it into "architectures" if the model is one.'
@@ -144,14 +185,21 @@ def _equal(files: TensorFiles, a: str, b: str) -> bool:
     shape = files.entries[a].shape
     step = max(1, PIECE // math.prod(shape[1:]))
     rows = (slice(at, at + step) for at in range(0, shape[0], step))
-    return shape == files.entries[b].shape and all(np.array_equal(files.read(a, cut), files.read(b, cut)) for cut in rows)
+    return shape == files.entries[b].shape and all(
+        np.array_equal(files.read(a, cut), files.read(b, cut)) for cut in rows
+    )
 
 
-def _held(directory: Path, family: Family, config: ModelConfig, plan: list[Tensor], files: TensorFiles) -> dict[str, str]:
-    """The name in the files of each tensor; ConfigError naming all that are missing, left over or of another shape."""
+def _held(
+    directory: Path, family: Family, config: ModelConfig, plan: list[Tensor], files: TensorFiles
+) -> dict[str, str]:
+    """The name in the files of each tensor; ConfigError naming all that are missing, left over or
+    of another shape."""
     copies = family.copies(config)
     expected = {tensor.name: tensor.shape for tensor in plan}
-    found = matched(files.entries, [*expected, *(copy.name for copy in copies)], family.prefix, family.renamed)
+    found = matched(
+        files.entries, [*expected, *(copy.name for copy in copies)], family.prefix, family.renamed
+    )
     problems = [
         f"{name}: not in {files.listing}, and config.json asks for {list(expected[name])}"
         for name in expected
@@ -160,27 +208,41 @@ def _held(directory: Path, family: Family, config: ModelConfig, plan: list[Tenso
     for name, shape in expected.items():
         entry = files.entries.get(found.get(name, ""))
         if entry is not None and entry.shape != shape:
-            problems.append(f"{found[name]}: {list(entry.shape)} in {entry.file}, and config.json asks for {list(shape)}")
+            problems.append(
+                f"{found[name]}: {list(entry.shape)} in {entry.file}, and config.json asks for"
+                f" {list(shape)}"
+            )
     unused = {*files.entries} - {*found.values()}
     problems += [
-        f"{name}: in {files.entries[name].file}, and {family.model_type} with this config.json has no such tensor"
+        f"{name}: in {files.entries[name].file}, and {family.model_type} with this config.json has"
+        " no such tensor"
         for name in sorted(unused)
         if not any(re.search(pattern, name) for pattern in family.ignored)
     ]
     for copy in copies:
-        if copy.name in found and copy.of in found and copy.checked and not _equal(files, found[copy.name], found[copy.of]):
+        if (
+            copy.name in found
+            and copy.of in found
+            and copy.checked
+            and not _equal(files, found[copy.name], found[copy.of])
+        ):
             file = files.entries[found[copy.name]].file
-            problems.append(f"{found[copy.name]}: in {file} not equal to {found[copy.of]}, which it has to repeat")
+            problems.append(
+                f"{found[copy.name]}: in {file} not equal to {found[copy.of]}, which it has to"
+                " repeat"
+            )
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise ConfigError(
-            f"the tensors of {directory} do not fit its config.json:\n  " + "\n  ".join(problems[:SHOWN] + more)
+            f"the tensors of {directory} do not fit its config.json:\n  "
+            + "\n  ".join(problems[:SHOWN] + more)
         )
     return found
 
 
 def architecture_of(config: ModelConfig, wanted: str | None = None) -> tuple[Family, str]:
-    """The first architecture that is exactly this config, or the `wanted` one. Raises ConfigError where none is."""
+    """The first architecture that is exactly this config, or the `wanted` one. Raises ConfigError
+    where none is."""
     if wanted is not None and wanted not in ARCHITECTURES:
         raise ConfigError(f"architecture={wanted!r} is not one of {', '.join(ARCHITECTURES)}.")
     in_the_way = {}
@@ -189,14 +251,21 @@ def architecture_of(config: ModelConfig, wanted: str | None = None) -> tuple[Fam
             in_the_way[name] = family.obstacles(config, name)
             if not in_the_way[name]:
                 return family, name
-    nearest = sorted(in_the_way, key=lambda name: (_kinship(in_the_way[name]), len(in_the_way[name])))[:3]
+    nearest = sorted(
+        in_the_way, key=lambda name: (_kinship(in_the_way[name]), len(in_the_way[name]))
+    )[:3]
     told = "\n  ".join(f"{name}: {', '.join(in_the_way[name][:6])}" for name in nearest)
-    raise ConfigError(f"no Hugging Face architecture is exactly this model; the nearest, and what is in the way:\n  {told}")
+    raise ConfigError(
+        "no Hugging Face architecture is exactly this model; the nearest, and what is in the"
+        f" way:\n  {told}"
+    )
 
 
 def _kinship(obstacles: list[str]) -> int:
     """How far an architecture is: 0 where neither family nor head is in the way."""
-    return sum(any(what.startswith(name) for what in obstacles) for name in ("model.family", "model.head="))
+    return sum(
+        any(what.startswith(name) for what in obstacles) for name in ("model.family", "model.head=")
+    )
 
 
 def save_pretrained(
@@ -210,11 +279,13 @@ def save_pretrained(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Writes a model directory that transformers, vLLM and llama.cpp's converter read; returns the files of weights.
+    """Writes a model directory that transformers, vLLM and llama.cpp's converter read; returns the
+    files of weights.
 
-    The architecture is the first that is exactly `config`, or the one named. `dtype` is that of the weights (default: that
-    of the params); a file of weights has at most `shard_bytes`. The host holds one leaf of one layer at a time. Raises
-    ConfigError where no architecture is this config, naming the fields in the way; nothing is written then.
+    The architecture is the first that is exactly `config`, or the one named. `dtype` is that of the
+    weights (default: that of the params); a file of weights has at most `shard_bytes`. The host
+    holds one leaf of one layer at a time. Raises ConfigError where no architecture is this config,
+    naming the fields in the way; nothing is written then.
     """
     directory, table = Path(path), model_specs(config)
     check_params(table, params)
@@ -223,8 +294,13 @@ def save_pretrained(
     if dtype is not None:
         check_dtype(dtype)
     if (directory / "config.json").is_file() and not is_pretrained(directory):
-        raise ConfigError(f"{directory} holds a config.json of something else (a run?): choose another directory.")
-    leaves = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in jax.tree.leaves_with_path(params)}
+        raise ConfigError(
+            f"{directory} holds a config.json of something else (a run?): choose another directory."
+        )
+    leaves = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf
+        for at, leaf in jax.tree.leaves_with_path(params)
+    }
     plan = {tensor.name: tensor for tensor in family.tensors(config)}
     plan |= {copy.name: plan[copy.of] for copy in family.copies(config) if copy.written}
     shapes = {
@@ -237,7 +313,10 @@ def save_pretrained(
     keys = {"torch_dtype": stored, **_tokens(config, tokenizer), **family.write(config, name)}
     if keys.pop("num_labels", None):
         names = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
-        keys |= {"id2label": dict(enumerate(names)), "label2id": {label: index for index, label in enumerate(names)}}
+        keys |= {
+            "id2label": dict(enumerate(names)),
+            "label2id": {label: index for index, label in enumerate(names)},
+        }
     if tokenizer is not None:
         tokenizer.save(directory / "tokenizer.json")
     _write_json(directory / "config.json", keys)
@@ -247,21 +326,32 @@ def save_pretrained(
 def _refuse_custom(params: Any) -> None:
     """ConfigError where a leaf of the params is no array: the format has no name for its parts."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
-    custom = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in leaves if is_custom(leaf)}
+    custom = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf
+        for at, leaf in leaves
+        if is_custom(leaf)
+    }
     if custom:
         named = ", ".join(f"{path} ({type(leaf).__name__})" for path, leaf in custom.items())
         raise ConfigError(
-            f"a model directory holds plain arrays, and these leaves are none: {named}. Merge each into one array first."
+            f"a model directory holds plain arrays, and these leaves are none: {named}. Merge each"
+            " into one array first."
         )
 
 
 def _tokens(config: ModelConfig, tokenizer: Any) -> dict[str, int | None]:
     """Ids of special tokens; those with which a target begins where there is one."""
     known = tokenizer.ids() if tokenizer is not None else {}
-    named: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | known
+    named: dict[str, int | None] = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    } | known
     begins = config.family == "encoder_decoder"
     return {
-        key: token for key, token in named.items() if begins or key not in ("decoder_start_token_id", "forced_bos_token_id")
+        key: token
+        for key, token in named.items()
+        if begins or key not in ("decoder_start_token_id", "forced_bos_token_id")
     }
 
 

@@ -1,4 +1,5 @@
-"""RoBERTa (arXiv:1907.11692): BERT without next sentences, its positions counted from behind the padding token's id."""
+"""RoBERTa (arXiv:1907.11692): BERT without next sentences, its positions counted from behind the
+padding token's id."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ class OffsetPositions:
     def read(self, hf: HFConfig) -> Ours:
         padding, most = hf.get("pad_token_id", 1), hf.get("max_position_embeddings", 512)
         if not isinstance(padding, int) or not 0 <= padding < most - 1:
-            raise hf.unsupported("pad_token_id", padding, ["an id below max_position_embeddings - 1"])
+            raise hf.unsupported(
+                "pad_token_id", padding, ["an id below max_position_embeddings - 1"]
+            )
         return {"position_offset": padding + 1, "max_length": most - padding - 1}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
@@ -38,7 +41,10 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow("classifier.out_proj.weight", "head.weight"),
         TensorRow("classifier.out_proj.bias", "head.bias"),
     )
-    tags = (TensorRow("classifier.weight", "head.weight"), TensorRow("classifier.bias", "head.bias"))
+    tags = (
+        TensorRow("classifier.weight", "head.weight"),
+        TensorRow("classifier.bias", "head.bias"),
+    )
     pooler = linear("roberta.pooler.dense", "pooler.dense") if config.output != "classes" else ()
     head = {"masked": masked, "classes": classes, "tags": tags}.get(config.output, ())
     return placed("roberta", config, (*trunk("roberta"), *pooler, *head))

@@ -9,14 +9,32 @@ from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.table import LINEAR, TensorRow
 
 FEED_FORWARD = {
-    **{"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu", "gelu": "gelu"},
-    **{"gelu_new": "gelu_tanh", "silu": "silu", "relu2": "relu2", "tanh": "tanh", "gated-sigmoid": "glu"},
-    **{"gated-gelu_new": "geglu_tanh", "gated-gelu_pytorch_tanh": "geglu_tanh", "gated-swish": "swiglu", "swish": "silu"},
+    **{
+        "relu": "relu",
+        "gated-gelu": "geglu_tanh",
+        "gated-silu": "swiglu",
+        "gated-relu": "reglu",
+        "gelu": "gelu",
+    },
+    **{
+        "gelu_new": "gelu_tanh",
+        "silu": "silu",
+        "relu2": "relu2",
+        "tanh": "tanh",
+        "gated-sigmoid": "glu",
+    },
+    **{
+        "gated-gelu_new": "geglu_tanh",
+        "gated-gelu_pytorch_tanh": "geglu_tanh",
+        "gated-swish": "swiglu",
+        "swish": "silu",
+    },
 }
 
 
 class StackDepths:
-    """`num_layers` of the encoder, num_decoder_layers of the decoder, which are as many where that is left out."""
+    """`num_layers` of the encoder, num_decoder_layers of the decoder, which are as many where that
+    is left out."""
 
     def read(self, hf: HFConfig) -> Ours:
         layers = hf.get("num_layers", 6)
@@ -27,9 +45,11 @@ class StackDepths:
 
 
 class T5Head:
-    """In a version 1 tie_word_embeddings ties, and has the output layer read the stream divided by sqrt(d_model).
+    """In a version 1 tie_word_embeddings ties, and has the output layer read the stream divided by
+    sqrt(d_model).
 
-    Since 5 transformers takes the key for the second alone, and ties where no other output layer is stored.
+    Since 5 transformers takes the key for the second alone, and ties where no other output layer is
+    stored.
     """
 
     def read(self, hf: HFConfig) -> Ours:
@@ -38,7 +58,10 @@ class T5Head:
         return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
 
     def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {"tie_word_embeddings": ours.tied_head, "scale_decoder_outputs": ours.logit_scale == "rsqrt"}
+        return {
+            "tie_word_embeddings": ours.tied_head,
+            "scale_decoder_outputs": ours.logit_scale == "rsqrt",
+        }
 
 
 FIELDS = (
@@ -65,7 +88,11 @@ def stack(hf: str, ours: str, config: ModelConfig) -> tuple[TensorRow, ...]:
     layer = hf + ".block.{}.layer."
     sublayers = [("SelfAttention", "attention"), *([] if ours else [("EncDecAttention", "cross")])]
     found = [
-        TensorRow(f"{layer}{i}.{name}.{part}.weight", f"{ours}blocks.{block}.{'out' if part == 'o' else part}", LINEAR)
+        TensorRow(
+            f"{layer}{i}.{name}.{part}.weight",
+            f"{ours}blocks.{block}.{'out' if part == 'o' else part}",
+            LINEAR,
+        )
         for i, (name, block) in enumerate(sublayers)
         for part in "qkvo"
     ]
@@ -73,14 +100,25 @@ def stack(hf: str, ours: str, config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow(f"{layer}{i}.layer_norm.weight", f"{ours}blocks.{block}_norm.scale")
         for i, (_, block) in enumerate(sublayers)
     ]
-    ffn, names = f"{layer}{len(sublayers)}", {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"}
+    ffn, names = (
+        f"{layer}{len(sublayers)}",
+        {
+            "gate": "wi_0",
+            "up": "wi_1" if config.gated else "wi",
+            "down": "wo",
+        },
+    )
     found += [
-        TensorRow(f"{ffn}.DenseReluDense.{name}.weight", f"{ours}blocks.ffn.{leaf}", LINEAR) for leaf, name in names.items()
+        TensorRow(f"{ffn}.DenseReluDense.{name}.weight", f"{ours}blocks.ffn.{leaf}", LINEAR)
+        for leaf, name in names.items()
     ]
     return (
         *found,
         TensorRow(f"{ffn}.layer_norm.weight", f"{ours}blocks.ffn_norm.scale"),
-        TensorRow(f"{hf}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{ours}relative_bias"),
+        TensorRow(
+            f"{hf}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            f"{ours}relative_bias",
+        ),
         TensorRow(f"{hf}.final_layer_norm.weight", f"{ours}final_norm.scale"),
     )
 
@@ -96,7 +134,12 @@ T5 = Family(
     FIELDS,
     rows,
     bases=("T5Model", "T5WithLMHeadModel"),
-    copies=tied_copy("lm_head.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    copies=tied_copy(
+        "lm_head.weight",
+        "shared.weight",
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+    ),
     ignored=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),  # of a bug of 2019, never read

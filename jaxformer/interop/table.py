@@ -1,4 +1,5 @@
-"""The table of a family's tensors, (theirs, ours, transform), and the one engine that applies it in both directions."""
+"""The table of a family's tensors, (theirs, ours, transform), and the one engine that applies it in
+both directions."""
 
 import math
 import re
@@ -16,7 +17,8 @@ PIECE = 1 << 22  # numbers of a table that are read at a time
 
 
 class Transform(NamedTuple):
-    """How leaves of one layer lie in a tensor of theirs: its shape, the leaves of a tensor, and the tensor of the leaves."""
+    """How leaves of one layer lie in a tensor of theirs: its shape, the leaves of a tensor, and the
+    tensor of the leaves."""
 
     shape: Callable[[Sequence[Spec]], tuple[int, ...]]
     split: Callable[[np.ndarray, Sequence[Spec]], Arrays]
@@ -34,17 +36,29 @@ def _flat_shape(specs: Sequence[Spec]) -> tuple[int, ...]:
 
 def _transform(shape: Any, split: Any, join: Any) -> Transform:
     """One tensor that is one leaf."""
-    return Transform(shape, lambda w, specs: [split(w, specs[0])], lambda leaves, specs: join(leaves[0], specs[0]))
+    return Transform(
+        shape,
+        lambda w, specs: [split(w, specs[0])],
+        lambda leaves, specs: join(leaves[0], specs[0]),
+    )
 
 
 # Tables and vectors as they are, the axes of a vector flattened.
-SAME = _transform(_flat_shape, lambda w, s: w.reshape(s.shape), lambda w, s: w.reshape(_flat_shape([s])))
+SAME = _transform(
+    _flat_shape, lambda w, s: w.reshape(s.shape), lambda w, s: w.reshape(_flat_shape([s]))
+)
 # torch.nn.Linear: [out, in].
 LINEAR = _transform(
-    lambda specs: _sizes(specs[0])[::-1], lambda w, s: w.T.reshape(s.shape), lambda w, s: w.reshape(_sizes(s)).T
+    lambda specs: _sizes(specs[0])[::-1],
+    lambda w, s: w.T.reshape(s.shape),
+    lambda w, s: w.reshape(_sizes(s)).T,
 )
 # GPT-2's Conv1D: [in, out].
-CONV = _transform(lambda specs: _sizes(specs[0]), lambda w, s: w.reshape(s.shape), lambda w, s: w.reshape(_sizes(s)))
+CONV = _transform(
+    lambda specs: _sizes(specs[0]),
+    lambda w, s: w.reshape(s.shape),
+    lambda w, s: w.reshape(_sizes(s)),
+)
 # A vector as one row.
 AS_ROW = _transform(lambda specs: (1, *specs[0].shape), lambda w, s: w[0], lambda w, s: w[None])
 
@@ -57,8 +71,12 @@ def _thirds(specs: Sequence[Spec]) -> tuple[int, ...]:
 # Queries, keys and values beside each other, as GPT-2 has them: [in, 3 out].
 STACKED_QKV = Transform(
     _thirds,
-    lambda w, specs: [part.reshape(s.shape) for part, s in zip(np.split(w, 3, axis=-1), specs, strict=True)],
-    lambda leaves, specs: np.concatenate([leaf.reshape(*_thirds(specs)[:-1], -1) for leaf in leaves], axis=-1),
+    lambda w, specs: [
+        part.reshape(s.shape) for part, s in zip(np.split(w, 3, axis=-1), specs, strict=True)
+    ],
+    lambda leaves, specs: np.concatenate(
+        [leaf.reshape(*_thirds(specs)[:-1], -1) for leaf in leaves], axis=-1
+    ),
 )
 
 
@@ -83,12 +101,14 @@ def _heads_shape(specs: Sequence[Spec]) -> tuple[int, ...]:
     return (heads * three * width, *inputs)
 
 
-# Queries, keys and values of each head together, as GPT-NeoX and BLOOM have them: [heads 3 head_dim, in].
+# Queries, keys and values of each head together, as GPT-NeoX and BLOOM have them: [heads 3
+# head_dim, in].
 BY_HEAD = Transform(_heads_shape, _of_heads, _to_heads)
 
 
 class TensorRow(NamedTuple):
-    """`hf` with {} for the layer; `ours` a dotted path of the table of parameters, or the paths that share a tensor."""
+    """`hf` with {} for the layer; `ours` a dotted path of the table of parameters, or the paths
+    that share a tensor."""
 
     hf: str
     ours: str | tuple[str, ...]
@@ -99,7 +119,9 @@ class TensorRow(NamedTuple):
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
 
-def linear(hf: str, ours: str | tuple[str, ...], transform: Transform = LINEAR) -> tuple[TensorRow, ...]:
+def linear(
+    hf: str, ours: str | tuple[str, ...], transform: Transform = LINEAR
+) -> tuple[TensorRow, ...]:
     """The weight of a linear layer and its bias, or of queries, keys and values in one."""
     if isinstance(ours, str):
         return TensorRow(f"{hf}.weight", ours, transform), TensorRow(f"{hf}.bias", f"{ours}_bias")
@@ -117,7 +139,8 @@ QKV = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs: the leaves in it, of which layer (None where they are not stacked), and how they lie there."""
+    """One tensor of theirs: the leaves in it, of which layer (None where they are not stacked), and
+    how they lie there."""
 
     name: str
     paths: tuple[str, ...]
@@ -153,7 +176,8 @@ def unplaced(found: Iterable[Tensor], specs: Specs) -> list[str]:
 
 
 def _space(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An empty array that begins at a multiple of 64 bytes, which JAX on a CPU takes over without a copy."""
+    """An empty array that begins at a multiple of 64 bytes, which JAX on a CPU takes over without a
+    copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
     begin = -raw.ctypes.data % 64
@@ -163,7 +187,8 @@ def _space(shape: Sequence[int], dtype: Any) -> np.ndarray:
 def leaf_reader(
     found: Iterable[Tensor], names: Mapping[str, str], read: Callable[[str, slice], np.ndarray]
 ) -> Callable[[str, tuple[slice, ...], Any], np.ndarray]:
-    """A function that gives a part of a leaf, (path, index, dtype); `read` gives rows of a tensor by its name in the files.
+    """A function that gives a part of a leaf, (path, index, dtype); `read` gives rows of a tensor
+    by its name in the files.
 
     No more than that part is in memory, and one tensor of a layer or a piece of a table.
     """
@@ -173,7 +198,9 @@ def leaf_reader(
             where.setdefault(path, []).append(tensor)
 
     def one(tensor: Tensor, path: str) -> np.ndarray:
-        return tensor.transform.split(read(names[tensor.name], slice(None)), tensor.specs)[tensor.paths.index(path)]
+        return tensor.transform.split(read(names[tensor.name], slice(None)), tensor.specs)[
+            tensor.paths.index(path)
+        ]
 
     def part(path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
         first = where[path][0]
@@ -190,7 +217,9 @@ def leaf_reader(
         begin, step = index[0].start or 0, max(1, PIECE // spec.shape[1])
         for at in range(0, len(made), step):
             count = min(step, len(made) - at)
-            made[at : at + count] = read(names[first.name], slice(begin + at, begin + at + count))[:, index[1]]
+            made[at : at + count] = read(names[first.name], slice(begin + at, begin + at + count))[
+                :, index[1]
+            ]
         return made
 
     return part
@@ -201,16 +230,21 @@ def _lengths(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[int]:
 
 
 def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """The tensor of theirs, of our leaves by path; only the layer that it holds is brought to the host."""
+    """The tensor of theirs, of our leaves by path; only the layer that it holds is brought to the
+    host."""
     # A copy, because an array keeps what was brought to the host of it for as long as it lives.
-    arrays = [leaves[path].copy() if tensor.layer is None else leaves[path][tensor.layer] for path in tensor.paths]
+    arrays = [
+        leaves[path].copy() if tensor.layer is None else leaves[path][tensor.layer]
+        for path in tensor.paths
+    ]
     return tensor.transform.join([np.asarray(array) for array in arrays], tensor.specs)
 
 
 def matched(
     names: Iterable[str], expected: Iterable[str], prefix: str, renamed: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """Names in the files by the names expected: as they are, or as older files have them (no prefix, other endings)."""
+    """Names in the files by the names expected: as they are, or as older files have them (no
+    prefix, other endings)."""
     wanted, found = {*expected}, {}
     for name in names:
         modern = name

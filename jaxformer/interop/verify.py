@@ -1,4 +1,5 @@
-"""Both sides at once: the same tokens through a model of ours and through transformers on its directory."""
+"""Both sides at once: the same tokens through a model of ours and through transformers on its
+directory."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,12 +15,17 @@ from jaxformer.models.transformer import forward
 from jaxformer.params import Params
 
 LENGTH = 64  # positions compared
-OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")  # the first that a model of theirs has is what ours gives
+OUTPUTS = (
+    "logits",
+    "prediction_logits",
+    "last_hidden_state",
+)  # the first that a model of theirs has is what ours gives
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`largest` difference of two logits, the standard `deviation` of theirs, and `kl` [T] in nats, of the worst row."""
+    """`largest` difference of two logits, the standard `deviation` of theirs, and `kl` [T] in nats,
+    of the worst row."""
 
     largest: float
     deviation: float
@@ -31,13 +37,14 @@ def require_transformers() -> None:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"--verify runs the model in transformers too, and {' and '.join(missing)} is not installed: "
-            "pip install torch transformers, or leave out --verify."
+            f"--verify runs the model in transformers too, and {' and '.join(missing)} is not"
+            " installed: pip install torch transformers, or leave out --verify."
         )
 
 
 def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
-    """Our logits beside those of transformers on `directory`, in float32: two rows of random tokens, one of them padded."""
+    """Our logits beside those of transformers on `directory`, in float32: two rows of random
+    tokens, one of them padded."""
     import torch
     import transformers
 
@@ -46,17 +53,28 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
     file = directory / "config.json"
     keys = read_json(file)
     _, architecture = stated_architecture(file, keys)
-    model = getattr(transformers, architecture).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = getattr(transformers, architecture).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     padding = keys.get("pad_token_id") or 0
     words = np.setdiff1d(np.arange(config.vocab_size), [padding])
     tokens = np.random.default_rng(0).choice(words, (2, min(LENGTH, config.max_length)))
     real = np.ones_like(tokens)
     real[1, tokens.shape[1] * 3 // 4 :] = 0
     tokens = np.where(real, tokens, padding)
-    given: dict[str, Any] = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(real)}
+    given: dict[str, Any] = {
+        "input_ids": torch.tensor(tokens),
+        "attention_mask": torch.tensor(real),
+    }
     if config.family == "encoder_decoder":
         given["decoder_input_ids"] = torch.tensor(tokens[:, : tokens.shape[1] // 2])
-        ours = forward(params, config, tokens[:, : tokens.shape[1] // 2], source=tokens, source_segment_ids=real)
+        ours = forward(
+            params,
+            config,
+            tokens[:, : tokens.shape[1] // 2],
+            source=tokens,
+            source_segment_ids=real,
+        )
         real = np.ones_like(tokens[:, : tokens.shape[1] // 2])
     else:
         ours = forward(params, config, tokens, segment_ids=real)
@@ -69,7 +87,12 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
 def _compared(ours: np.ndarray, hf: np.ndarray, real: np.ndarray) -> Comparison:
     if ours.ndim == 2:  # a class of each row
         ours, hf, real = ours[:, None], hf[:, None], np.ones((len(ours), 1), bool)
-    logs = [side - np.logaddexp.reduce(side, axis=-1, keepdims=True) for side in (hf.astype(float), ours.astype(float))]
+    logs = [
+        side - np.logaddexp.reduce(side, axis=-1, keepdims=True)
+        for side in (hf.astype(float), ours.astype(float))
+    ]
     kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
     largest = np.abs(ours - hf)[real].max()
-    return Comparison(float(largest), float(hf[real].std()), np.where(real, np.maximum(kl, 0), 0).max(axis=0))
+    return Comparison(
+        float(largest), float(hf[real].std()), np.where(real, np.maximum(kl, 0), 0).max(axis=0)
+    )

@@ -1,9 +1,11 @@
-"""The one block: attention, attention to a source where the params have it, and feed-forward, each around a residual.
+"""The one block: attention, attention to a source where the params have it, and feed-forward, each
+around a residual.
 
 pre        x + f(norm(x))            sandwich   x + norm(f(norm(x)))
 post       norm(x + f(x))            output     x + norm(f(x))
 
-In sequence each sublayer reads the sum that the one before it left; in parallel all read x, and x gets the sum of all.
+In sequence each sublayer reads the sum that the one before it left; in parallel all read x, and x
+gets the sum of all.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,12 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxformer.config_model import ModelConfig
-from jaxformer.layers.attention import attention, attention_specs, cross_attention_specs, keys_and_values
+from jaxformer.layers.attention import (
+    attention,
+    attention_specs,
+    cross_attention_specs,
+    keys_and_values,
+)
 from jaxformer.layers.cache import LayerCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.ffn import ffn, ffn_specs
@@ -41,7 +48,8 @@ PLACEMENTS = {
 
 
 class EncoderOutput(NamedTuple):
-    """What cross-attention looks at: the encoder's output [B, S, D] (None where a page has its keys), and how."""
+    """What cross-attention looks at: the encoder's output [B, S, D] (None where a page has its
+    keys), and how."""
 
     x: jax.Array | None
     mask: AttentionMask
@@ -50,7 +58,11 @@ class EncoderOutput(NamedTuple):
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     place = PLACEMENTS[config.norm_placement]
     specs: Specs = {}
-    sublayers = {"attention": attention_specs} | ({"cross": cross_attention_specs} if cross else {}) | {"ffn": ffn_specs}
+    sublayers = (
+        {"attention": attention_specs}
+        | ({"cross": cross_attention_specs} if cross else {})
+        | {"ffn": ffn_specs}
+    )
     for name, make in sublayers.items():
         specs |= {f"{name}_norm": norm_specs(config)} if place.before or place.after else {}
         specs[name] = make(config)
@@ -68,7 +80,8 @@ def block(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns dropout on.
+    """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns
+    dropout on.
 
     Every sublayer returns its result and an `Aux`; what the request asks for is captured in it.
     """
@@ -82,14 +95,18 @@ def block(
         if layer_cache is not None:
             written = layer_cache.write(*seen)
             seen = written.k, written.v
-        out, weights = attention(params["attention"], config, h, seen, near, attention_key, request, "attention")
+        out, weights = attention(
+            params["attention"], config, h, seen, near, attention_key, request, "attention"
+        )
         return out, Aux(captures=weights)
 
     def attend_to_source(h: jax.Array) -> tuple[jax.Array, Aux]:
         known = layer_cache.source if layer_cache is not None else None
         seen = known or keys_and_values(params["cross"], config, source.x, None)  # type: ignore[union-attr, arg-type]
         to_source: AttentionMask = source.mask  # type: ignore[union-attr]
-        out, weights = attention(params["cross"], config, h, seen, to_source, cross_key, request, "cross")
+        out, weights = attention(
+            params["cross"], config, h, seen, to_source, cross_key, request, "cross"
+        )
         return out, Aux(captures=weights)
 
     sublayers: dict[str, Callable[[jax.Array], tuple[jax.Array, Aux]]] = {

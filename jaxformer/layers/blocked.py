@@ -25,7 +25,8 @@ OptionalIndex = jax.Array | None
 
 
 class Marks(NamedTuple):
-    """Where queries [B, T] and keys [B, S] are; None: positions count the tokens, all is one segment, no window."""
+    """Where queries [B, T] and keys [B, S] are; None: positions count the tokens, all is one
+    segment, no window."""
 
     q_positions: OptionalIndex
     k_positions: OptionalIndex
@@ -40,7 +41,11 @@ class Marks(NamedTuple):
 
     def mask(self, causal: bool, start: int, stop: int, keys: int) -> jax.Array:
         """bool [B or 1, 1, 1, queries, keys]: who may look at whom."""
-        q = jnp.arange(start, stop)[None] if self.q_positions is None else self.q_positions[:, start:stop]
+        q = (
+            jnp.arange(start, stop)[None]
+            if self.q_positions is None
+            else self.q_positions[:, start:stop]
+        )
         k = jnp.arange(keys)[None] if self.k_positions is None else self.k_positions[:, :keys]
         back = q[:, :, None] - k[:, None, :]
         allowed = back >= 0 if causal else jnp.ones(back.shape, bool)
@@ -65,17 +70,28 @@ def blocked_attention(
     window: int = 0,
     scale: float = 0.0,
 ) -> Float[Array, "B T N W"]:
-    """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T, N, W].
+    """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T,
+    N, W].
 
-    Positions and segments are int [B, T] of queries and [B, S] of keys: a query sees keys of its own segment, at positions
-    up to its own where `causal`, of which the last `window` where that is not 0 (both ways where not causal); segment 0 is
-    padding. Without positions a token's index is its position, and blocks above the diagonal are left out. `scale` stands
-    for 1/sqrt(H) where it is not 0. The softmax is float32; a row that may see nothing gives 0.
+    Positions and segments are int [B, T] of queries and [B, S] of keys: a query sees keys of its
+    own segment, at positions up to its own where `causal`, of which the last `window` where that is
+    not 0 (both ways where not causal); segment 0 is padding. Without positions a token's index is
+    its position, and blocks above the diagonal are left out. `scale` stands for 1/sqrt(H) where it
+    is not 0. The softmax is float32; a row that may see nothing gives 0.
     """
-    return _attention(q, k, v, Marks(*positions, *segments, window or None), causal, scale or 1 / math.sqrt(q.shape[-1]))
+    return _attention(
+        q,
+        k,
+        v,
+        Marks(*positions, *segments, window or None),
+        causal,
+        scale or 1 / math.sqrt(q.shape[-1]),
+    )
 
 
-def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _heads_first(
+    q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[B, T, N, H] to [B, K, G, T, H], and [B, S, K, H] to [B, K, S, H]."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     return jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
@@ -87,7 +103,9 @@ def _heads_last(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
 
 
-def _blocks(length: int, keys: int, marks: Marks, causal: bool) -> Iterator[tuple[slice, slice, jax.Array]]:
+def _blocks(
+    length: int, keys: int, marks: Marks, causal: bool
+) -> Iterator[tuple[slice, slice, jax.Array]]:
     """Slices of queries, slices of the keys they may see, and the mask between them."""
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
@@ -101,16 +119,22 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float) -> jax.Array:
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float
+) -> jax.Array:
     return _forward(q, k, v, marks, causal, scale)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float) -> tuple[jax.Array, Any]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float
+) -> tuple[jax.Array, Any]:
     queries, keys, values = _heads_first(q, k, v)
     outs, log_sums = [], []
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks, causal):
         scores = _product("BKGTH,BKSH->BKGTS", queries[..., rows, :], keys[..., seen, :]) * scale
-        top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min)
+        top = jnp.max(
+            scores, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min
+        )
         weights = jnp.where(mask, jnp.exp(scores - top), 0)
         total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
         outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
@@ -119,7 +143,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: boo
     return out, (q, k, v, marks, out, jnp.concatenate(log_sums, axis=-2))
 
 
-def _backward(causal: bool, scale: float, saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(
+    causal: bool, scale: float, saved: Any, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, marks, out, log_sums = saved
     q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier(
         (q, k, v, out, log_sums, d_out)
@@ -130,7 +156,12 @@ def _backward(causal: bool, scale: float, saved: Any, d_out: jax.Array) -> tuple
     d_queries = []
     d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks, causal):
-        qs, ks, vs, ds = queries[..., rows, :], keys[..., seen, :], values[..., seen, :], d_outs[..., rows, :]
+        qs, ks, vs, ds = (
+            queries[..., rows, :],
+            keys[..., seen, :],
+            values[..., seen, :],
+            d_outs[..., rows, :],
+        )
         scores = _product("BKGTH,BKSH->BKGTS", qs, ks) * scale
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
         d_scores = weights * (_product("BKGTH,BKSH->BKGTS", ds, vs) - inner[..., rows, :]) * scale
@@ -139,7 +170,12 @@ def _backward(causal: bool, scale: float, saved: Any, d_out: jax.Array) -> tuple
         d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", weights, ds), rest)
         d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), rest)
     d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
-    return d_q, jnp.swapaxes(d_keys, 1, 2).astype(k.dtype), jnp.swapaxes(d_values, 1, 2).astype(v.dtype), None
+    return (
+        d_q,
+        jnp.swapaxes(d_keys, 1, 2).astype(k.dtype),
+        jnp.swapaxes(d_values, 1, 2).astype(v.dtype),
+        None,
+    )
 
 
 _attention.defvjp(_forward, _backward)

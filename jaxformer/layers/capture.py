@@ -1,8 +1,9 @@
 """Captures: which intermediates of a model are wanted, and what takes the place of some of them.
 
-A `Request` is passed down unchanged in meaning; what it asks for comes back in each block's `Aux`, so that scans,
-recomputation and every transform of JAX apply. Full names are stack.layer.what, as in "decoder.3.mlp_out": the stacks
-are encoder and decoder, and `jaxformer.models.inspect` describes each what. A block knows its own names alone ("mlp_out").
+A `Request` is passed down unchanged in meaning; what it asks for comes back in each block's `Aux`,
+so that scans, recomputation and every transform of JAX apply. Full names are stack.layer.what, as
+in "decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.models.inspect` describes
+each what. A block knows its own names alone ("mlp_out").
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ Captures = dict[str, jax.Array]
 class Request:
     """Intermediates by name. An empty request is false and leaves the program as it is.
 
-    `capture` holds names, full or without stack and layer, or patterns with *; `replace` maps full names to an array that
-    takes the place of the intermediate, or to a function of it. `stack` and `layers` say which block reads the request. In
-    a scan one program serves several layers, and `index` (a traced int32 scalar) is the number of the one that runs.
+    `capture` holds names, full or without stack and layer, or patterns with *; `replace` maps full
+    names to an array that takes the place of the intermediate, or to a function of it. `stack` and
+    `layers` say which block reads the request. In a scan one program serves several layers, and
+    `index` (a traced int32 scalar) is the number of the one that runs.
     """
 
     capture: tuple[str, ...] = ()
@@ -40,7 +42,8 @@ class Request:
         return dataclasses.replace(self, stack=stack)
 
     def at(self, layers: Sequence[int], index: jax.Array | None = None) -> "Request":
-        """The request as one block reads it, which is the only one of `layers`, or in a scan the layer `index`."""
+        """The request as one block reads it, which is the only one of `layers`, or in a scan the
+        layer `index`."""
         return dataclasses.replace(self, layers=layers, index=index)
 
     def wants(self, what: str) -> bool:
@@ -48,7 +51,8 @@ class Request:
         return any(self._returns(self._full(what, layer)) for layer in self.layers)
 
     def apply(self, what: str, value: jax.Array) -> tuple[jax.Array, Captures]:
-        """The value to go on with, which may be another than `value`, and what is captured of it, by `what`."""
+        """The value to go on with, which may be another than `value`, and what is captured of it,
+        by `what`."""
         for layer in self.layers:
             name = self._full(what, layer)
             if name in self.replace:
@@ -69,7 +73,8 @@ class Request:
         return f"{self.stack}.{layer}.{what}"
 
     def _returns(self, name: str) -> bool:
-        """What is replaced comes back too, so that a name which the model does not have can be told."""
+        """What is replaced comes back too, so that a name which the model does not have can be
+        told."""
         return name in self.replace or self.captures(name)
 
     def captures(self, name: str) -> bool:

@@ -1,4 +1,5 @@
-"""Attention as plain mathematics, which every transform and device understands: the reference of all kernels."""
+"""Attention as plain mathematics, which every transform and device understands: the reference of
+all kernels."""
 
 import math
 from typing import NamedTuple
@@ -21,12 +22,14 @@ def dot_product_attention(
     bias: Float[Array, "... N T S"] | None = None,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "... T N W"]:
-    """softmax(q k^T / sqrt(H)) v: [..., T, N, H], [..., S, K, H], [..., S, K, W], bool [..., T, S] -> [..., T, N, W].
+    """softmax(q k^T / sqrt(H)) v: [..., T, N, H], [..., S, K, H], [..., S, K, W], bool [..., T, S]
+    -> [..., T, N, W].
 
-    N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a row that may see nothing
-    gives 0. `scale` stands for 1/sqrt(H) where it is not 0; `soft_cap` c makes scores s c tanh(s / c) (arXiv:2408.00118);
-    `bias` [..., N, T, S] is added to them; `sinks` [N] are scores that take weight and give nothing (arXiv:2309.17453).
-    (arXiv:1706.03762, arXiv:2305.13245)
+    N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a
+    row that may see nothing gives 0. `scale` stands for 1/sqrt(H) where it is not 0; `soft_cap` c
+    makes scores s c tanh(s / c) (arXiv:2408.00118); `bias` [..., N, T, S] is added to them; `sinks`
+    [N] are scores that take weight and give nothing (arXiv:2309.17453). (arXiv:1706.03762,
+    arXiv:2305.13245)
     """
     change = _Change(scale, soft_cap, bias, sinks)
     return _values(_weights(q, k, mask, change), v)
@@ -49,7 +52,9 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, change: _Change
     if change.soft_cap:
         scores = change.soft_cap * jnp.tanh(scores / change.soft_cap)
     if change.bias is not None:
-        scores = scores + change.bias.reshape(*change.bias.shape[:-3], *heads, *change.bias.shape[-2:])
+        scores = scores + change.bias.reshape(
+            *change.bias.shape[:-3], *heads, *change.bias.shape[-2:]
+        )
     if mask is not None:
         mask = mask[..., None, None, :, :]
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
@@ -57,7 +62,9 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, change: _Change
         weights = jax.nn.softmax(scores, axis=-1)
     else:
         sinks = jnp.broadcast_to(change.sinks.reshape(*heads, 1, 1), (*scores.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1), axis=-1)[..., :-1]
+        weights = jax.nn.softmax(
+            jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1), axis=-1
+        )[..., :-1]
     return weights if mask is None else jnp.where(mask, weights, 0)
 
 

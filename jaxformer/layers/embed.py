@@ -22,14 +22,19 @@ def token_specs(config: ModelConfig) -> Specs:
     """The table of tokens [V, D], one for the whole model."""
     make = INITIALIZERS[config.init](config)
     shape = (config.vocab_size, config.d_model)
-    return {"tokens": Spec(shape, ("vocab", "embed"), make.embedding, inputs=("vocab",), lookup=True)}
+    return {
+        "tokens": Spec(shape, ("vocab", "embed"), make.embedding, inputs=("vocab",), lookup=True)
+    }
 
 
 def embed_specs(config: ModelConfig) -> Specs:
     """What a stack adds to the tokens: learned positions, types of tokens, a norm."""
     make = INITIALIZERS[config.init](config)
     table = {
-        "positions": (config.position_offset + config.max_length if config.positions == "learned" else 0, make.positions),
+        "positions": (
+            config.position_offset + config.max_length if config.positions == "learned" else 0,
+            make.positions,
+        ),
         "types": (config.token_types, make.embedding),
     }
     specs: Specs = {
@@ -48,20 +53,27 @@ def embed(
     types: Tokens | None = None,
     key: jax.Array | None = None,
 ) -> Float[Array, "B T D"]:
-    """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. A key turns dropout on."""
+    """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. A key turns
+    dropout on."""
     x = lookup(params["tokens"], tokens, WHOLE)
     if config.embedding_scale == "sqrt":
         x = x * math.sqrt(config.d_model)
     if config.positions in ADDED:
         x = x + ADDED[config.positions](params, config, layout)
     if config.token_types:
-        x = x + lookup(params["types"], jnp.zeros_like(layout.positions) if types is None else types, WHOLE)
+        x = x + lookup(
+            params["types"], jnp.zeros_like(layout.positions) if types is None else types, WHOLE
+        )
     if config.embedding_norm:
         x = norm(params["norm"], config, x)
     return dropout(x, config.dropout, key)
 
 
 ADDED = {
-    "learned": lambda params, config, layout: lookup(params["positions"], layout.positions + config.position_offset, WHOLE),
-    "sinusoidal": lambda params, config, layout: sinusoids(layout.positions, config.d_model, config.sinusoid_order),
+    "learned": lambda params, config, layout: lookup(
+        params["positions"], layout.positions + config.position_offset, WHOLE
+    ),
+    "sinusoidal": lambda params, config, layout: sinusoids(
+        layout.positions, config.d_model, config.sinusoid_order
+    ),
 }

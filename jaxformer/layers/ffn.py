@@ -23,7 +23,8 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# Of the hidden layer, or of the gate where there is one (then its name is in `config_model.GATED` too).
+# Of the hidden layer, or of the gate where there is one (then its name is in `config_model.GATED`
+# too).
 ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
     Activation,
     {
@@ -43,9 +44,13 @@ ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
 
 
 def swiglu(
-    x: Float[Array, "... D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
+    x: Float[Array, "... D"],
+    gate: Float[Array, "D F"],
+    up: Float[Array, "D F"],
+    down: Float[Array, "F D"],
 ) -> Float[Array, "... D"]:
-    """(silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D] (arXiv:2002.05202)."""
+    """(silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D]
+    (arXiv:2002.05202)."""
     rows = x.reshape(-1, x.shape[-1])
     hidden = jax.nn.silu(contract("TD,DF->TF", rows, gate)) * contract("TD,DF->TF", rows, up)
     return contract("TF,FD->TD", hidden, down).reshape(x.shape)
@@ -58,7 +63,9 @@ def ffn_specs(config: ModelConfig) -> Specs:
     specs: Specs = {"gate": into, "up": into} if config.gated else {"up": into}
     specs["down"] = Spec((f, d), ("mlp", "embed"), make.residual, inputs=("mlp",))
     if "ffn" in config.biased:
-        specs |= {f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in ("gate", "up") if name in specs}
+        specs |= {
+            f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in ("gate", "up") if name in specs
+        }
         specs["down_bias"] = Spec((d,), ("residual",), zeros)
     return specs
 

@@ -1,7 +1,8 @@
 """The attention kernels: one table of ways to compute the same thing, and how one is chosen.
 
-Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and an `AttentionMask` to
-[B, T, N, W]; `xla` is the reference, plain mathematics that every transform and device understands. `choose` picks for a training run and says why.
+Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and an `AttentionMask` to [B, T, N,
+W]; `xla` is the reference, plain mathematics that every transform and device understands. `choose`
+picks for a training run and says why.
 """
 
 import math
@@ -32,19 +33,25 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     scale = mask.scale or None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=mask.causal, scale=scale, implementation="cudnn"
+    )
 
 
 def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 
     groups, scale = q.shape[2] // k.shape[2], mask.scale or 1 / math.sqrt(q.shape[-1])
-    heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))]
+    heads_first = [
+        jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))
+    ]
     ids = [mask.queries.segments, mask.keys.segments]
     segments = None
     if any(of is not None for of in ids):
         sides = zip(ids, (q, k), strict=True)
-        segments = SegmentIds(*(jnp.ones(x.shape[:2], jnp.int32) if of is None else of for of, x in sides))
+        segments = SegmentIds(
+            *(jnp.ones(x.shape[:2], jnp.int32) if of is None else of for of, x in sides)
+        )
     out = flash_attention(*heads_first, segment_ids=segments, causal=mask.causal, sm_scale=scale)
     return jnp.swapaxes(out, 1, 2)
 
@@ -61,7 +68,8 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel, what it is for in one phrase, why it cannot serve a case (empty where it can), and whether it can a call."""
+    """A kernel, what it is for in one phrase, why it cannot serve a case (empty where it can), and
+    whether it can a call."""
 
     run: Kernel
     what: str
@@ -73,12 +81,18 @@ def _lacks(case: Case) -> str:
     """What no kernel but the plain one knows."""
     model = case.model
     settings = {
-        "dropout of attention weights": f"model.dropout is {model.dropout}" if model.dropout else "",
-        "bias of the scores": f"model.positions is {model.positions!r}" if model.positions in ("alibi", "t5") else "",
+        "dropout of attention weights": (
+            f"model.dropout is {model.dropout}" if model.dropout else ""
+        ),
+        "bias of the scores": (
+            f"model.positions is {model.positions!r}" if model.positions in ("alibi", "t5") else ""
+        ),
         "soft-cap": "model.attention_soft_cap is set" if model.attention_soft_cap else "",
         "sinks": "model.attention_sinks is set" if model.attention_sinks else "",
     }
-    return next((f"it has no {what}, and {setting}" for what, setting in settings.items() if setting), "")
+    return next(
+        (f"it has no {what}, and {setting}" for what, setting in settings.items() if setting), ""
+    )
 
 
 def _fused_lacks(case: Case) -> str:
@@ -114,7 +128,8 @@ def _has_plain_scores(mask: AttentionMask) -> bool:
 
 
 def _goes_by_order(mask: AttentionMask) -> bool:
-    """No window, and where it is causal no cache and no positions of its own: for kernels that know the index alone."""
+    """No window, and where it is causal no cache and no positions of its own: for kernels that know
+    the index alone."""
     ordered = not mask.causal or (mask.queries.ordered and mask.keys.ordered)
     return ordered and mask.window == 0 and _has_plain_scores(mask)
 
@@ -124,15 +139,21 @@ def _goes_by_order_unpacked(mask: AttentionMask) -> bool:
 
 
 def _goes_by_tiles(mask: AttentionMask) -> bool:
-    return _goes_by_order(mask) and all(side.positions.shape[-1] % 128 == 0 for side in (mask.queries, mask.keys))
+    return _goes_by_order(mask) and all(
+        side.positions.shape[-1] % 128 == 0 for side in (mask.queries, mask.keys)
+    )
 
 
 KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": KernelRow(_cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked),
+        "cudnn": KernelRow(
+            _cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked
+        ),
         "tpu": KernelRow(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
-        "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores),
+        "blocked": KernelRow(
+            _blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores
+        ),
         "xla": KernelRow(plain, "plain XLA attention", lambda case: "", lambda mask: True),
     },
     besides=("auto",),
@@ -141,7 +162,8 @@ PREFERRED = {"gpu": ("cudnn", "xla"), "tpu": ("tpu", "xla"), "cpu": ("blocked", 
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Attention by the kernel of a name ("auto": plain), or the plain one for a call that it cannot serve.
+    """Attention by the kernel of a name ("auto": plain), or the plain one for a call that it cannot
+    serve.
 
     A kernel chosen for the batches of a run meets other calls too: a cache, padded prompts.
     """
@@ -157,7 +179,10 @@ def choose(asked: str, case: Case) -> tuple[str, str]:
     if asked != "auto":
         reason = KERNELS[asked].refuses(case)
         if reason:
-            raise ConfigError(f"model.attention_kernel={asked!r} cannot run here: {reason}. Choose 'auto' or 'xla'.")
+            raise ConfigError(
+                f"model.attention_kernel={asked!r} cannot run here: {reason}. Choose 'auto' or"
+                " 'xla'."
+            )
         return asked, f"{asked} ({KERNELS[asked].what}), as asked"
     passed: list[str] = []
     for name in PREFERRED.get(case.platform, ("xla",)):

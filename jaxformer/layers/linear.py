@@ -26,7 +26,8 @@ from jaxformer.sharding import Axes
 
 
 class Initializers(NamedTuple):
-    """One initializer a role: ordinary weights, those that end in the residual stream, lookup tables, learned positions."""
+    """One initializer a role: ordinary weights, those that end in the residual stream, lookup
+    tables, learned positions."""
 
     weight: InitFunction
     residual: InitFunction
@@ -36,20 +37,25 @@ class Initializers(NamedTuple):
 
 def _gpt2(config: ModelConfig) -> Initializers:
     """N(0, 0.02), residual projections divided by sqrt(2 n_layers) (Radford et al. 2019)."""
-    return Initializers(normal(0.02), normal(0.02 / math.sqrt(2 * config.n_layers)), normal(0.02), normal(0.02))
+    return Initializers(
+        normal(0.02), normal(0.02 / math.sqrt(2 * config.n_layers)), normal(0.02), normal(0.02)
+    )
 
 
 def _truncated_normal(config: ModelConfig) -> Initializers:
-    """Variance 2 / (d_in + d_out) cut at three sigma; an embedding that is no output layer has variance 1."""
+    """Variance 2 / (d_in + d_out) cut at three sigma; an embedding that is no output layer has
+    variance 1."""
     embedding = truncated_normal if config.tied_head else unit_truncated_normal
     return Initializers(truncated_normal, truncated_normal, embedding, embedding)
 
 
 def _xavier(config: ModelConfig) -> Initializers:
-    """Uniform of variance 2 / (d_in + d_out) (Glorot and Bengio 2010); embeddings N(0, 1 / d_model) (arXiv:1706.03762).
+    """Uniform of variance 2 / (d_in + d_out) (Glorot and Bengio 2010); embeddings N(0, 1 / d_model)
+    (arXiv:1706.03762).
 
-    Learned positions begin as sinusoids of that size, in which distances are the same everywhere: looking at a neighbour is
-    then learnt once, not at each position, which small masked models take very long for.
+    Learned positions begin as sinusoids of that size, in which distances are the same everywhere:
+    looking at a neighbour is then learnt once, not at each position, which small masked models take
+    very long for.
     """
 
     def waves(key: jax.Array, spec: Spec) -> jax.Array:
@@ -74,7 +80,9 @@ INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
 )
 
 
-def linear(equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None) -> jax.Array:
+def linear(
+    equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
+) -> jax.Array:
     """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one."""
     y = contract(equation, x, params[name], to=to)
     bias = params.get(f"{name}_bias")
@@ -82,7 +90,8 @@ def linear(equation: str, params: Params, name: str, x: jax.Array, to: Axes | No
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a share `rate` of its elements zeroed and the rest scaled by 1 / (1 - rate); `x` itself without a key."""
+    """`x` with a share `rate` of its elements zeroed and the rest scaled by 1 / (1 - rate); `x`
+    itself without a key."""
     if key is None or rate == 0:
         return x
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)

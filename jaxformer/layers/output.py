@@ -1,4 +1,5 @@
-"""What a model, a stack or a block returns: the residual stream, the cache, and all that comes out beside them."""
+"""What a model, a stack or a block returns: the residual stream, the cache, and all that comes out
+beside them."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 class Aux:
     """What a layer returns beside its result; empty unless a layer has something to say.
 
-    `losses` are sums to add to the loss, as name -> (sum, weight), two float32 scalars (a router's balance); `metrics` are
-    the same to be logged only. `captures` are the intermediates that a `Request` asked for: in a block by their own names,
-    from a stack on by their full names.
+    `losses` are sums to add to the loss, as name -> (sum, weight), two float32 scalars (a router's
+    balance); `metrics` are the same to be logged only. `captures` are the intermediates that a
+    `Request` asked for: in a block by their own names, from a stack on by their full names.
     """
 
     losses: Sums = struct.field(default_factory=dict)
@@ -26,8 +27,8 @@ class Aux:
 
 
 class Output(NamedTuple):
-    """`x` is the residual stream [B, T, D]; `cache` is the `KVCache` with these tokens in it, of a block its `Page`, and
-    None where none was given; `aux` is what else came out on the way."""
+    """`x` is the residual stream [B, T, D]; `cache` is the `KVCache` with these tokens in it, of a
+    block its `Page`, and None where none was given; `aux` is what else came out on the way."""
 
     x: jax.Array
     cache: Any

@@ -1,7 +1,8 @@
 """How the layers of a stack differ: by settings whose letters repeat over the layers.
 
-A row of `LAYER_PATTERNS` names such a setting, and says for each of its letters which settings a layer of that letter has
-instead of the model's. The config of one layer holds for that layer alone, so that no layer reads its own number.
+A row of `LAYER_PATTERNS` names such a setting, and says for each of its letters which settings a
+layer of that letter has instead of the model's. The config of one layer holds for that layer alone,
+so that no layer reads its own number.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ LAYER_PATTERNS: dict[str, dict[str, Changes]] = {"window_pattern": {"w": _window
 
 @functools.lru_cache
 def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
-    """The config of each of `layers` layers, with the settings of its letters; the patterns themselves are as by default."""
+    """The config of each of `layers` layers, with the settings of its letters; the patterns
+    themselves are as by default."""
     known: dict[tuple[str, ...], ModelConfig] = {}
     found = []
     for i in range(layers):
@@ -54,5 +56,7 @@ def _resolved(config: ModelConfig, letters: Mapping[str, str]) -> ModelConfig:
 def period_of(configs: Sequence[ModelConfig]) -> int:
     """After how many layers the configs repeat; their number where they do not."""
     depth = len(configs)
-    repeats = (p for p in range(1, depth) if all(configs[i] == configs[i % p] for i in range(depth)))
+    repeats = (
+        p for p in range(1, depth) if all(configs[i] == configs[i % p] for i in range(depth))
+    )
     return next(repeats, depth)

@@ -1,9 +1,10 @@
-"""EleutherAI's evaluation harness: `jaxformer lm_eval --model jaxformer --model_args path=DIRECTORY --tasks ...`.
+"""EleutherAI's evaluation harness: `jaxformer lm_eval --model jaxformer --model_args path=DIRECTORY
+--tasks ...`.
 
 The arguments are those of the harness's own command `lm_eval`. That command cannot find our model,
-because the harness knows registered models only: `main` registers `model.JaxformerLM` and hands over
-to the harness, whatever the model. `python -m jaxformer.lm_eval` is the same command. From Python,
-`import jaxformer.lm_eval.model` registers the model.
+because the harness knows registered models only: `main` registers `model.JaxformerLM` and hands
+over to the harness, whatever the model. `python -m jaxformer.lm_eval` is the same command. From
+Python, `import jaxformer.lm_eval.model` registers the model.
 """
 
 import sys
@@ -24,7 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        print('error: the evaluation harness is not installed: pip install "jaxformer[lm_eval]"', file=sys.stderr)
+        print(
+            'error: the evaluation harness is not installed: pip install "jaxformer[lm_eval]"',
+            file=sys.stderr,
+        )
         return 2
     if "jaxformer" not in model_registry:
         model_registry.register("jaxformer", target="jaxformer.lm_eval.model:JaxformerLM")

@@ -1,7 +1,8 @@
 """The harness's questions put to a decoder: how likely is a text, and what does the model write.
 
-Requests become token ids, windows and stops exactly as for the harness's own Hugging Face models. Rows are sorted by length
-and padded to a full batch and to multiples of `BUCKET` tokens, so that few programs are compiled.
+Requests become token ids, windows and stops exactly as for the harness's own Hugging Face models.
+Rows are sorted by length and padded to a full batch and to multiples of `BUCKET` tokens, so that
+few programs are compiled.
 """
 
 import dataclasses
@@ -30,9 +31,15 @@ from jaxformer.tokenizer.files import without_tokenizer
 
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
-WIDTHS = (0, *(16 * 4**power for power in range(14)))  # predictions before a row's last one are rounded up to one of these
+WIDTHS = (
+    0,
+    *(16 * 4**power for power in range(14)),
+)  # predictions before a row's last one are rounded up to one of these
 CHUNK = 32  # tokens written between two looks at whether every text has stopped
-IGNORED = {"device", "max_batch_size"}  # what the harness gives every model; the device is JAX's own choice
+IGNORED = {
+    "device",
+    "max_batch_size",
+}  # what the harness gives every model; the device is JAX's own choice
 SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
 
 ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -46,9 +53,10 @@ ScoredRow = tuple[
 class JaxformerLM(TemplateLM):
     """A run directory, or a Hugging Face directory, of a decoder.
 
-    `step` picks a checkpoint; `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` count tokens; `dtype` is that
-    of weights and products, "auto" as the config says; `add_bos_token` None leaves it to the tokenizer's template. Raises
-    ConfigError for an argument that is unknown or out of range, and for a model that does not write text from left to right.
+    `step` picks a checkpoint; `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` count
+    tokens; `dtype` is that of weights and products, "auto" as the config says; `add_bos_token` None
+    leaves it to the tokenizer's template. Raises ConfigError for an argument that is unknown or out
+    of range, and for a model that does not write text from left to right.
     """
 
     def __init__(
@@ -66,23 +74,31 @@ class JaxformerLM(TemplateLM):
         if not path or others.keys() - IGNORED:
             wrong = ", ".join(sorted(others.keys() - IGNORED)) or "no path"
             raise ConfigError(
-                f"--model_args holds {wrong}: the model jaxformer takes path=DIRECTORY, and may take step, batch_size, "
-                "max_length, max_gen_toks, dtype and add_bos_token."
+                f"--model_args holds {wrong}: the model jaxformer takes path=DIRECTORY, and may"
+                " take step, batch_size, max_length, max_gen_toks, dtype and add_bos_token."
             )
         model = load(str(path), step) if dtype == "auto" else load(str(path), step, dtype=dtype)
         config = model.config
         if config.family != "decoder" or config.output != "language":
             raise ConfigError(
-                f"{path} is of model.family={config.family!r} with the head {config.output!r}, and the harness asks for the "
-                "next token: give it a decoder that is a language model."
+                f"{path} is of model.family={config.family!r} with the head {config.output!r}, and"
+                " the harness asks for the next token: give it a decoder that is a language model."
             )
         if model.tokenizer is None:
             raise without_tokenizer(path)
         self.params, self.tokenizer = model.params, model.tokenizer
         settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
-        self.config = dataclasses.replace(config, layer_loop="scan", **settings)  # the least to compile for many shapes
-        self.batch_size = AUTO_BATCH if str(batch_size).startswith("auto") else _count("batch_size", batch_size)
-        self.max_length = config.max_length if max_length is None else _count("max_length", max_length, config.max_length)
+        self.config = dataclasses.replace(
+            config, layer_loop="scan", **settings
+        )  # the least to compile for many shapes
+        self.batch_size = (
+            AUTO_BATCH if str(batch_size).startswith("auto") else _count("batch_size", batch_size)
+        )
+        self.max_length = (
+            config.max_length
+            if max_length is None
+            else _count("max_length", max_length, config.max_length)
+        )
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
         self.add_bos_token = add_bos_token
 
@@ -100,11 +116,18 @@ class JaxformerLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.tokenizer.fingerprint()
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        raise ConfigError("the model jaxformer applies no chat template: leave out --apply_chat_template.")
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        raise ConfigError(
+            "the model jaxformer applies no chat template: leave out --apply_chat_template."
+        )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, without what the template puts around them where that is asked for, or stands in the text already."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids, without what the template puts around them where that is asked for, or stands
+        in the text already."""
         ids = self.tokenizer.encode(string, special_tokens=True)
         before, after = len(self.tokenizer.prefix), len(self.tokenizer.suffix)
         begun = string.startswith(self.tokenizer.shown(self.prefix_token_id))
@@ -113,12 +136,17 @@ class JaxformerLM(TemplateLM):
             return ids[before : len(ids) - after]
         return [self.prefix_token_id, *ids] if self.add_bos_token and not before else ids
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, read in windows of max_length tokens of which each token is predicted once."""
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of each text, read in windows of max_length tokens of which each token
+        is predicted once."""
         windows: list[tuple[int, ScoringRequest]] = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
+            for pair in get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, context_len=1
+            ):
                 windows.append((number, (None, *make_disjoint_window(pair))))
         totals = [0.0] * len(requests)
         answers = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
@@ -131,17 +159,22 @@ class JaxformerLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
     ) -> list[Answer]:
-        """(log-likelihood, whether greedy decoding would give it) of each continuation after its context.
+        """(log-likelihood, whether greedy decoding would give it) of each continuation after its
+        context.
 
-        Requests that differ in their last token alone, as the letters of a multiple choice do, are one row.
+        Requests that differ in their last token alone, as the letters of a multiple choice do, are
+        one row.
         """
         asking: dict[ScoredRow, list[int]] = {}
         cut = 0
-        answers: list[Answer] = [(0.0, True)] * len(requests)  # of a continuation that has no tokens
+        answers: list[Answer] = [(0.0, True)] * len(
+            requests
+        )  # of a continuation that has no tokens
         for number, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"a continuation of {len(continuation)} tokens does not fit into max_length={self.max_length}."
+                    f"a continuation of {len(continuation)} tokens does not fit into"
+                    f" max_length={self.max_length}."
                 )
             if continuation:
                 cut += len(context) + len(continuation) > self.max_length + 1
@@ -149,40 +182,69 @@ class JaxformerLM(TemplateLM):
                 asking.setdefault((read, len(continuation)), []).append(number)
         _warn(cut, len(requests), self.max_length)
         rows = sorted(asking, key=lambda row: (-len(row[0]), row))
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests"
+        ) as bar:
             for row, earlier, likeliest, final in self._scored(rows):
                 for number in asking[row]:
                     text, _, continuation = requests[number]
                     token = continuation[-1]
-                    answers[number] = float(earlier + final[token]), bool(likeliest and final.argmax() == token)
+                    answers[number] = (
+                        float(earlier + final[token]),
+                        bool(likeliest and final.argmax() == token),
+                    )
                     if text is not None:
                         self.cache_hook.add_partial("loglikelihood", text, answers[number])
                 bar.update(len(asking[row]))
         return answers
 
-    def _scored(self, rows: list[ScoredRow]) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
+    def _scored(
+        self, rows: list[ScoredRow]
+    ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
         """Each row with what `scores` says of it."""
         for at in range(0, len(rows), self.batch_size):
             batch = rows[at : at + self.batch_size]
-            filled = [*batch, *batch[:1] * (self.batch_size - len(batch))]  # with repeats that nothing reads
+            filled = [
+                *batch,
+                *batch[:1] * (self.batch_size - len(batch)),
+            ]  # with repeats that nothing reads
             lengths, counts = np.array([(len(read), count) for read, count in filled], np.int32).T
-            tokens = np.zeros((len(filled), min(_rounded(lengths.max()), self.max_length)), np.int32)
-            tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = np.concatenate([read for read, _ in filled])
+            tokens = np.zeros(
+                (len(filled), min(_rounded(lengths.max()), self.max_length)), np.int32
+            )
+            tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = np.concatenate(
+                [read for read, _ in filled]
+            )
             width = next(width for width in WIDTHS if width >= counts.max() - 1)
-            found = map(np.asarray, scores(self.params, self.config, width, tokens, lengths, counts))
+            found = map(
+                np.asarray, scores(self.params, self.config, width, tokens, lengths, counts)
+            )
             yield from zip(batch, *found, strict=False)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to the first of the request's stops."""
         order = Collator(
-            [request.args for request in requests], lambda args: -len(args[0]), lambda args: args[1], "gen_kwargs"
+            [request.args for request in requests],
+            lambda args: -len(args[0]),
+            lambda args: args[1],
+            "gen_kwargs",
         )
         texts = []
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm, desc="Running generate_until requests"
+        ) as bar:
             for batch in order.get_batched(n=self.batch_size):
                 asked = normalize_gen_kwargs(batch[0][1], self.max_gen_toks)
-                count, stops = asked.pop("max_gen_toks"), [*asked.pop("until"), self.tokenizer.shown(self.eot_token_id)]
-                written = self._written([context for context, _ in batch], count, stops, self._rules(asked))
+                count, stops = (
+                    asked.pop("max_gen_toks"),
+                    [
+                        *asked.pop("until"),
+                        self.tokenizer.shown(self.eot_token_id),
+                    ],
+                )
+                written = self._written(
+                    [context for context, _ in batch], count, stops, self._rules(asked)
+                )
                 for args, text in zip(batch, written, strict=True):
                     self.cache_hook.add_partial("generate_until", args, text)
                 texts += written
@@ -195,19 +257,24 @@ class JaxformerLM(TemplateLM):
             asked.pop("num_beams")
         if unknown := sorted(asked.keys() - SAMPLING):
             raise ConfigError(
-                f"generation_kwargs hold {', '.join(unknown)}: the model jaxformer takes until, max_gen_toks, "
-                f"{', '.join(sorted(SAMPLING))}."
+                f"generation_kwargs hold {', '.join(unknown)}: the model jaxformer takes until,"
+                f" max_gen_toks, {', '.join(sorted(SAMPLING))}."
             )
         drawn = bool(asked.pop("do_sample"))
         asked["temperature"] = asked.get("temperature", 1.0) if drawn else 0.0
-        return Sampling(end_token=self.tokenizer.end_tokens, vocab_size=self.tokenizer.vocab_size, **asked)
+        return Sampling(
+            end_token=self.tokenizer.end_tokens, vocab_size=self.tokenizer.vocab_size, **asked
+        )
 
-    def _written(self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling) -> list[str]:
+    def _written(
+        self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
+    ) -> list[str]:
         """The texts, cut at their stops; writing ends once each has one, or after `count` tokens."""
         space = self.max_length - count
         if space < 1:
             raise ConfigError(
-                f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}: ask for fewer tokens."
+                f"max_gen_toks={count} leaves no room for a context in"
+                f" max_length={self.max_length}: ask for fewer tokens."
             )
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         _warn(sum(len(prompt) > space for prompt in whole), len(whole), space)
@@ -223,10 +290,15 @@ class JaxformerLM(TemplateLM):
         while made.shape[1] < count:
             piece, stream = decode(self._weights, self.config, rules, CHUNK, stream)
             made = np.concatenate([made, piece], axis=1)[:, :count]
-            kept = [[*itertools.takewhile(self.eot_token_id.__ne__, row)] for row in made[: len(contexts)].tolist()]
+            kept = [
+                [*itertools.takewhile(self.eot_token_id.__ne__, row)]
+                for row in made[: len(contexts)].tolist()
+            ]
             texts = [self.tokenizer.decode(ids) for ids in kept]
             stopped = (any(stop in text for stop in stops if stop) for text in texts)
-            if all(len(ids) < made.shape[1] or stop for ids, stop in zip(kept, stopped, strict=True)):
+            if all(
+                len(ids) < made.shape[1] or stop for ids, stop in zip(kept, stopped, strict=True)
+            ):
                 break
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
@@ -250,5 +322,8 @@ def _rounded(length: int) -> int:
 def _count(name: str, value: Any, most: int | None = None) -> int:
     """A whole number from 1 to `most`, as the command line or a caller gives it."""
     if not str(value).isdecimal() or int(value) < 1 or (most is not None and int(value) > most):
-        raise ConfigError(f"{name}={value} must be a whole number from 1 {'on' if most is None else f'to {most}'}.")
+        raise ConfigError(
+            f"{name}={value} must be a whole number from 1"
+            f" {'on' if most is None else f'to {most}'}."
+        )
     return int(value)

@@ -12,10 +12,12 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) -> int:
-    """Of a forward and a backward pass over sequences of `length`: 6 a matrix parameter, and attention counted in full.
+    """Of a forward and a backward pass over sequences of `length`: 6 a matrix parameter, and
+    attention counted in full.
 
-    The convention of PaLM's appendix B (arXiv:2204.02311): lookups are free, and the half of the attention scores that
-    causality hides counts too. A token of an encoder-decoder is one of the target, and carries its share of the source.
+    The convention of PaLM's appendix B (arXiv:2204.02311): lookups are free, and the half of the
+    attention scores that causality hides counts too. A token of an encoder-decoder is one of the
+    target, and carries its share of the source.
     """
     source_length = source_length or length
     share = source_length / length  # source tokens a target token
@@ -28,5 +30,8 @@ def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) ->
     width = config.n_heads * (config.head_width + config.value_width)
     total += config.n_layers * length * width
     if config.family == "encoder_decoder":
-        total += config.encoder_layers * source_length * width * share + config.n_layers * source_length * width
+        total += (
+            config.encoder_layers * source_length * width * share
+            + config.n_layers * source_length * width
+        )
     return round(6 * total)

@@ -31,11 +31,14 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given."""
+    """The residual stream before the head [B, T, D], and the cache with these tokens in it where
+    one is given."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
     if cache is not None:
         cache = cache.advance(inputs.layout)
     mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
     x = x.astype(compute_dtype(config))
-    return run_stack(params, config, x, mask, cache=cache, key=layers_key, request=request.within("decoder"))
+    return run_stack(
+        params, config, x, mask, cache=cache, key=layers_key, request=request.within("decoder")
+    )

@@ -26,7 +26,9 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D]; a cache means nothing here and is given back."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key).astype(compute_dtype(config))
+    x = embed(
+        params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key
+    ).astype(compute_dtype(config))
     mask = AttentionMask(inputs.layout, inputs.layout, causal=False)
     out = run_stack(params, config, x, mask, key=layers_key, request=request.within("encoder"))
     return out._replace(cache=cache)

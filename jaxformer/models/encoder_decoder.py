@@ -1,5 +1,5 @@
-"""The encoder-decoder family (the original Transformer, T5): a stack that reads the source both ways, and one that writes,
-each of its tokens seeing those before it and all of the source."""
+"""The encoder-decoder family (the original Transformer, T5): a stack that reads the source both
+ways, and one that writes, each of its tokens seeing those before it and all of the source."""
 
 from dataclasses import replace
 
@@ -21,7 +21,8 @@ from jaxformer.params import Params, Specs, map_specs
 
 
 def specs(config: ModelConfig) -> Specs:
-    """Rows named embed (its tokens serve both sides), encoder, and as in a decoder blocks, final_norm and the head's."""
+    """Rows named embed (its tokens serve both sides), encoder, and as in a decoder blocks,
+    final_norm and the head's."""
     extras = embed_specs(config)
     encoder = ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers)
     return {
@@ -45,14 +46,19 @@ def encode(
     layout: TokenLayout = inputs.source_layout  # type: ignore[assignment]
     x = embed(tables, config, inputs.source, layout, None, embed_key).astype(compute_dtype(config))  # type: ignore[arg-type]
     mask = AttentionMask(layout, layout, causal=False)
-    return run_stack(params["encoder"], config, x, mask, key=layers_key, request=request.within("encoder"))
+    return run_stack(
+        params["encoder"], config, x, mask, key=layers_key, request=request.within("encoder")
+    )
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, encoded once."""
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     configs = layer_configs(config, len(layers))
-    seen = tuple(keys_and_values(layer["cross"], of_layer, x, None) for layer, of_layer in zip(layers, configs, strict=True))
+    seen = tuple(
+        keys_and_values(layer["cross"], of_layer, x, None)
+        for layer, of_layer in zip(layers, configs, strict=True)
+    )
     return cache.replace(source=seen, source_layout=inputs.source_layout)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -64,7 +70,8 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D], and the cache with these tokens in it where one is given.
+    """The residual stream before the head [B, T, D], and the cache with these tokens in it where
+    one is given.
 
     With a cache the source is the one that it remembers.
     """
@@ -75,9 +82,15 @@ def hidden(
     else:
         cache = cache.advance(inputs.layout)
         encoded, heard, source_layout = None, Aux(), cache.source_layout
-    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key).astype(compute_dtype(config))
-    source = EncoderOutput(encoded, AttentionMask(inputs.layout, source_layout, causal=False, relative=False))  # type: ignore[arg-type]
+    x = embed(
+        params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key
+    ).astype(compute_dtype(config))
+    source = EncoderOutput(
+        encoded, AttentionMask(inputs.layout, source_layout, causal=False, relative=False)
+    )  # type: ignore[arg-type]
     mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
     request = request.within("decoder")
-    out = run_stack(params, config, x, mask, cache=cache, source=source, key=layers_key, request=request)
+    out = run_stack(
+        params, config, x, mask, cache=cache, source=source, key=layers_key, request=request
+    )
     return out._replace(aux=merged((heard, out.aux)))

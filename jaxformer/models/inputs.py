@@ -1,4 +1,5 @@
-"""What a model reads: tokens and where they are, and for an encoder-decoder the source and where that is."""
+"""What a model reads: tokens and where they are, and for an encoder-decoder the source and where
+that is."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,8 @@ class Inputs:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
-    """The inputs in a batch: tokens, and what it has of positions, segment_ids, token_types, source, source_segment_ids."""
+    """The inputs in a batch: tokens, and what it has of positions, segment_ids, token_types,
+    source, source_segment_ids."""
     names = ("tokens", "positions", "segment_ids", "token_types", "source", "source_segment_ids")
     arrays = (None if batch.get(name) is None else jnp.asarray(batch[name]) for name in names)
     tokens, positions, segments, types, source, source_segments = arrays
@@ -33,14 +35,18 @@ def inputs_of(batch: Mapping[str, Any]) -> Inputs:
 
 
 def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
-    """ConfigError for shapes that cannot be, a sequence beyond learned positions, a source that lacks or is not wanted."""
+    """ConfigError for shapes that cannot be, a sequence beyond learned positions, a source that
+    lacks or is not wanted."""
     tokens, source, problems = batch["tokens"], batch.get("source"), []
     for name, array in (("tokens", tokens), ("source", source)):
         too_long = config.positions == "learned" and batch.get("positions") is None
-        if array is not None and (array.ndim != 2 or (too_long and array.shape[1] > config.max_length)):
+        if array is not None and (
+            array.ndim != 2 or (too_long and array.shape[1] > config.max_length)
+        ):
             problems.append(
-                f"{name} of shape {list(array.shape)} must be [batch, length], and with learned positions no longer than "
-                f"model.max_length={config.max_length}: cut them, or make the model with a larger table."
+                f"{name} of shape {list(array.shape)} must be [batch, length], and with learned"
+                f" positions no longer than model.max_length={config.max_length}: cut them, or make"
+                " the model with a larger table."
             )
     for name, like in (
         ("positions", tokens),

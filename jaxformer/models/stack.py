@@ -1,8 +1,9 @@
 """A stack: blocks one after the other under one rule of who sees whom, and the norm behind them.
 
-The parameters of the blocks are one tree of stacked leaves [L, ...]. Where layers differ by a pattern (`layers/pattern.py`)
-so that their tables do, there is one such tree for each position in the pattern, named "0", "1", ...: of a pattern of P
-layers, layer i is entry i // P of the tree i % P.
+The parameters of the blocks are one tree of stacked leaves [L, ...]. Where layers differ by a
+pattern (`layers/pattern.py`) so that their tables do, there is one such tree for each position in
+the pattern, named "0", "1", ...: of a pattern of P layers, layer i is entry i // P of the tree i %
+P.
 """
 
 from typing import Any, NamedTuple
@@ -30,14 +31,16 @@ REMAT = {
 
 
 def compute_dtype(config: ModelConfig) -> Any:
-    """The dtype of the products: `model.dtype`, where "auto" is bfloat16 on GPU and TPU and float32 on CPU."""
+    """The dtype of the products: `model.dtype`, where "auto" is bfloat16 on GPU and TPU and float32
+    on CPU."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
-    """Rows named blocks (stacked by layer), relative_bias and final_norm, those that the config has."""
+    """Rows named blocks (stacked by layer), relative_bias and final_norm, those that the config
+    has."""
     final = norm_specs(config) if config.norm_placement != "post" else {}
     blocks = _blocks_specs(config, layers, cross)
     table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
@@ -48,7 +51,9 @@ def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
     configs = layer_configs(config, layers)
     period = period_of(configs)
     tables = [block_specs(of_layer, cross) for of_layer in configs[:period]]
-    shapes = [{path: (spec.shape, spec.axes) for path, spec in rows(table).items()} for table in tables]
+    shapes = [
+        {path: (spec.shape, spec.axes) for path, spec in rows(table).items()} for table in tables
+    ]
     if all(other == shapes[0] for other in shapes):
         return stack(tables[0], layers)
     return {str(p): stack(table, len(configs[p::period])) for p, table in enumerate(tables)}
@@ -92,7 +97,8 @@ def run_stack(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """[B, T, D] -> [B, T, D], and the cache with these tokens in it where one, advanced to them, is given."""
+    """[B, T, D] -> [B, T, D], and the cache with these tokens in it where one, advanced to them, is
+    given."""
     bias = score_bias(params.get("relative_bias"), config, mask.queries, mask.keys, mask.causal)
     call = _Call(mask._replace(bias=bias), source, key, request)
     if cache is None and config.layer_loop == "scan":
@@ -104,8 +110,11 @@ def run_stack(
     return out
 
 
-def _layer(config: ModelConfig, call: _Call, request: Request, layer_cache: LayerCache | None = None) -> Any:
-    """A layer as a function of (x, params, its number), with what the backward pass recomputes said."""
+def _layer(
+    config: ModelConfig, call: _Call, request: Request, layer_cache: LayerCache | None = None
+) -> Any:
+    """A layer as a function of (x, params, its number), with what the backward pass recomputes
+    said."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
         return block(params, config, x, call.mask, layer_cache, call.source, key, request)
@@ -124,25 +133,36 @@ def _named(aux: Aux, request: Request, layer: int) -> Aux:
 
 
 def _unrolled(
-    blocks: Params | list[Params], config: ModelConfig, x: jax.Array, call: _Call, cache: KVCache | None
+    blocks: Params | list[Params],
+    config: ModelConfig,
+    x: jax.Array,
+    call: _Call,
+    cache: KVCache | None,
 ) -> Output:
     layers, layer_caches, parts = layers_of(blocks), [], []
-    for i, (layer, of_layer) in enumerate(zip(layers, layer_configs(config, len(layers)), strict=True)):
+    for i, (layer, of_layer) in enumerate(
+        zip(layers, layer_configs(config, len(layers)), strict=True)
+    ):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
-        x, layer_cache, aux = _layer(of_layer, call, call.request.at((i,)), layer_cache)(x, layer, i)
+        x, layer_cache, aux = _layer(of_layer, call, call.request.at((i,)), layer_cache)(
+            x, layer, i
+        )
         layer_caches.append(layer_cache)
         parts.append(_named(aux, call.request, i))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> Output:
-    """A scan over whole periods of the pattern, each of whose layers has its static config; the rest is unrolled."""
+    """A scan over whole periods of the pattern, each of whose layers has its static config; the
+    rest is unrolled."""
     stacks = _stacks(blocks)
     depth = sum(_depth(stacked) for stacked in stacks)
     configs = layer_configs(config, depth)
     period = period_of(configs)
     times = depth // period
-    numbers = [range(p, times * period, period) for p in range(period)]  # of the layers at each position
+    numbers = [
+        range(p, times * period, period) for p in range(period)
+    ]  # of the layers at each position
 
     def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
         found = []
@@ -170,7 +190,10 @@ def _periods(stacks: list[Params], period: int, times: int) -> list[Params]:
     """For each position the params of its layers, [times, ...]."""
     if len(stacks) == period:
         return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks]
-    return [jax.tree.map(lambda leaf, p=p: leaf[p : times * period : period], stacks[0]) for p in range(period)]
+    return [
+        jax.tree.map(lambda leaf, p=p: leaf[p : times * period : period], stacks[0])
+        for p in range(period)
+    ]
 
 
 def _entry(stacked: Any, i: int) -> Any:

@@ -17,16 +17,22 @@ from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
 from jaxformer.params import Params, Specs, check_params, init_params
 from jaxformer.settings import ConfigError
 
-MODEL_FAMILIES: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
+MODEL_FAMILIES: dict[str, Any] = {
+    "decoder": decoder,
+    "encoder": encoder,
+    "encoder_decoder": encoder_decoder,
+}
 OptionalTokens = Int[Array | np.ndarray, "B T"] | None
 OptionalSource = Int[Array | np.ndarray, "B S"] | None
 
 
 def specs(config: ModelConfig) -> Specs:
-    """The table of parameters. Raises ConfigError where the vocabulary or the number of classes is not known."""
+    """The table of parameters. Raises ConfigError where the vocabulary or the number of classes is
+    not known."""
     if not config.vocab_size:
         raise ConfigError(
-            "model.vocab_size=0 takes the tokenizer's size, and there is no tokenizer here: give the number of tokens."
+            "model.vocab_size=0 takes the tokenizer's size, and there is no tokenizer here: give"
+            " the number of tokens."
         )
     table: Specs = MODEL_FAMILIES[config.family].specs(config)
     return {name: rows for name, rows in table.items() if rows}
@@ -36,12 +42,14 @@ _table = functools.lru_cache(specs)  # nobody changes it: for the check alone
 
 
 def check_model(params: Params, config: ModelConfig) -> None:
-    """ConfigError that names every leaf of `params` that does not fit the config. Shapes alone are read."""
+    """ConfigError that names every leaf of `params` that does not fit the config. Shapes alone are
+    read."""
     check_params(_table(config), params)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Initial parameters: a nested dict of float32 arrays, those of the blocks stacked by a leading layer axis."""
+    """Initial parameters: a nested dict of float32 arrays, those of the blocks stacked by a leading
+    layer axis."""
     return init_params(specs(config), key)
 
 
@@ -53,8 +61,9 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D], the cache with these tokens in it where one is given, and what else
-    came out: sums to add to the loss, metrics, and what the request captures."""
+    """The residual stream before the head [B, T, D], the cache with these tokens in it where one is
+    given, and what else came out: sums to add to the loss, metrics, and what the request captures.
+    """
     out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
     return out
 
@@ -70,15 +79,21 @@ def forward(
     source_segment_ids: OptionalSource = None,
     token_types: OptionalTokens = None,
 ) -> Float[Array, "B *_ V"]:
-    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of each row; without a head
-    (`model.head="none"`) the residual stream [B, T, D].
+    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of
+    each row; without a head (`model.head="none"`) the residual stream [B, T, D].
 
-    `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions` [B, T] int default to
-    counting from the start of each segment. An encoder-decoder takes the target as `tokens` and the `source` [B, S] with
-    its own `source_segment_ids`, whose numbers are those of the targets that see them. A pure function: jit (with
-    `static_argnums=1`), grad, jvp, vmap and the rest apply to it.
+    `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions`
+    [B, T] int default to counting from the start of each segment. An encoder-decoder takes the
+    target as `tokens` and the `source` [B, S] with its own `source_segment_ids`, whose numbers are
+    those of the targets that see them. A pure function: jit (with `static_argnums=1`), grad, jvp,
+    vmap and the rest apply to it.
     """
-    batch = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "token_types": token_types}
+    batch = {
+        "tokens": tokens,
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "token_types": token_types,
+    }
     batch |= {"source": source, "source_segment_ids": source_segment_ids}
     return logits_of(params, config, batch)[0]
 

@@ -1,4 +1,5 @@
-"""Shows and records a run: numbers and text in, files and terminal lines out. Knows nothing of arrays or models."""
+"""Shows and records a run: numbers and text in, files and terminal lines out. Knows nothing of
+arrays or models."""
 
 from jaxformer.report.banner import banner, closing
 from jaxformer.report.format import human_bytes, human_count, human_time, printable

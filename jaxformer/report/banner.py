@@ -1,4 +1,5 @@
-"""What a run says before its first step and after its last, as plain text that also reads well in a file."""
+"""What a run says before its first step and after its last, as plain text that also reads well in a
+file."""
 
 import math
 import textwrap
@@ -11,14 +12,22 @@ INDENT = "  "
 
 
 def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -> str:
-    """A title and two aligned columns, names and facts; a fact of several lines stays in its column."""
+    """A title and two aligned columns, names and facts; a fact of several lines stays in its
+    column."""
     margin = max((len(name) for name in summary), default=0)
     lines = [title]
     for name, value in summary.items():
         paragraphs = [value] if isinstance(value, str) else value
-        wrapped = [line for text in paragraphs for line in _wrap(text, WIDTH - margin - 2 * len(INDENT)) or [""]]
+        wrapped = [
+            line
+            for text in paragraphs
+            for line in _wrap(text, WIDTH - margin - 2 * len(INDENT)) or [""]
+        ]
         heads = [name] + [""] * (len(wrapped) - 1)
-        lines += [f"{INDENT}{head:<{margin}}{INDENT}{line}".rstrip() for head, line in zip(heads, wrapped, strict=True)]
+        lines += [
+            f"{INDENT}{head:<{margin}}{INDENT}{line}".rstrip()
+            for head, line in zip(heads, wrapped, strict=True)
+        ]
     return "\n".join(lines)
 
 
@@ -33,18 +42,23 @@ def closing(
     run_dir: str,
     next_command: str,
 ) -> str:
-    """The end of a run in plain text: how well it predicts held-out text, a sample (prompt, continuation), what to do next.
+    """The end of a run in plain text: how well it predicts held-out text, a sample (prompt,
+    continuation), what to do next.
 
-    `val_loss` is in nats per target, None where nothing was held out. `gzip_bits_per_byte` is that of `gzip -9` on the same
-    held-out bytes.
+    `val_loss` is in nats per target, None where nothing was held out. `gzip_bits_per_byte` is that
+    of `gzip -9` on the same held-out bytes.
     """
     summary: dict[str, str | Sequence[str]] = {}
     if val_loss is not None:
-        summary["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {_perplexity(val_loss)})"
+        summary["validation loss"] = (
+            f"{val_loss:.4f} nats per target (perplexity {_perplexity(val_loss)})"
+        )
     if accuracy is not None:
         summary["accuracy"] = f"{accuracy:.2%} of the held-out targets"
     if bits_per_byte is not None:
-        summary["bits per byte"] = f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
+        summary["bits per byte"] = (
+            f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
+        )
     summary |= {"run directory": run_dir, "next": next_command}
     blocks = [banner(summary, title=f"Done in {human_time(seconds)}")]
     if sample is not None:
@@ -65,12 +79,20 @@ def _beside_gzip(bits: float, gzip_bits: float | None) -> str:
     if gzip_bits is None or not gzip_bits:
         return ""
     share = bits / gzip_bits
-    verdict = f"{1 - share:.0%} fewer" if share < 1 else f"{share - 1:.0%} more" if share >= 1 else "not comparable"
+    verdict = (
+        f"{1 - share:.0%} fewer"
+        if share < 1
+        else f"{share - 1:.0%} more"
+        if share >= 1
+        else "not comparable"
+    )
     return f" ({verdict} than gzip -9's {gzip_bits:.3f} on the same text)"
 
 
 def _quote(title: str, text: str) -> str:
     lines = [
-        line for row in text.strip("\n").split("\n") for line in textwrap.wrap(row, WIDTH - 4, drop_whitespace=False) or [""]
+        line
+        for row in text.strip("\n").split("\n")
+        for line in textwrap.wrap(row, WIDTH - 4, drop_whitespace=False) or [""]
     ]
     return "\n".join([title, *(f"{INDENT}| {line}".rstrip() for line in lines)])

@@ -28,7 +28,8 @@ def human_bytes(number: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """`250 ms`, `3.2 s`, `1 min 20 s`, `3 h 05 min`, `2 d 4 h`: a duration in its two largest units; `?` if unknown."""
+    """`250 ms`, `3.2 s`, `1 min 20 s`, `3 h 05 min`, `2 d 4 h`: a duration in its two largest
+    units; `?` if unknown."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 0.9995:
@@ -48,6 +49,10 @@ def human_time(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters, which a model may well emit, become the replacement mark."""
+    """Text that is safe on a terminal: control characters, which a model may well emit, become the
+    replacement mark."""
     lines = text.replace("\r\n", "\n").expandtabs(4)
-    return "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in lines)
+    return "".join(
+        char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for char in lines
+    )

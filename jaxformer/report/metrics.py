@@ -1,4 +1,5 @@
-"""`metrics.jsonl`: what a run measured, one JSON line a logged step, mirrored to TensorBoard where that is installed."""
+"""`metrics.jsonl`: what a run measured, one JSON line a logged step, mirrored to TensorBoard where
+that is installed."""
 
 import importlib.util
 import json
@@ -23,15 +24,18 @@ def has_tensorboard() -> bool:
 class MetricsLog:
     """Appends metrics to a run directory, each line on disk as soon as it is logged.
 
-    A run that continues after `resume_step` steps forgets the lines of later steps, which it will log again, and a last
-    line that a kill tore; so its file ends up with the steps of a run never interrupted. `resume_step=0` starts anew.
+    A run that continues after `resume_step` steps forgets the lines of later steps, which it will
+    log again, and a last line that a kill tore; so its file ends up with the steps of a run never
+    interrupted. `resume_step=0` starts anew.
 
     Every line has `seconds`, the wall time of the run up to it, evaluations and saving included. It
     counts from `began`, a value of `time.monotonic()` (default: now), and a run that continues goes
     on from the last line that is kept.
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int = 0, began: float | None = None) -> None:
+    def __init__(
+        self, run_dir: str | Path, resume_step: int = 0, began: float | None = None
+    ) -> None:
         began = time.monotonic() if began is None else began
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,24 +48,31 @@ class MetricsLog:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one line; `values` are numbers or scalar arrays.
 
-        JSON has no NaN: a value that is not finite is written as null, and its name under "non_finite" with "nan", "inf"
-        or "-inf", from which `read_metrics` restores it.
+        JSON has no NaN: a value that is not finite is written as null, and its name under
+        "non_finite" with "nan", "inf" or "-inf", from which `read_metrics` restores it.
         """
         numbers = {name: _number(value) for name, value in values.items()}
         odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
-        line: dict[str, Any] = {"step": int(step)} | {n: None if n in odd else v for n, v in numbers.items()}
+        line: dict[str, Any] = {"step": int(step)} | {
+            n: None if n in odd else v for n, v in numbers.items()
+        }
         line["seconds"] = round(time.monotonic() - self._zero, 3)
-        self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {}), allow_nan=False) + "\n")
+        self._file.write(
+            json.dumps(line | ({"non_finite": odd} if odd else {}), allow_nan=False) + "\n"
+        )
         self._file.flush()
         if has_tensorboard():
-            self._mirror(int(step), {name: value for name, value in numbers.items() if name not in odd})
+            self._mirror(
+                int(step), {name: value for name, value in numbers.items() if name not in odd}
+            )
 
     def _mirror(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._board is None:
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(
-                str(self.path.parent / "tensorboard"), purge_step=self._resume_step and self._resume_step + 1
+                str(self.path.parent / "tensorboard"),
+                purge_step=self._resume_step and self._resume_step + 1,
             )
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
@@ -74,20 +85,30 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Every line of a run's metrics.jsonl, oldest first; a last line that is still being written is left out."""
+    """Every line of a run's metrics.jsonl, oldest first; a last line that is still being written is
+    left out."""
     path = Path(run_dir) / FILE
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it yet.")
+        raise ConfigError(
+            f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"
+            " yet."
+        )
     return [_restored(line) for line in _lines(path)]
 
 
 def _number(value: Any) -> float:
-    """A Python int or float out of a number, a NumPy scalar or an array of one element, without losing a bit."""
+    """A Python int or float out of a number, a NumPy scalar or an array of one element, without
+    losing a bit."""
     value = value.item() if hasattr(value, "item") else value
     return value if isinstance(value, (int, float)) else float(value)
 
@@ -100,11 +121,16 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             if number == len(text):
                 return
-            raise ConfigError(f"{path}, line {number}, is not JSON ({error}): mend or delete that line.") from error
+            raise ConfigError(
+                f"{path}, line {number}, is not JSON ({error}): mend or delete that line."
+            ) from error
         if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
             if number == len(text):
                 return
-            raise ConfigError(f"{path}, line {number}, is not an object with an integer step: mend or delete that line.")
+            raise ConfigError(
+                f"{path}, line {number}, is not an object with an integer step: mend or delete that"
+                " line."
+            )
         yield entry
 
 

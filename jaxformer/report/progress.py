@@ -19,13 +19,18 @@ NARROW, NARROWER = 76, 64
 
 
 class ProgressBar:
-    """Shows where a run is; used as a context manager around the steps, it leaves the terminal as it found it.
+    """Shows where a run is; used as a context manager around the steps, it leaves the terminal as
+    it found it.
 
-    `mode` is "bar", "lines", "none" (only what `log` says), or "auto": a bar if standard output is a terminal, else lines.
+    `mode` is "bar", "lines", "none" (only what `log` says), or "auto": a bar if standard output is
+    a terminal, else lines.
     """
 
     def __init__(
-        self, total_steps: int, start_step: int = 0, mode: Literal["auto", "bar", "lines", "none"] = "auto"
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        mode: Literal["auto", "bar", "lines", "none"] = "auto",
     ) -> None:
         self.total = total_steps
         self.step = start_step
@@ -44,13 +49,19 @@ class ProgressBar:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Marks `step` steps as done; `metrics` (host numbers) are those of a logged step or of an evaluation.
+        """Marks `step` steps as done; `metrics` (host numbers) are those of a logged step or of an
+        evaluation.
 
         The clock of the time left starts at the first update, so that compiling is not counted.
         """
@@ -66,7 +77,8 @@ class ProgressBar:
             self.log(self.line(metrics))
 
     def log(self, text: str) -> None:
-        """Prints a line above the bar, or among the lines; characters that the output cannot encode become `?`."""
+        """Prints a line above the bar, or among the lines; characters that the output cannot encode
+        become `?`."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
@@ -77,7 +89,11 @@ class ProgressBar:
         """Time to the last step at the mean pace since the first update; NaN before there is one."""
         if self._first is None or self.step <= self._first[0]:
             return float("nan")
-        return (time.monotonic() - self._first[1]) / (self.step - self._first[0]) * max(self.total - self.step, 0)
+        return (
+            (time.monotonic() - self._first[1])
+            / (self.step - self._first[0])
+            * max(self.total - self.step, 0)
+        )
 
     def line(self, metrics: Mapping[str, Any]) -> str:
         """One plain line about a logged step or an evaluation."""
@@ -88,7 +104,11 @@ class ProgressBar:
         return "  ".join(filter(None, parts))
 
     def _due(self, now: float, metrics: Mapping[str, Any]) -> bool:
-        return now - self._last_line >= LINE_SECONDS or "val_loss" in metrics or self.step >= self.total
+        return (
+            now - self._last_line >= LINE_SECONDS
+            or "val_loss" in metrics
+            or self.step >= self.total
+        )
 
 
 LINE_PARTS: dict[str, Callable[[Any], str]] = {
@@ -130,7 +150,10 @@ def _bar(progress: ProgressBar) -> "Bar":
         Words(lambda: f"step {progress.step}/{progress.total}", "bold"),
         BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
         Words(lambda: _shown(progress, "loss"), "bold"),
-        Words(lambda: _shown(progress, "tokens_per_second") if console.width >= NARROWER else "", "cyan"),
+        Words(
+            lambda: _shown(progress, "tokens_per_second") if console.width >= NARROWER else "",
+            "cyan",
+        ),
         Words(lambda: _shown(progress, "mfu") if console.width >= NARROW else "", "cyan"),
         Words(lambda: _left(progress), ""),
     ]
@@ -144,4 +167,6 @@ def _shown(progress: ProgressBar, name: str) -> str:
 def _left(progress: ProgressBar) -> str:
     if progress._first is None:
         return "compiling"
-    return "done" if progress.step >= progress.total else f"{human_time(progress.seconds_left())} left"
+    return (
+        "done" if progress.step >= progress.total else f"{human_time(progress.seconds_left())} left"
+    )

@@ -26,12 +26,19 @@ PEAK_TFLOPS = {  # dense bfloat16 products, by a part of the device's name, long
     "TPU v5": 459.0,
     "TPU v4": 275.0,
 }
-REFERENCE_BYTES = 2**30  # the check's float32 scores stay under this, by taking fewer rows and heads
-TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}  # of the largest element of the reference
+REFERENCE_BYTES = (
+    2**30
+)  # the check's float32 scores stay under this, by taking fewer rows and heads
+TOLERANCE = {
+    "float32": 2e-4,
+    "bfloat16": 3e-2,
+    "float16": 5e-3,
+}  # of the largest element of the reference
 
 
 def peak_flops(dtype: str) -> float:
-    """FLOP/s of one device at its best: the maker's figure, or on a CPU that of a large product measured now."""
+    """FLOP/s of one device at its best: the maker's figure, or on a CPU that of a large product
+    measured now."""
     kind = jax.devices()[0].device_kind
     for name, tflops in PEAK_TFLOPS.items():
         if name in kind:
@@ -52,23 +59,29 @@ def with_rows_of(run: RunConfig, length: int) -> RunConfig:
     """`run` as it is while its rows are cut to `length` tokens: as many more of them."""
     rows = run.train.batch_size * run.data.sequence_length // length
     data = dataclasses.replace(run.data, sequence_length=length)
-    return dataclasses.replace(run, data=data, train=dataclasses.replace(run.train, batch_size=rows))
+    return dataclasses.replace(
+        run, data=data, train=dataclasses.replace(run.train, batch_size=rows)
+    )
 
 
 def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
     """`run` with its attention kernel chosen, and a sentence about it; `prove_kernel` checks it.
 
-    `packed` says that rows come with segment ids. Raises ConfigError if a kernel asked for by name cannot serve the run.
+    `packed` says that rows come with segment ids. Raises ConfigError if a kernel asked for by name
+    cannot serve the run.
     """
     config = run.model
     length = math.gcd(run.data.sequence_length, run.data.source_length)
     case = kernels.Case(jax.default_backend(), str(compute_dtype(config)), length, packed, config)
     name, reason = kernels.choose(config.attention_kernel, case)
-    return dataclasses.replace(run, model=dataclasses.replace(config, attention_kernel=name)), reason  # type: ignore[arg-type]
+    return dataclasses.replace(
+        run, model=dataclasses.replace(config, attention_kernel=name)
+    ), reason  # type: ignore[arg-type]
 
 
 def prove_kernel(run: RunConfig, packed: bool) -> str:
-    """Checks the kernel that `with_kernel` chose on the run's own shapes; a sentence about it, empty for the reference.
+    """Checks the kernel that `with_kernel` chose on the run's own shapes; a sentence about it,
+    empty for the reference.
 
     Raises RuntimeError if the kernel does not compute attention.
     """
@@ -82,26 +95,40 @@ def prove_kernel(run: RunConfig, packed: bool) -> str:
 
 
 def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
-    """Runs the kernel forward and backward beside the reference, for every stack of the model; the largest errors in words.
+    """Runs the kernel forward and backward beside the reference, for every stack of the model; the
+    largest errors in words.
 
     Raises RuntimeError where they are larger than the dtype's rounding explains.
     """
     dtype = compute_dtype(config)
-    sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[config.family]
+    sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[
+        config.family
+    ]
 
-    def both(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
+    def both(
+        kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]
+    ) -> tuple[jax.Array, ...]:
         out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, mask), *arrays[:3])
         return out, *back(arrays[3].astype(out.dtype))
 
-    def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> list[list[jax.Array]]:
+    def relative_errors(
+        arrays: list[jax.Array], segments: jax.Array | None
+    ) -> list[list[jax.Array]]:
         layout = layout_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
         errors = []
         for causal in sides:
-            mask = AttentionMask(layout, layout, causal=causal, window=config.window, scale=config.attention_scale)
+            mask = AttentionMask(
+                layout, layout, causal=causal, window=config.window, scale=config.attention_scale
+            )
             found = both(kernels.KERNELS[name].run, mask, arrays)
             expected = both(reference, mask, [a.astype(jnp.float32) for a in arrays])
             pairs = zip(found, expected, strict=True)
-            errors.append([jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in pairs])
+            errors.append(
+                [
+                    jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
+                    for a, b in pairs
+                ]
+            )
         return errors
 
     arrays, segments = _case(config, rows, length, packed)
@@ -110,15 +137,18 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
     allowed = TOLERANCE[str(dtype)]
     if not max(errors) <= allowed:  # a NaN fails too
         raise RuntimeError(
-            f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens in {dtype}: relative "
-            f"errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in errors]}, allowed {allowed:g}. "
-            "Set model.attention_kernel=xla, and report it."
+            f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens"
+            f" in {dtype}: relative errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in errors]},"
+            f" allowed {allowed:g}. Set model.attention_kernel=xla, and report it."
         )
     return f"error {errors[0]:.0e} forward, {max(errors[1:]):.0e} backward"
 
 
-def _case(config: ModelConfig, rows: int, length: int, packed: bool) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Random [q, k, v, cotangent] and the segments, if packed, of the run's length, with as many rows and heads as fit."""
+def _case(
+    config: ModelConfig, rows: int, length: int, packed: bool
+) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """Random [q, k, v, cotangent] and the segments, if packed, of the run's length, with as many
+    rows and heads as fit."""
     groups = config.n_heads // config.kv_heads
     fitting = max(REFERENCE_BYTES // (16 * length * length * groups), 1)
     k_heads = min(config.kv_heads, fitting)
@@ -127,7 +157,12 @@ def _case(config: ModelConfig, rows: int, length: int, packed: bool) -> tuple[li
     keys, values = config.head_width, config.value_width
     arrays = [
         rng.standard_normal((rows, length, heads, width), dtype=np.float32)
-        for heads, width in ((k_heads * groups, keys), (k_heads, keys), (k_heads, values), (k_heads * groups, values))
+        for heads, width in (
+            (k_heads * groups, keys),
+            (k_heads, keys),
+            (k_heads, values),
+            (k_heads * groups, values),
+        )
     ]
     thirds = np.arange(length, dtype=np.int32) * 3 // length + 1
     return arrays, np.broadcast_to(thirds, (rows, length)) if packed else None

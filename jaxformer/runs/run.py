@@ -1,4 +1,5 @@
-"""A whole run: the composer turns its settings into a step, batches and hooks, and hands them to `fit`."""
+"""A whole run: the composer turns its settings into a step, batches and hooks, and hands them to
+`fit`."""
 
 import dataclasses
 import itertools
@@ -18,7 +19,16 @@ from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.generation.decode import generate
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
-from jaxformer.report import MetricsLog, ProgressBar, banner, closing, human_bytes, human_time, plot_losses, read_metrics
+from jaxformer.report import (
+    MetricsLog,
+    ProgressBar,
+    banner,
+    closing,
+    human_bytes,
+    human_time,
+    plot_losses,
+    read_metrics,
+)
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import lock
 from jaxformer.runs.init_from import warm_start
@@ -28,7 +38,9 @@ from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, Metrics
 
 Programs = dict[int, Any]  # by the length of the rows: (state, batch) -> (state, metrics), compiled
-PROMPTS = {"masked": "Once [MASK] a time"}  # for the command named at the end, where the head wants more than a word
+PROMPTS = {
+    "masked": "Once [MASK] a time"
+}  # for the command named at the end, where the head wants more than a word
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,8 @@ def train(run: RunConfig) -> Result:
 
     With several processes the first one alone writes the run directory's records and speaks.
 
-    Raises ConfigError for a setting or input that cannot work, Diverged where the loss is no number, and Interrupted
-    after a SIGINT or SIGTERM, with the state saved.
+    Raises ConfigError for a setting or input that cannot work, Diverged where the loss is no
+    number, and Interrupted after a SIGINT or SIGTERM, with the state saved.
     """
     begin = time.monotonic()
     if jax.process_index():
@@ -56,7 +68,9 @@ def train(run: RunConfig) -> Result:
         setup = make_setup(run, log)
         log(banner(setup.summary))
         settings = run.train
-        with Checkpoints(run.run.dir, settings.keep_checkpoints, settings.checkpoint_every) as checkpoints:
+        with Checkpoints(
+            run.run.dir, settings.keep_checkpoints, settings.checkpoint_every
+        ) as checkpoints:
             state, programs = _begin(setup, checkpoints, log)
             state, last = _steps(setup, state, programs, checkpoints, begin)
         if jax.process_index() == 0:
@@ -66,16 +80,20 @@ def train(run: RunConfig) -> Result:
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Programs]:
-    """The state to start from and the compiled step for each length of rows that is left, its kernel checked.
+    """The state to start from and the compiled step for each length of rows that is left, its
+    kernel checked.
 
-    On a CPU the step compiles while the rest is made; on another device first, since its compiler times kernels there.
+    On a CPU the step compiles while the rest is made; on another device first, since its compiler
+    times kernels there.
     """
     run, saved = setup.run, checkpoints.steps() or [0]
     with ThreadPoolExecutor(1) as behind:
 
         def start(first: int) -> Future[Programs]:
             lengths = setup.lengths(first)
-            programs = behind.submit(lambda: {length: compile_step(setup, length, log) for length in lengths})
+            programs = behind.submit(
+                lambda: {length: compile_step(setup, length, log) for length in lengths}
+            )
             if jax.default_backend() != "cpu":
                 programs.result()
             for length in lengths:
@@ -83,7 +101,9 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                     log(proof)
             return programs
 
-        programs = start(saved[0]) if saved[-1] < run.train.steps else None  # the newest may prove torn
+        programs = (
+            start(saved[0]) if saved[-1] < run.train.steps else None
+        )  # the newest may prove torn
         state = checkpoints.restore(setup.target, log)
         if state is None:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
@@ -94,7 +114,9 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
         elif int(state.step) < run.train.steps:
             log(f"Continuing {run.run.dir} from step {int(state.step)}.")
         else:
-            log(f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on.")
+            log(
+                f"{run.run.dir} has all its {int(state.step)} steps; raise train.steps to train on."
+            )
             return state, {}
         programs = programs or start(int(state.step))
         return state, programs.result()
@@ -109,13 +131,22 @@ def _steps(
     """
     settings, first = setup.run.train, int(state.step)
     if jax.process_index():
-        return _fit(setup, state, _ByLength(setup, first, programs, lambda text: None), checkpoints, ()), {}
+        return (
+            _fit(
+                setup, state, _ByLength(setup, first, programs, lambda text: None), checkpoints, ()
+            ),
+            {},
+        )
     with (
         ProgressBar(settings.steps, first, setup.run.run.progress) as progress,
         MetricsLog(setup.run.run.dir, first, began) as metrics_log,
     ):
         if first >= settings.steps:
-            done = [line for line in read_metrics(setup.run.run.dir) if "val_loss" in line and line["step"] == first]
+            done = [
+                line
+                for line in read_metrics(setup.run.run.dir)
+                if "val_loss" in line and line["step"] == first
+            ]
             return state, done[-1] if done else {}
         log: Log = (lambda text: None) if setup.run.run.progress == "none" else progress.log
         logger = MetricLogger(setup, first, metrics_log, progress)
@@ -124,10 +155,16 @@ def _steps(
 
 
 def _fit(
-    setup: RunSetup, state: TrainState, step: "_ByLength", checkpoints: Checkpoints, hooks: tuple[Any, ...]
+    setup: RunSetup,
+    state: TrainState,
+    step: "_ByLength",
+    checkpoints: Checkpoints,
+    hooks: tuple[Any, ...],
 ) -> TrainState:
     settings, heldout = setup.run.train, setup.heldout
-    evaluation = make_evaluation(setup.corpus.task.name, setup.run.model, bytes_of_targets(setup.corpus))
+    evaluation = make_evaluation(
+        setup.corpus.task.name, setup.run.model, bytes_of_targets(setup.corpus)
+    )
 
     def evaluate(params: Params) -> Evaluation:
         """On all that is held out at the end, on as much as the settings say on the way."""
@@ -147,7 +184,8 @@ def _fit(
 
 
 class _ByLength:
-    """The step as `fit` calls it: the program for the rows of each step's length, of which there may be several."""
+    """The step as `fit` calls it: the program for the rows of each step's length, of which there
+    may be several."""
 
     def __init__(self, setup: RunSetup, first: int, programs: Programs, log: Log) -> None:
         self.setup, self.done, self._programs, self._log = setup, first, programs, log
@@ -155,13 +193,16 @@ class _ByLength:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         before, now = self.setup.length(max(self.done - 1, 0)), self.setup.length(self.done)
         if before != now:
-            self._log(f"step {self.done + 1}: rows of {now} tokens from here on, {before} until now")
+            self._log(
+                f"step {self.done + 1}: rows of {now} tokens from here on, {before} until now"
+            )
         self.done += 1
         return self._programs[now](state, batch)  # type: ignore[no-any-return]
 
 
 class MetricLogger:
-    """The hook that writes metrics.jsonl and moves the progress bar; `evaluation` is the last one seen."""
+    """The hook that writes metrics.jsonl and moves the progress bar; `evaluation` is the last one
+    seen."""
 
     def __init__(self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar) -> None:
         self.setup, self.log, self.progress = setup, log, progress
@@ -182,12 +223,22 @@ class MetricLogger:
             self.progress.update(step)
 
     def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items() if name != "step_seconds"}
-        if "nats" in values:  # what is logged as the loss is nats a token, whatever else is minimized
+        values = {
+            name: float(value)
+            for name, value in jax.device_get(dict(metrics)).items()
+            if name != "step_seconds"
+        }
+        if (
+            "nats" in values
+        ):  # what is logged as the loss is nats a token, whatever else is minimized
             values |= {"loss": values.pop("nats"), "objective": values["loss"]}
         tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
         rate = (step - self._logged_to) * tokens / seconds
-        mfu = self.setup.flops(self._logged_to, step) / seconds / (self.setup.peak * self.setup.mesh.size)
+        mfu = (
+            self.setup.flops(self._logged_to, step)
+            / seconds
+            / (self.setup.peak * self.setup.mesh.size)
+        )
         values |= {"tokens": step * tokens, "tokens_per_second": rate, "mfu": mfu}
         self._logged_to, self._seconds = step, 0.0
         self.log.log(step, values)
@@ -195,14 +246,22 @@ class MetricLogger:
 
 
 def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
-    """The step for rows of a length, compiled ahead of time, so that what it needs is known, and said, before it runs."""
+    """The step for rows of a length, compiled ahead of time, so that what it needs is known, and
+    said, before it runs."""
     begin = time.perf_counter()
     first = next(first for first, tokens in setup.batches.lengths if tokens == length)
-    compiled = setup.step(length).lower(setup.target, place_batch(setup.batches[first], setup.mesh)).compile()
+    compiled = (
+        setup.step(length)
+        .lower(setup.target, place_batch(setup.batches[first], setup.mesh))
+        .compile()
+    )
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
     rows = f" for rows of {length} tokens" if len(setup.runs) > 1 else ""
-    log(f"The step was compiled{rows} in {took}; it needs {human_bytes(temporary)} a device besides its state.")
+    log(
+        f"The step was compiled{rows} in {took}; it needs {human_bytes(temporary)} a device besides"
+        " its state."
+    )
     return compiled
 
 
@@ -220,24 +279,42 @@ def _closing(setup: RunSetup, params: Params, last: Evaluation, seconds: float, 
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
         sample=_sample(setup, params),
         run_dir=f"{run.run.dir} (loss curve: {plot})",
-        next_command=f'jaxformer sample {run.run.dir} --prompt "{run.run.sample_prompt or PROMPTS.get(output, "Once")}"',
+        next_command=(
+            f"jaxformer sample {run.run.dir} --prompt"
+            f' "{run.run.sample_prompt or PROMPTS.get(output, "Once")}"'
+        ),
     )
 
 
 def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
-    """A prompt and what the model makes of it; None for a model that does not write, or has nothing to write from."""
+    """A prompt and what the model makes of it; None for a model that does not write, or has nothing
+    to write from."""
     run, tokenizer = setup.run, setup.corpus.tokenizer
     if not run.run.sample_tokens or jax.process_count() > 1:
         return None
     ids, source = tokenizer.encode(run.run.sample_prompt), {}
     prompt = tokenizer.as_prompt(ids) or [tokenizer.end_token]
     if run.model.family == "encoder_decoder":
-        prompt, source = tokenizer.as_target([]), {"source": [tokenizer.as_source(ids)]} if ids else {}
+        prompt, source = (
+            tokenizer.as_target([]),
+            ({"source": [tokenizer.as_source(ids)]} if ids else {}),
+        )
     space = min(run.run.sample_tokens, run.model.max_length - len(prompt))
-    if space < 1 or run.model.output != "language" or (run.model.family == "encoder_decoder" and not source):
+    if (
+        space < 1
+        or run.model.output != "language"
+        or (run.model.family == "encoder_decoder" and not source)
+    ):
         return None
-    rules = {"temperature": 0.8, "top_k": 50, "vocab_size": tokenizer.vocab_size, "end_token": tokenizer.end_tokens}
-    made = generate(params, run.model, [prompt], space, key=jax.random.key(run.run.seed), **source, **rules)
+    rules = {
+        "temperature": 0.8,
+        "top_k": 50,
+        "vocab_size": tokenizer.vocab_size,
+        "end_token": tokenizer.end_tokens,
+    }
+    made = generate(
+        params, run.model, [prompt], space, key=jax.random.key(run.run.seed), **source, **rules
+    )
     between = " => " if source else ""
     text = tokenizer.decode([*prompt, *made[0].tolist()])
     return run.run.sample_prompt + between, text[len(tokenizer.decode(prompt)) :]

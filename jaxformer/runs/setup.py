@@ -1,4 +1,5 @@
-"""Everything a run needs before its first step: text, mesh, kernel, optimizer, and what it says about them."""
+"""Everything a run needs before its first step: text, mesh, kernel, optimizer, and what it says
+about them."""
 
 import functools
 import math
@@ -37,7 +38,8 @@ SummaryValue = str | list[str]
 class RunSetup:
     """A run made ready. `run` has every choice made; `summary` is the start banner.
 
-    `runs` is the run as it is with each length of its rows, of which there are several where data.length_warmup says so.
+    `runs` is the run as it is with each length of its rows, of which there are several where
+    data.length_warmup says so.
     """
 
     run: RunConfig
@@ -60,7 +62,9 @@ class RunSetup:
     def flops_per_token(self) -> dict[int, int]:
         """By the length of the rows."""
         source = self.run.data.source_length
-        return {length: flops_per_token(run.model, length, source) for length, run in self.runs.items()}
+        return {
+            length: flops_per_token(run.model, length, source) for length, run in self.runs.items()
+        }
 
     def length(self, step: int) -> int:
         """Tokens of a row of the batch of a step, counted from 0."""
@@ -68,12 +72,16 @@ class RunSetup:
 
     def lengths(self, first: int) -> list[int]:
         """The lengths of the rows of the steps from `first` to the end."""
-        later = [length for step, length in self.batches.lengths if first < step < self.run.train.steps]
+        later = [
+            length for step, length in self.batches.lengths if first < step < self.run.train.steps
+        ]
         return list(dict.fromkeys([self.length(first), *later]))
 
     def flops(self, first: int, stop: int) -> int:
         """Of the steps from `first` to `stop`, not included."""
-        return self.tokens_per_step * sum(self.flops_per_token[self.length(step)] for step in range(first, stop))
+        return self.tokens_per_step * sum(
+            self.flops_per_token[self.length(step)] for step in range(first, stop)
+        )
 
     @property
     def target(self) -> TrainState:
@@ -99,7 +107,8 @@ class RunSetup:
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
-    """Prepares text, tokenizer and optimizer, picks the kernel, and claims the run directory when all is well.
+    """Prepares text, tokenizer and optimizer, picks the kernel, and claims the run directory when
+    all is well.
 
     Raises ConfigError at the door.
     """
@@ -109,11 +118,17 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     keep_compiled(run.run.compilation_cache)
     corpus = corpus_of(run, log=log)
     if run.run.sample_tokens:
-        corpus.tokenizer.encode(run.run.sample_prompt)  # one that it cannot is said now, not at the end
+        corpus.tokenizer.encode(
+            run.run.sample_prompt
+        )  # one that it cannot is said now, not at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
     size, place = run.train.batch_size, (jax.process_index(), jax.process_count())
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, *place)
-    heldout = data.evaluation_batches(corpus.validation, run.data, size, *place) if corpus.validation else None
+    heldout = (
+        data.evaluation_batches(corpus.validation, run.data, size, *place)
+        if corpus.validation
+        else None
+    )
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
@@ -123,64 +138,105 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     peak = peak_flops(str(compute_dtype(run.model)))
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     setup = RunSetup(
-        runs[run.data.sequence_length], runs, corpus, batches, heldout, mesh, specs, schedule, optimizer, peak, {}
+        runs[run.data.sequence_length],
+        runs,
+        corpus,
+        batches,
+        heldout,
+        mesh,
+        specs,
+        schedule,
+        optimizer,
+        peak,
+        {},
     )
-    setup.summary.update(_summary(setup, {length: reason for length, (_, reason) in kernels.items()}, split))
+    setup.summary.update(
+        _summary(setup, {length: reason for length, (_, reason) in kernels.items()}, split)
+    )
     texts = {"train": corpus.train, "validation": corpus.validation}
-    claim(run, corpus.tokenizer, {name: rows.fingerprint for name, rows in texts.items() if rows}, corpus.labels)
+    claim(
+        run,
+        corpus.tokenizer,
+        {name: rows.fingerprint for name, rows in texts.items() if rows},
+        corpus.labels,
+    )
     return setup
 
 
 def keep_compiled(folder: str) -> None:
-    """Turns on JAX's persistent compilation cache, unless the process has one already or `folder` is empty."""
+    """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
+    is empty."""
     if folder and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _summary(setup: RunSetup, kernels: dict[int, str], undivided: list[str]) -> dict[str, SummaryValue]:
+def _summary(
+    setup: RunSetup, kernels: dict[int, str], undivided: list[str]
+) -> dict[str, SummaryValue]:
     run, mesh, device = setup.run, setup.mesh, jax.devices()[0]
     train, validation = setup.corpus.train, setup.corpus.validation
     state = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(setup.target))
     epoch = setup.batches.examples / run.train.batch_size
     groups = decay_groups(run.optimizer, setup.specs)
     return {
-        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
-        f"best product {setup.peak / 1e12:.3g} TFLOP/s each",
+        "device": (
+            f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
+            f"best product {setup.peak / 1e12:.3g} TFLOP/s each"
+        ),
         "mesh": [", ".join(f"{name} {size}" for name, size in mesh.shape.items()), *undivided],
-        "model": f"{run.model.family}, {human_count(count(setup.specs))} parameters, {_layers(run.model)} layers, "
-        f"{run.model.d_model} wide, "
-        f"{run.model.n_heads} heads ({run.model.kv_heads} key-value), {compute_dtype(run.model)} products",
+        "model": (
+            f"{run.model.family}, {human_count(count(setup.specs))} parameters,"
+            f" {_layers(run.model)} layers, {run.model.d_model} wide, {run.model.n_heads} heads"
+            f" ({run.model.kv_heads} key-value), {compute_dtype(run.model)} products"
+        ),
         "weight decay": "; ".join(
-            f"{name}: {n} tensors, {human_count(size)} parameters" for name, (n, size) in groups.items()
+            f"{name}: {n} tensors, {human_count(size)} parameters"
+            for name, (n, size) in groups.items()
         ),
         "memory": f"{human_bytes(state)} of parameters and optimizer state a device",
-        "FLOPs": f"{human_count(setup.flops_per_token[run.data.sequence_length])} a token, forward and backward",
-        "attention": [f"rows of {length}: {reason}" for length, reason in kernels.items()]
-        if len({*kernels.values()}) > 1
-        else next(iter(kernels.values())),
-        "data": f"{setup.corpus.task.name}: {human_count(train.tokens)} tokens to train on ({train.documents:,} documents), "
-        + (f"{human_count(validation.tokens)} held out" if validation else "none held out"),
+        "FLOPs": (
+            f"{human_count(setup.flops_per_token[run.data.sequence_length])} a token, forward and"
+            " backward"
+        ),
+        "attention": (
+            [f"rows of {length}: {reason}" for length, reason in kernels.items()]
+            if len({*kernels.values()}) > 1
+            else next(iter(kernels.values()))
+        ),
+        "data": (
+            f"{setup.corpus.task.name}: {human_count(train.tokens)} tokens to train on"
+            f" ({train.documents:,} documents), "
+            + (f"{human_count(validation.tokens)} held out" if validation else "none held out")
+        ),
         **_plan(setup),
-        "tokenizer": f"{setup.corpus.tokenizer.vocab_size:,} tokens, {train.bytes / max(train.tokens, 1):.2f} bytes a token",
-        "one epoch": f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; "
-        f"the run is {run.train.steps / epoch:.2f} epochs",
+        "tokenizer": (
+            f"{setup.corpus.tokenizer.vocab_size:,} tokens,"
+            f" {train.bytes / max(train.tokens, 1):.2f} bytes a token"
+        ),
+        "one epoch": (
+            f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; "
+            f"the run is {run.train.steps / epoch:.2f} epochs"
+        ),
         "run directory": str(Path(run.run.dir)),
     }
 
 
 def _plan(setup: RunSetup) -> dict[str, SummaryValue]:
-    """What is read of each source, where there are several, and the lengths of rows and how full they are."""
+    """What is read of each source, where there are several, and the lengths of rows and how full
+    they are."""
     found: dict[str, SummaryValue] = {}
     train, settings = setup.corpus.train, setup.run.train
     if isinstance(train, data.Mixture):
         found["mixture"] = [
-            f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs of it"
+            f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
+            " of it"
             for drawn in train.shares(settings.steps, settings.batch_size)
         ]
     lengths = [
-        f"{setup.runs[length].train.batch_size:,} of {length} tokens {f'after step {step:,}' if step else 'at first'}"
+        f"{setup.runs[length].train.batch_size:,} of {length} tokens"
+        f" {f'after step {step:,}' if step else 'at first'}"
         for step, length in setup.batches.lengths
     ]
     rows = lengths * (len(lengths) > 1) + [f"{train.filled:.2%} filled"] * (train.filled < 1)
@@ -188,12 +244,17 @@ def _plan(setup: RunSetup) -> dict[str, SummaryValue]:
 
 
 def check_split(specs: Specs, mesh: Mesh) -> list[str]:
-    """A line for each parameter that the mesh would split but cannot, since it does not divide an axis, with its bytes.
+    """A line for each parameter that the mesh would split but cannot, since it does not divide an
+    axis, with its bytes.
 
     Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
     """
     table = rows(specs)
-    whole = {path: found for path, spec in table.items() if (found := undivided(mesh, spec.shape, spec.axes))}
+    whole = {
+        path: found
+        for path, spec in table.items()
+        if (found := undivided(mesh, spec.shape, spec.axes))
+    }
     used = {
         name
         for spec in table.values()
@@ -202,20 +263,27 @@ def check_split(specs: Specs, mesh: Mesh) -> list[str]:
     }
     for name in ("fsdp", "tensor"):
         if mesh.shape[name] > 1 and name not in used:
-            reasons = "\n  ".join(f"{path}: {', '.join(found)}" for path, found in list(whole.items())[:8])
+            reasons = "\n  ".join(
+                f"{path}: {', '.join(found)}" for path, found in list(whole.items())[:8]
+            )
             raise ConfigError(
-                f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, since it divides none of their axes; "
-                f"every device would hold all of them:\n  {reasons}\n"
-                f"Choose a mesh.{name} that divides them, or leave it at 1."
+                f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, since it"
+                " divides none of their axes; every device would hold all of them:\n "
+                f" {reasons}\nChoose a mesh.{name} that divides them, or leave it at 1."
             )
     return [
-        f"{path}, {human_bytes(4 * math.prod(table[path].shape))}, is not split along {', '.join(found)}"
+        f"{path}, {human_bytes(4 * math.prod(table[path].shape))}, is not split along"
+        f" {', '.join(found)}"
         for path, found in whole.items()
     ]
 
 
 def _layers(model: ModelConfig) -> str:
-    return f"{model.encoder_layers} + {model.n_layers}" if model.family == "encoder_decoder" else str(model.n_layers)
+    return (
+        f"{model.encoder_layers} + {model.n_layers}"
+        if model.family == "encoder_decoder"
+        else str(model.n_layers)
+    )
 
 
 def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:

@@ -1,4 +1,5 @@
-"""Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters, or given."""
+"""Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters,
+or given."""
 
 from jaxformer.tokenizer.bpe import train_bpe
 from jaxformer.tokenizer.files import END_OF_TEXT

@@ -1,8 +1,10 @@
-"""Trains a byte-level BPE (arXiv:1508.07909) by an exact rule, so that any two programs that hold to it agree.
+"""Trains a byte-level BPE (arXiv:1508.07909) by an exact rule, so that any two programs that hold
+to it agree.
 
-Special tokens are split out, the rest is parted into words, and the most frequent pair of neighbours within words is merged,
-again and again; of pairs that are as frequent the greater one in the order of byte strings; in a word from the left. Ids are
-those of the special tokens, of the 256 bytes, and of the merges in their order.
+Special tokens are split out, the rest is parted into words, and the most frequent pair of
+neighbours within words is merged, again and again; of pairs that are as frequent the greater one in
+the order of byte strings; in a word from the left. Ids are those of the special tokens, of the 256
+bytes, and of the merges in their order.
 """
 
 import codecs
@@ -19,7 +21,9 @@ from jaxformer.tokenizer.words import BLOCK_CHARACTERS, WORD_PATTERNS, count_wor
 
 Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
-Occurrences = dict[str, "array[int]"]  # of each pair the numbers of the words that hold it, as often as they do
+Occurrences = dict[
+    str, "array[int]"
+]  # of each pair the numbers of the words that hold it, as often as they do
 
 COMPLEMENT = bytes(range(255, -1, -1))
 
@@ -32,12 +36,15 @@ def train_bpe(
     pattern: str = "gpt2",
     processes: int | None = None,
 ) -> tuple[Vocab, Merges]:
-    """The vocabulary and the merges of a UTF-8 text file; fewer than `vocab_size` entries where no pair is left to merge.
+    """The vocabulary and the merges of a UTF-8 text file; fewer than `vocab_size` entries where no
+    pair is left to merge.
 
-    `pattern` names how text is parted into words (gpt2, llama3). `processes` count words and do not change the result; None
-    takes all cores where that is sooner. Raises ConfigError.
+    `pattern` names how text is parted into words (gpt2, llama3). `processes` count words and do not
+    change the result; None takes all cores where that is sooner. Raises ConfigError.
     """
-    return train_on([_read(path)], vocab_size, special_tokens or (), pattern=pattern, processes=processes)
+    return train_on(
+        [_read(path)], vocab_size, special_tokens or (), pattern=pattern, processes=processes
+    )
 
 
 def train_on(
@@ -56,15 +63,28 @@ def train_on(
     return dict(enumerate([*base, *(first + second for first, second in merges)])), merges
 
 
-def _check(vocab_size: int, special_tokens: Sequence[str], pattern: str, processes: int | None) -> None:
+def _check(
+    vocab_size: int, special_tokens: Sequence[str], pattern: str, processes: int | None
+) -> None:
     check_special_tokens(special_tokens)
-    least, most = 256 + len(special_tokens), 0x110000 + len(special_tokens)  # a token is a character in `merge_words`
+    least, most = (
+        256 + len(special_tokens),
+        0x110000 + len(special_tokens),
+    )  # a token is a character in `merge_words`
     if not isinstance(vocab_size, int) or not least <= vocab_size <= most:
-        names = f" and {len(special_tokens)} special token{'s' * (len(special_tokens) > 1)}" if special_tokens else ""
+        names = (
+            f" and {len(special_tokens)} special token{'s' * (len(special_tokens) > 1)}"
+            if special_tokens
+            else ""
+        )
         count = f"the 256 bytes{names} take {least}"
-        raise ConfigError(f"vocab_size={vocab_size!r} must be a whole number from {least} to {most:,}: {count}.")
+        raise ConfigError(
+            f"vocab_size={vocab_size!r} must be a whole number from {least} to {most:,}: {count}."
+        )
     if pattern not in WORD_PATTERNS:
-        raise ConfigError(f"pattern={pattern!r} is not known: take one of {', '.join(WORD_PATTERNS)}.")
+        raise ConfigError(
+            f"pattern={pattern!r} is not known: take one of {', '.join(WORD_PATTERNS)}."
+        )
     if processes is not None and processes < 1:
         raise ConfigError(f"processes={processes} must be at least 1; None takes all cores.")
 
@@ -81,9 +101,13 @@ def _read(path: str | os.PathLike[str]) -> Iterator[str]:
     except UnicodeDecodeError as error:
         place = end - len(error.object) + error.start
         found = f"byte {place:,} (0x{error.object[error.start]:02x}) is not UTF-8"
-        raise ConfigError(f"{os.fspath(path)}: {found}: give a UTF-8 text file, unpacked.") from None
+        raise ConfigError(
+            f"{os.fspath(path)}: {found}: give a UTF-8 text file, unpacked."
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{os.fspath(path)} cannot be read ({error.strerror or error}): give a UTF-8 text file.") from None
+        raise ConfigError(
+            f"{os.fspath(path)} cannot be read ({error.strerror or error}): give a UTF-8 text file."
+        ) from None
     if not end:
         raise ConfigError(f"{os.fspath(path)} is empty: give a text file to train on.")
 
@@ -98,24 +122,31 @@ def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:
                 spelled.append(raw.decode("latin-1"))
                 times.append(count)
     except UnicodeEncodeError as error:
-        raise ConfigError(f"the text holds {error.object[error.start]!a}, half a character: mend it.") from None
+        raise ConfigError(
+            f"the text holds {error.object[error.start]!a}, half a character: mend it."
+        ) from None
     return spelled, times
 
 
 def merge_words(words: list[str], times: Sequence[int], most: int) -> Merges:
     """At most so many merges, in order, of words as `spell` gives them, which it writes them into.
 
-    A token is a character, chr(256) and on for merges, so that str.split finds a pair and str.join merges it; a pair is a
-    string of two. A merge makes pairs that are new and takes from others, so counts only fall: that of a pair in the heap is
-    looked up when its turn comes. Before the k-th merge fewer than k words are one token, thus one of the k most frequent
-    words holds a pair, and pairs that are rarer than the last of `most` such words need not be followed.
+    A token is a character, chr(256) and on for merges, so that str.split finds a pair and str.join
+    merges it; a pair is a string of two. A merge makes pairs that are new and takes from others, so
+    counts only fall: that of a pair in the heap is looked up when its turn comes. Before the k-th
+    merge fewer than k words are one token, thus one of the k most frequent words holds a pair, and
+    pairs that are rarer than the last of `most` such words need not be followed.
     """
     least = sorted(times)[-most] if 0 < most <= len(times) else 1
     places = _occurrences(words)
-    counts = {pair: count for pair, found in places.items() if (count := _total(found, times)) >= least}
+    counts = {
+        pair: count for pair, found in places.items() if (count := _total(found, times)) >= least
+    }
     tokens = [bytes([byte]) for byte in range(256)]
     order = [_descending(token) for token in tokens]
-    heap = [(-count, order[ord(pair[0])], order[ord(pair[1])], pair) for pair, count in counts.items()]
+    heap = [
+        (-count, order[ord(pair[0])], order[ord(pair[1])], pair) for pair, count in counts.items()
+    ]
     heapq.heapify(heap)
     merges: Merges = []
     while heap and len(merges) < most:
@@ -152,12 +183,16 @@ def _total(places: Sequence[int], times: Sequence[int]) -> int:
 
 
 def _descending(token: bytes) -> str:
-    """A string that sorts the other way round: a longer token comes before the one that it begins with."""
+    """A string that sorts the other way round: a longer token comes before the one that it begins
+    with."""
     return token.translate(COMPLEMENT).decode("latin-1") + "\u0100"
 
 
-def _merge(pair: str, token: str, words: list[str], places: Sequence[int]) -> Iterator[tuple[str, str, "array[int]"]]:
-    """Writes the token for a pair; each pair that so comes to be, the one that it was, and the places where."""
+def _merge(
+    pair: str, token: str, words: list[str], places: Sequence[int]
+) -> Iterator[tuple[str, str, "array[int]"]]:
+    """Writes the token for a pair; each pair that so comes to be, the one that it was, and the
+    places where."""
     first, second = pair[0], pair[1]
     before: Occurrences = defaultdict(partial(array, "I"))
     after: Occurrences = defaultdict(partial(array, "I"))

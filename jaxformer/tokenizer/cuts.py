@@ -11,18 +11,29 @@ PART_CHARACTERS = 1 << 16  # characters of a part, where the text has a place to
 
 SPACES = r"(?<=\S)(?=[ \t\r\n])"
 
-# Pre-tokenizers that part a text at every white space whatever stands around it, and normalizers that see no further.
+# Pre-tokenizers that part a text at every white space whatever stands around it, and normalizers
+# that see no further.
 WORD_BY_WORD = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-CHARACTER_BY_CHARACTER = {"type": "Split", "pattern": {"Regex": ANY_CHARACTER}, "behavior": "Isolated", "invert": False}
+CHARACTER_BY_CHARACTER = {
+    "type": "Split",
+    "pattern": {"Regex": ANY_CHARACTER},
+    "behavior": "Isolated",
+    "invert": False,
+}
 
 
 def pattern_of(spec: dict[str, Any]) -> str | None:
-    """Which of `WORD_PATTERNS` the words of a byte-level tokenizer.json are; None where they are others."""
+    """Which of `WORD_PATTERNS` the words of a byte-level tokenizer.json are; None where they are
+    others."""
     words = spec["pre_tokenizer"] or {}
     if words.get("type") == "ByteLevel":
         return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
     steps = words.get("pretokenizers", [])
-    if [step["type"] for step in steps] != ["Split", "ByteLevel"] or steps[1]["use_regex"] or steps[1]["add_prefix_space"]:
+    if (
+        [step["type"] for step in steps] != ["Split", "ByteLevel"]
+        or steps[1]["use_regex"]
+        or steps[1]["add_prefix_space"]
+    ):
         return None
     kind = (steps[0]["behavior"], steps[0]["invert"])
     named = {pattern.words: name for name, pattern in WORD_PATTERNS.items()}
@@ -31,7 +42,8 @@ def pattern_of(spec: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The places between words, by a regular expression; empty where none is known. `names` are not cut, nor cut off."""
+    """The places between words, by a regular expression; empty where none is known. `names` are not
+    cut, nor cut off."""
 
     places: str
     names: tuple[str, ...] = ()
@@ -39,7 +51,9 @@ class Cuts:
     @classmethod
     def of(cls, spec: dict[str, Any], names_are_tokens: bool) -> "Cuts":
         """Those of a tokenizer.json; none where it is not known to read its words one by one."""
-        added = [token for token in spec["added_tokens"] if names_are_tokens or not token["special"]]
+        added = [
+            token for token in spec["added_tokens"] if names_are_tokens or not token["special"]
+        ]
         return cls(_places(spec, added), tuple(token["content"] for token in added))
 
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
@@ -57,7 +71,8 @@ class Cuts:
         yield from self.parts("".join(held))
 
     def parts(self, text: str) -> Iterator[str]:
-        """The parts of a text, each of about BLOCK characters; more only where there is no place to cut."""
+        """The parts of a text, each of about BLOCK characters; more only where there is no place to
+        cut."""
         start, reach = 0, PART_CHARACTERS
         while self.places and start + 2 * reach < len(text):
             if cut := self._last(text, start + 1, start + reach):
@@ -81,7 +96,9 @@ class Cuts:
         """Whether a name may touch a place, one that is cut short by the end of the text included."""
         for name in self.names:
             size = len(name)
-            if any(name.startswith(text[at : at + size]) for at in range(max(0, cut - size), cut + 1)):
+            if any(
+                name.startswith(text[at : at + size]) for at in range(max(0, cut - size), cut + 1)
+            ):
                 return True
         return False
 
@@ -90,9 +107,17 @@ def _places(spec: dict[str, Any], added: Sequence[dict[str, Any]]) -> str:
     normalizer, words, model = spec["normalizer"], spec["pre_tokenizer"] or {}, spec["model"]
     if normalizer is None and (pattern := pattern_of(spec)):
         return WORD_PATTERNS[pattern].cuts
-    alone = words.get("type") == "ByteLevel" and not words["use_regex"] and not words["add_prefix_space"]
-    singly = words == CHARACTER_BY_CHARACTER or (alone and model["type"] == "BPE" and not model["merges"])
+    alone = (
+        words.get("type") == "ByteLevel"
+        and not words["use_regex"]
+        and not words["add_prefix_space"]
+    )
+    singly = words == CHARACTER_BY_CHARACTER or (
+        alone and model["type"] == "BPE" and not model["merges"]
+    )
     by_word = words.get("type") in WORD_BY_WORD
     lowered = normalizer is not None and any(token["normalized"] for token in added)
-    known = normalizer is None or (by_word and normalizer["type"] == "BertNormalizer" and not lowered)
+    known = normalizer is None or (
+        by_word and normalizer["type"] == "BertNormalizer" and not lowered
+    )
     return SPACES if known and (singly or by_word) else ""

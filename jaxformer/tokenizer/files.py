@@ -1,4 +1,5 @@
-"""The files beside a tokenizer.json in a Hugging Face directory, which say what its special tokens are for."""
+"""The files beside a tokenizer.json in a Hugging Face directory, which say what its special tokens
+are for."""
 
 import contextlib
 import json
@@ -24,7 +25,17 @@ IDS_FILE = "generation_config.json"
 END_OF_TEXT = "<|endoftext|>"
 ROLES = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),
-    "eos": (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]"),
+    "eos": (
+        END_OF_TEXT,
+        "<|end_of_text|>",
+        "</s>",
+        "<eos>",
+        "<|eos|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "[EOS]",
+        "[SEP]",
+    ),
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
     "unk": ("<unk>", "[UNK]"),
     "cls": ("[CLS]", "<s>", "<|cls|>"),
@@ -32,8 +43,8 @@ ROLES = {
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
 
-# Keys of config.json and generation_config.json, and what the token is for: `start` is what the target of an
-# encoder-decoder begins with, `forced` what is then written first.
+# Keys of config.json and generation_config.json, and what the token is for: `start` is what the
+# target of an encoder-decoder begins with, `forced` what is then written first.
 IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
     "decoder_start_token_id": "start",
     "forced_bos_token_id": "forced",
@@ -50,9 +61,9 @@ OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.spm", "tek
 class Beside:
     """What the files beside a tokenizer.json say.
 
-    `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for, `ids` those of roles
-    that a model's own files give by number, `ends` all that these say to end a text; `template` is the text of
-    chat_template.jinja.
+    `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for,
+    `ids` those of roles that a model's own files give by number, `ends` all that these say to end a
+    text; `template` is the text of chat_template.jinja.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +74,8 @@ class Beside:
 
     @classmethod
     def read(cls, folder: Path, backend: "tokenizers.Tokenizer") -> "Beside":
-        """The files of a directory, those that are there; the backend learns which of its tokens are special.
+        """The files of a directory, those that are there; the backend learns which of its tokens
+        are special.
 
         Raises ConfigError for a file that is malformed, and for a token that the vocabulary lacks.
         """
@@ -71,19 +83,38 @@ class Beside:
         for name in ("special_tokens_map.json", SETTINGS_FILE):
             found = read_object(folder / name)
             _learn(backend, found, folder / name)
-            settings |= {key: _typed(value) for key, value in found.items() if value is not None or key not in settings}
-        contents = {role: _content(value) for role in ROLES if (value := settings.get(f"{role}_token")) is not None}
-        named = {role: token for role, content in contents.items() if (token := backend.token_to_id(content)) is not None}
+            settings |= {
+                key: _typed(value)
+                for key, value in found.items()
+                if value is not None or key not in settings
+            }
+        contents = {
+            role: _content(value)
+            for role in ROLES
+            if (value := settings.get(f"{role}_token")) is not None
+        }
+        named = {
+            role: token
+            for role, content in contents.items()
+            if (token := backend.token_to_id(content)) is not None
+        }
         ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
             ids |= _numbers(backend, read_object(folder / name), folder / name)
         first = {role: several[0] for role, several in ids.items()}
         template = folder / TEMPLATE_FILE
         ends = tuple(ids.get("eos", ()))
-        return cls(settings, named, first, ends, template.read_text(encoding="utf-8") if template.is_file() else None)
+        return cls(
+            settings,
+            named,
+            first,
+            ends,
+            template.read_text(encoding="utf-8") if template.is_file() else None,
+        )
 
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
-        """Whether a decoded text loses the spaces before punctuation: not with BPE, whose spaces are those of the text."""
+        """Whether a decoded text loses the spaces before punctuation: not with BPE, whose spaces
+        are those of the text."""
         bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         wanted = bool(self.settings.get("clean_up_tokenization_spaces"))
         return wanted and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
@@ -98,7 +129,9 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): restore it, or remove it.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} is no JSON object, but {type(found).__name__}: restore it, or remove it.")
+        raise ConfigError(
+            f"{path} is no JSON object, but {type(found).__name__}: restore it, or remove it."
+        )
     return found
 
 
@@ -131,17 +164,21 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
     except FileNotFoundError:
         raise missing(file) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): set tokenizer.path to a tokenizer.json.") from None
+        raise ConfigError(
+            f"{file} cannot be read ({error}): set tokenizer.path to a tokenizer.json."
+        ) from None
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
-            f"{file} is not a tokenizer.json of the tokenizers library ({error}): set tokenizer.path to one."
+            f"{file} is not a tokenizer.json of the tokenizers library ({error}): set"
+            " tokenizer.path to one."
         ) from None
 
 
 def without_tokenizer(folder: Path | str) -> ConfigError:
-    """What to say where text is to be read or written, and a model's directory has no tokenizer.json."""
+    """What to say where text is to be read or written, and a model's directory has no
+    tokenizer.json."""
     file = Path(folder) / TOKENIZER_FILE
     if _others(file):
         return missing(file)
@@ -157,15 +194,18 @@ def missing(file: Path) -> ConfigError:
     others = _others(file)
     if file.name != TOKENIZER_FILE or not others:
         return ConfigError(
-            f"{file} does not exist: name a tokenizer.json, a directory of one, or of vocab.json and merges.txt."
+            f"{file} does not exist: name a tokenizer.json, a directory of one, or of vocab.json"
+            " and merges.txt."
         )
     if any(name.endswith(".spm") for name in others) and "merges.txt" not in others:
         return ConfigError(
-            f"{file.parent} has no tokenizer.json, but {', '.join(others)}, which only Marian's own tokenizer reads: "
-            "make token ids with that of transformers, and call the model from Python."
+            f"{file.parent} has no tokenizer.json, but {', '.join(others)}, which only Marian's own"
+            " tokenizer reads: make token ids with that of transformers, and call the model from"
+            " Python."
         )
     return ConfigError(
-        f"{file.parent} has no tokenizer.json, but {', '.join(others)}: write one with transformers, "
+        f"{file.parent} has no tokenizer.json, but {', '.join(others)}: write one with"
+        " transformers, "
         f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})."
     )
 
@@ -176,7 +216,10 @@ def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
 
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(str(index).isdecimal() for index in listed):
-        raise ConfigError(f"{file}: added_tokens_decoder is no object from ids to tokens: restore it, or remove it.")
+        raise ConfigError(
+            f"{file}: added_tokens_decoder is no object from ids to tokens: restore it, or"
+            " remove it."
+        )
     for index, value in sorted(listed.items(), key=lambda item: int(item[0])):
         where = f"{file}: added_tokens_decoder[{index}]"
         content = _content(value, where)
@@ -184,8 +227,8 @@ def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
         backend.add_tokens([AddedToken(content, **flags)])
         if backend.token_to_id(content) != int(index):
             raise ConfigError(
-                f"{where} is {content!r}, which is token {backend.token_to_id(content)} of tokenizer.json: "
-                "the two files do not belong together."
+                f"{where} is {content!r}, which is token {backend.token_to_id(content)} of"
+                " tokenizer.json: the two files do not belong together."
             )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for where, value in _special(backend, settings, file):
@@ -196,22 +239,30 @@ def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
                 "name one of its tokens, or add it to its added_tokens."
             )
         if content not in known:
-            flags = {name: bool(value[name]) for name in FLAGS if name in value} if isinstance(value, dict) else {}
+            flags = (
+                {name: bool(value[name]) for name in FLAGS if name in value}
+                if isinstance(value, dict)
+                else {}
+            )
             backend.add_tokens([AddedToken(content, special=True, **flags)])
 
 
 def _is_token(backend: "tokenizers.Tokenizer", value: Any) -> bool:
-    """Whether a setting names a token: CodeLlama's fill_token is none, but what its class splits a text at."""
+    """Whether a setting names a token: CodeLlama's fill_token is none, but what its class splits a
+    text at."""
     return isinstance(value, str | dict) and backend.token_to_id(_content(value)) is not None
 
 
-def _special(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> list[tuple[str, Any]]:
+def _special(
+    backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
+) -> list[tuple[str, Any]]:
     """The special tokens that a file names, each with where it stands."""
     roles = {f"{role}_token" for role in ROLES}
     found = [
         (f"{file}: {key}", value)
         for key, value in settings.items()
-        if value is not None and (key in roles or (key.endswith("_token") and _is_token(backend, value)))
+        if value is not None
+        and (key in roles or (key.endswith("_token") and _is_token(backend, value)))
     ]
     for key in EXTRA:
         more = settings.get(key) or []
@@ -223,27 +274,39 @@ def _special(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Pa
 
 
 def _typed(value: Any) -> Any:
-    """A value in which tokens that are objects say so, as tokenizer_config.json has it, and special_tokens_map.json not."""
+    """A value in which tokens that are objects say so, as tokenizer_config.json has it, and
+    special_tokens_map.json not."""
     if isinstance(value, list):
         return [_typed(entry) for entry in value]
-    return {"__type": "AddedToken"} | value if isinstance(value, dict) and "content" in value else value
+    return (
+        {"__type": "AddedToken"} | value
+        if isinstance(value, dict) and "content" in value
+        else value
+    )
 
 
 def _content(value: Any, where: str = "") -> str:
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str):
-        raise ConfigError(f'{where} is {value!r}: a token is its text, or an object with its "content".')
+        raise ConfigError(
+            f'{where} is {value!r}: a token is its text, or an object with its "content".'
+        )
     return content
 
 
-def _numbers(backend: "tokenizers.Tokenizer", found: dict[str, Any], file: Path) -> dict[str, list[int]]:
-    """The roles that a model's file gives by one number or by several; ids without a token are padding."""
+def _numbers(
+    backend: "tokenizers.Tokenizer", found: dict[str, Any], file: Path
+) -> dict[str, list[int]]:
+    """The roles that a model's file gives by one number or by several; ids without a token are
+    padding."""
     ids: dict[str, list[int]] = {}
     for key, role in IDS.items():
         values = found[key] if isinstance(found.get(key), list) else [found.get(key)]
         for value in values:
             if value is not None and type(value) is not int:
-                raise ConfigError(f"{file}: {key} is {found[key]!r}, and must be the id of a token.")
+                raise ConfigError(
+                    f"{file}: {key} is {found[key]!r}, and must be the id of a token."
+                )
             if value is not None and value >= 0 and backend.id_to_token(value) is not None:
                 ids.setdefault(role, []).append(value)
     return ids

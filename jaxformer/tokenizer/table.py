@@ -1,11 +1,18 @@
-"""A byte-level BPE from its two tables, the bytes of each id and the merges in order; or from GPT-2's files of these."""
+"""A byte-level BPE from its two tables, the bytes of each id and the merges in order; or from
+GPT-2's files of these."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.config import ConfigError
-from jaxformer.tokenizer.files import ADDED_FILE, SETTINGS_FILE, TOKENIZER_FILE, missing, read_object
+from jaxformer.tokenizer.files import (
+    ADDED_FILE,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    missing,
+    read_object,
+)
 from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_special_tokens
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
@@ -17,7 +24,8 @@ GPT2_SPECIAL = ("<|endoftext|>",)
 CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's
 ROBERTA_SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
 
-# Special tokens by the class or the model_type that a directory names, of those whose words are GPT-2's.
+# Special tokens by the class or the model_type that a directory names, of those whose words are
+# GPT-2's.
 SPECIAL_TOKENS = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj"), GPT2_SPECIAL),
     **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA_SPECIAL),
@@ -30,10 +38,11 @@ def byte_level_bpe(
     special_tokens: Sequence[str] = (),
     pattern: str = "gpt2",
 ) -> "tokenizers.Tokenizer":
-    """A tokenizer of the library with just these ids; special tokens that the vocabulary lacks follow its last id.
+    """A tokenizer of the library with just these ids; special tokens that the vocabulary lacks
+    follow its last id.
 
-    Raises ConfigError for a byte that is no entry, for two entries of the same bytes, and for a merge whose parts or whole
-    are none.
+    Raises ConfigError for a byte that is no entry, for two entries of the same bytes, and for a
+    merge whose parts or whole are none.
     """
     if pattern not in WORD_PATTERNS:
         raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(WORD_PATTERNS)}.")
@@ -41,29 +50,47 @@ def byte_level_bpe(
     ids: dict[bytes, int] = {}
     for index, entry in vocab.items():
         if (other := ids.setdefault(entry, index)) != index:
-            raise ConfigError(f"the vocabulary holds {entry!r} twice, as {other} and as {index}: an entry has one id.")
+            raise ConfigError(
+                f"the vocabulary holds {entry!r} twice, as {other} and as {index}: an entry has"
+                " one id."
+            )
     if absent := [byte for byte in range(256) if bytes([byte]) not in ids]:
-        raise ConfigError(f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}: add them.")
+        raise ConfigError(
+            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
+            " add them."
+        )
     characters = byte_characters()
     names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
     names |= {name.encode(): name for name in special_tokens}
     for place, (left, right) in enumerate(merges):
         if unknown := [part for part in (left, right, left + right) if part not in ids]:
-            raise ConfigError(f"merge {place}, {left!r} and {right!r}: {unknown[0]!r} is not in the vocabulary.")
+            raise ConfigError(
+                f"merge {place}, {left!r} and {right!r}: {unknown[0]!r} is not in the vocabulary."
+            )
     for name in special_tokens:
         ids.setdefault(name.encode(), max(ids.values()) + 1)
     strings = {names[entry]: index for entry, index in ids.items()}
     made = {names[left] + names[right] for left, right in merges}
     if len(strings) < len(ids) or not strings.keys() >= made:
-        raise ConfigError(f"special_tokens={[*special_tokens]!r}: one is written as an entry is; take another name.")
-    return _backend(strings, [(names[left], names[right]) for left, right in merges], special_tokens, _words(pattern))
+        raise ConfigError(
+            f"special_tokens={[*special_tokens]!r}: one is written as an entry is; take another"
+            " name."
+        )
+    return _backend(
+        strings,
+        [(names[left], names[right]) for left, right in merges],
+        special_tokens,
+        _words(pattern),
+    )
 
 
 def from_files(file: Path) -> "tokenizers.Tokenizer":
-    """The tokenizer of a vocab.json and the merges.txt beside it, with what transformers adds to it by the model's family.
+    """The tokenizer of a vocab.json and the merges.txt beside it, with what transformers adds to it
+    by the model's family.
 
-    The family is that of tokenizer_config.json or config.json; without them RoBERTa's where all its special tokens are
-    entries, else GPT-2's. Raises ConfigError for one whose words are not GPT-2's, and for files that do not fit together.
+    The family is that of tokenizer_config.json or config.json; without them RoBERTa's where all its
+    special tokens are entries, else GPT-2's. Raises ConfigError for one whose words are not
+    GPT-2's, and for files that do not fit together.
     """
     from tokenizers import pre_tokenizers, processors
 
@@ -75,22 +102,37 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
     names = [name for name in SPECIAL_TOKENS[family] if name in vocab]
     words = pre_tokenizers.ByteLevel(add_prefix_space=space)
     backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), [], words)
-    for content, index in sorted(read_object(file.with_name(ADDED_FILE)).items(), key=lambda item: str(item[1]).zfill(20)):
+    for content, index in sorted(
+        read_object(file.with_name(ADDED_FILE)).items(), key=lambda item: str(item[1]).zfill(20)
+    ):
         backend.add_tokens([content])
         if backend.token_to_id(content) != index:
-            raise ConfigError(f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, and {file.name} leaves no such place.")
+            raise ConfigError(
+                f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, and {file.name} leaves no"
+                " such place."
+            )
     backend.add_special_tokens(names)
     if SPECIAL_TOKENS[family] == ROBERTA_SPECIAL and {"<s>", "</s>"} <= {*names}:
         end, start = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
-        backend.post_processor = processors.RobertaProcessing(end, start, trim_offsets=True, add_prefix_space=space)
+        backend.post_processor = processors.RobertaProcessing(
+            end, start, trim_offsets=True, add_prefix_space=space
+        )
     return backend
 
 
 def is_gpt2(file: Path) -> bool:
-    """Whether a vocab.json, with what lies beside it, is one that `from_files` reads. Raises ConfigError for no JSON."""
+    """Whether a vocab.json, with what lies beside it, is one that `from_files` reads. Raises
+    ConfigError for no JSON."""
     vocab, settings = _read_vocabulary(file), read_object(file.with_name(SETTINGS_FILE))
-    known = _family(file.parent, settings, vocab) in SPECIAL_TOKENS and not settings.get("add_bos_token")
-    return known and file.with_name(MERGES_FILE).is_file() and BYTES.keys() <= vocab.keys() and CLOSED not in vocab
+    known = _family(file.parent, settings, vocab) in SPECIAL_TOKENS and not settings.get(
+        "add_bos_token"
+    )
+    return (
+        known
+        and file.with_name(MERGES_FILE).is_file()
+        and BYTES.keys() <= vocab.keys()
+        and CLOSED not in vocab
+    )
 
 
 def _read_vocabulary(file: Path) -> dict[str, int]:
@@ -106,7 +148,9 @@ def _words(pattern: str) -> Any:
     if pattern == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _backend(
@@ -122,7 +166,12 @@ def _backend(
 
 
 def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> str:
-    named = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer").lower()
+    named = (
+        str(settings.get("tokenizer_class") or "")
+        .removesuffix("Fast")
+        .removesuffix("Tokenizer")
+        .lower()
+    )
     said = named or read_object(folder / "config.json").get("model_type")
     return str(said or ("roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"))
 
@@ -139,6 +188,9 @@ def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
         if parts == [""] or (number == 1 and line.startswith("#version")):
             continue
         if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
-            raise ConfigError(f"{file}, line {number}: {line!r} is no merge of two entries to a third: restore the file.")
+            raise ConfigError(
+                f"{file}, line {number}: {line!r} is no merge of two entries to a third: restore"
+                " the file."
+            )
         merges.append((parts[0], parts[1]))
     return merges

@@ -1,6 +1,8 @@
-"""Parts text into the words within which BPE merges, and counts them, on all cores where there is much text.
+"""Parts text into the words within which BPE merges, and counts them, on all cores where there is
+much text.
 
-This file is also the program of a counting process, which so imports neither NumPy nor the rest of the package.
+This file is also the program of a counting process, which so imports neither NumPy nor the rest of
+the package.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ FEW = 24  # blocks that one process has counted before others have started
 
 
 class WordPattern(NamedTuple):
-    """How text becomes words, as the `regex` module reads it, and where text can be cut without changing a word."""
+    """How text becomes words, as the `regex` module reads it, and where text can be cut without
+    changing a word."""
 
     words: str
     cuts: str
@@ -36,13 +39,15 @@ WORD_PATTERNS = {
         r"(?<=\S)(?=\s)" + RUNS,
     ),
     "llama3": WordPattern(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
         r"(?<=\S)(?=[^\S\r\n])|(?<=[\r\n])(?=\S)" + RUNS,
     ),
 }
 
-# What the classes of a pattern are in ASCII, where the standard library's `re`, twice as fast, can stand for `regex`.
+# What the classes of a pattern are in ASCII, where the standard library's `re`, twice as fast, can
+# stand for `regex`.
 ASCII = {r"\p{L}\p{N}]": "A-Za-z0-9]", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
 
 Block = list[str]  # texts that are counted together
@@ -66,7 +71,8 @@ def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
 
 
 def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
-    """What stands between special tokens in a text that comes in blocks, itself cut where it is long and no word changes.
+    """What stands between special tokens in a text that comes in blocks, itself cut where it is
+    long and no word changes.
 
     Of special tokens that begin at the same character the longest is taken.
     """
@@ -75,7 +81,9 @@ def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) ->
     held = ""
     for block in itertools.chain(filter(None, blocks), ("",)):
         held += block
-        known = len(held) - longest if block else len(held)  # a special token that begins by here is here as a whole
+        known = (
+            len(held) - longest if block else len(held)
+        )  # a special token that begins by here is here as a whole
         start = 0
         for match in specials.finditer(held) if special_tokens else ():
             if match.start() > known:
@@ -88,7 +96,8 @@ def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) ->
 
 
 def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
-    """The last place before `stop` where text can be cut; `start` where there is none, or not much to cut."""
+    """The last place before `stop` where text can be cut; `start` where there is none, or not much
+    to cut."""
     if stop - start < BLOCK_CHARACTERS // 2:
         return start
     import regex
@@ -98,7 +107,8 @@ def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
-    """How often each word is in the texts, counted by so many processes; None takes all cores where that is sooner."""
+    """How often each word is in the texts, counted by so many processes; None takes all cores where
+    that is sooner."""
     blocks = _blocks(texts)
     first = list(itertools.islice(blocks, FEW))
     if processes is None:
@@ -131,7 +141,9 @@ def _blocks(texts: Iterable[str]) -> Iterator[Block]:
         yield block
 
 
-def _counted_beside(blocks: Iterable[Block], pattern: str, processes: int) -> Iterator[dict[str, int]]:
+def _counted_beside(
+    blocks: Iterable[Block], pattern: str, processes: int
+) -> Iterator[dict[str, int]]:
     """The counts of each block, in order; blocks are dealt to `processes` processes in turn."""
     with contextlib.ExitStack() as stack:
         busy: deque[_Process] = deque()
@@ -149,12 +161,15 @@ def _counted_beside(blocks: Iterable[Block], pattern: str, processes: int) -> It
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A counting process: this file as a program. With multiprocessing each would run the caller's script again."""
+    """A counting process: this file as a program. With multiprocessing each would run the caller's
+    script again."""
 
     def __init__(self, pattern: str) -> None:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-P", __file__, pattern]
-        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | paths)
+        super().__init__(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | paths
+        )
 
     def ask(self, block: Block) -> None:
         assert self.stdin is not None
@@ -173,7 +188,9 @@ class _Process(subprocess.Popen[bytes]):
             yield
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             self.communicate()
-            raise RuntimeError(f"a process that counts words ended (status {self.wait()}): try processes=1.") from None
+            raise RuntimeError(
+                f"a process that counts words ended (status {self.wait()}): try processes=1."
+            ) from None
 
 
 def _serve(pattern: str) -> None:

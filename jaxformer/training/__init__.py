@@ -1,1 +1,2 @@
-"""Training: the state, the step, checkpoints and the loop around them, for any loss over any parameters."""
+"""Training: the state, the step, checkpoints and the loop around them, for any loss over any
+parameters."""

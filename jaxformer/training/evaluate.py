@@ -1,4 +1,5 @@
-"""Evaluation of any sums over held-out batches: sums and weights are added up apart and divided once."""
+"""Evaluation of any sums over held-out batches: sums and weights are added up apart and divided
+once."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,7 +16,8 @@ AHEAD = 2  # batches that are computed while the sums of one are waited for
 
 
 def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
-    """A function of params and batches to the total (sum, weight) of each entry of `sums`, added in float64.
+    """A function of params and batches to the total (sum, weight) of each entry of `sums`, added in
+    float64.
 
     Both are summed on the devices, so that with several processes each counts the rows of all.
     """
@@ -34,7 +36,10 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
                 jax.block_until_ready(found[-AHEAD - 1])
         names = found[0] if found else {}
         return {
-            name: (math.fsum(float(one[name][0]) for one in found), math.fsum(float(one[name][1]) for one in found))
+            name: (
+                math.fsum(float(one[name][0]) for one in found),
+                math.fsum(float(one[name][1]) for one in found),
+            )
             for name in names
         }
 
@@ -42,14 +47,18 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
 
 
 def make_evaluate(sums: Loss, batches: Iterable[Batch]) -> Callable[[Any], dict[str, float]]:
-    """What `fit` takes as `evaluate`: the means of `sums` over held-out batches, as {"val_loss": ..., ...}.
+    """What `fit` takes as `evaluate`: the means of `sums` over held-out batches, as {"val_loss":
+    ..., ...}.
 
-    `sums` is a loss, or another function (params, batch, None) -> {name: (sum, weight)} with a "loss"; `batches` is read
-    anew at each call, so give a list or another object that can be.
+    `sums` is a loss, or another function (params, batch, None) -> {name: (sum, weight)} with a
+    "loss"; `batches` is read anew at each call, so give a list or another object that can be.
     """
     totals = make_totals(sums)
 
     def evaluate(params: Any) -> dict[str, float]:
-        return {f"val_{name}": total / (weight or 1) for name, (total, weight) in totals(params, batches).items()}
+        return {
+            f"val_{name}": total / (weight or 1)
+            for name, (total, weight) in totals(params, batches).items()
+        }
 
     return evaluate

@@ -1,4 +1,5 @@
-"""The loop: steps, metrics read one step late, evaluations and checkpoints on the way, for any step over any batches."""
+"""The loop: steps, metrics read one step late, evaluations and checkpoints on the way, for any step
+over any batches."""
 
 import contextlib
 import math
@@ -46,7 +47,8 @@ def fit(
     checkpoints: Checkpoints | None = None,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Trains until `steps` optimizer steps are done, and returns the last state; the state given is donated.
+    """Trains until `steps` optimizer steps are done, and returns the last state; the state given is
+    donated.
 
     Args:
       step: (state, batch) -> (state, metrics), from `make_step`; any function of that form that donates its state.
@@ -99,7 +101,8 @@ def fit(
                     checkpoints.save(state, number)
             if checkpoints is not None and stop and not last:
                 raise Interrupted(
-                    f"stopped after step {number} and saved; the same command continues {checkpoints.directory}."
+                    f"stopped after step {number} and saved; the same command continues"
+                    f" {checkpoints.directory}."
                 )
         reader.read(steps, state, metrics)
     return state
@@ -118,8 +121,8 @@ class _Feed:
             batch = next(self._iterator)
         except (StopIteration, IndexError) as error:
             raise ConfigError(
-                f"batches end before step {step} (counted from 0), and the run has steps={self._steps}: "
-                "give more of them, or fewer steps."
+                f"batches end before step {step} (counted from 0), and the run has"
+                f" steps={self._steps}: give more of them, or fewer steps."
             ) from error
         return place_batch(batch, self._mesh)
 
@@ -131,11 +134,15 @@ def _iterator(batches: Any, first: int) -> Iterator[Any]:
     if hasattr(batches, "__getitem__"):
         return (batches[step] for step in _count(first))
     if not isinstance(batches, Iterable):
-        raise ConfigError(f"batches of type {type(batches).__name__} give no batch: let batches[k] be that of step k.")
+        raise ConfigError(
+            f"batches of type {type(batches).__name__} give no batch: let batches[k] be that of"
+            " step k."
+        )
     if first:
         raise ConfigError(
-            f"the run continues after step {first}, and batches is a plain iterable, which begins anew: "
-            "give an object whose batches[k] is the batch of step k, or another checkpoint directory."
+            f"the run continues after step {first}, and batches is a plain iterable, which begins"
+            " anew: give an object whose batches[k] is the batch of step k, or another checkpoint"
+            " directory."
         )
     return iter(batches)
 
@@ -180,10 +187,13 @@ def require_finite(step: int, metrics: Mapping[str, Any]) -> None:
     """Raises Diverged where the loss or the norm of the gradient is not a finite number."""
     found = {name: float(metrics[name]) for name in ("loss", "grad_norm") if name in metrics}
     if not all(map(math.isfinite, found.values())):
-        values = ", ".join(f"{name.replace('grad_norm', 'gradient norm')} {value}" for name, value in found.items())
+        values = ", ".join(
+            f"{name.replace('grad_norm', 'gradient norm')} {value}" for name, value in found.items()
+        )
         raise Diverged(
-            f"step {step}: {values}. The checkpoints are from before. Begin another run directory with a lower "
-            "learning rate, more warm-up steps, or a z-loss (optimizer.learning_rate, optimizer.warmup_steps, train.z_loss)."
+            f"step {step}: {values}. The checkpoints are from before. Begin another run directory"
+            " with a lower learning rate, more warm-up steps, or a z-loss"
+            " (optimizer.learning_rate, optimizer.warmup_steps, train.z_loss)."
         )
 
 
@@ -193,7 +203,8 @@ def _due(step: int, every: int) -> bool:
 
 @contextlib.contextmanager
 def _stop_signals(watched: bool) -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a step in flight is finished and saved; a second signal ends at once."""
+    """An event that SIGINT and SIGTERM set, so that a step in flight is finished and saved; a
+    second signal ends at once."""
     stopped = threading.Event()
     if not watched or threading.current_thread() is not threading.main_thread():
         yield stopped
@@ -203,7 +214,9 @@ def _stop_signals(watched: bool) -> Iterator[threading.Event]:
         stopped.set()
         signal.signal(number, before[number])
 
-    before: dict[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {
+        number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stopped
     finally:

@@ -13,8 +13,9 @@ from jaxformer.mesh import parameter_sharding, replicated
 from jaxformer.params import Params, Spec, abstract, init_params
 from jaxformer.settings import ConfigError
 
-# Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the leaf's dotted path and
-# the leaf itself (its `Spec`, where a table of specs was given). None: those whose `Spec` says so, and all without specs.
+# Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the
+# leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: those
+# whose `Spec` says so, and all without specs.
 Trainable = Any
 
 
@@ -22,8 +23,9 @@ Trainable = Any
 class TrainState:
     """The state of a run between two steps.
 
-    `step` counts the optimizer steps done (int32); `params` are the master weights, any pytree; `optimizer` is optax's
-    state, which has moments for the leaves that learn. `frozen` names, by dotted path, the leaves that do not.
+    `step` counts the optimizer steps done (int32); `params` are the master weights, any pytree;
+    `optimizer` is optax's state, which has moments for the leaves that learn. `frozen` names, by
+    dotted path, the leaves that do not.
     """
 
     step: jax.Array
@@ -57,17 +59,26 @@ def init_state(
     frozen = frozen_paths(tree, trainable)
 
     def make(params: Params | None) -> TrainState:
-        start = init_params(tree, jax.random.key(seed)) if params is None else jax.tree.map(jnp.array, params)
+        start = (
+            init_params(tree, jax.random.key(seed))
+            if params is None
+            else jax.tree.map(jnp.array, params)
+        )
         return TrainState(jnp.int32(0), start, optimizer.init(learning(start, frozen)), frozen)
 
     given = None if is_table(tree) else tree
-    shardings = None if mesh is None and given is None else state_shardings(tree, optimizer, mesh, frozen)
+    shardings = (
+        None if mesh is None and given is None else state_shardings(tree, optimizer, mesh, frozen)
+    )
     program = jax.jit(make, out_shardings=shardings, compiler_options=compiler_options())
     return program(given)  # type: ignore[no-any-return]
 
 
 def abstract_state(
-    tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, trainable: Trainable = None
+    tree: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    trainable: Trainable = None,
 ) -> TrainState:
     """`init_state` as shapes, dtypes and shardings, with no array made."""
     frozen = frozen_paths(tree, trainable)
@@ -92,12 +103,14 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
         return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
     try:
         kept = jax.tree.leaves(
-            jax.tree.map(lambda keep, branch: jax.tree.map(lambda _: bool(keep), branch), trainable, tree)
+            jax.tree.map(
+                lambda keep, branch: jax.tree.map(lambda _: bool(keep), branch), trainable, tree
+            )
         )
     except ValueError as error:
         raise ConfigError(
-            f"trainable does not fit the parameters: give a pytree of bools of their structure, in which one bool may stand "
-            f"for a whole branch, or a function of (path, leaf). {error}"
+            "trainable does not fit the parameters: give a pytree of bools of their structure, in"
+            f" which one bool may stand for a whole branch, or a function of (path, leaf). {error}"
         ) from error
     return tuple(dotted(path) for (path, _), keep in zip(leaves, kept, strict=True) if not keep)
 
@@ -108,11 +121,14 @@ def dotted(path: Any) -> str:
 
 
 def learning(params: Params, frozen: tuple[str, ...]) -> Params:
-    """`params` with None in place of the leaves that do not learn, so that no tree map of optax reaches them."""
+    """`params` with None in place of the leaves that do not learn, so that no tree map of optax
+    reaches them."""
     if not frozen:
         return params
     still = set(frozen)
-    kept: Params = jax.tree.map_with_path(lambda path, leaf: None if dotted(path) in still else leaf, params)
+    kept: Params = jax.tree.map_with_path(
+        lambda path, leaf: None if dotted(path) in still else leaf, params
+    )
     return kept
 
 
@@ -121,7 +137,10 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
     if not frozen:
         return learned
     whole: Params = jax.tree.map(
-        lambda new, old: old if new is None else new, learned, params, is_leaf=lambda leaf: leaf is None
+        lambda new, old: old if new is None else new,
+        learned,
+        params,
+        is_leaf=lambda leaf: leaf is None,
     )
     return whole
 
@@ -129,10 +148,18 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
 def state_shardings(
     tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None, frozen: tuple[str, ...]
 ) -> TrainState:
-    """A sharding a leaf: a moment lies as the parameter at whose path its own path ends, all else is on every device."""
+    """A sharding a leaf: a moment lies as the parameter at whose path its own path ends, all else
+    is on every device."""
     shapes = _shapes(tree, optimizer, frozen)
-    table = {path: (tuple(leaf.shape), _place(leaf, mesh)) for path, leaf in jax.tree.leaves_with_path(tree)}
-    whole: Sharding = replicated(mesh) if mesh is not None else _replicated_like(place for _, place in table.values())
+    table = {
+        path: (tuple(leaf.shape), _place(leaf, mesh))
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+    whole: Sharding = (
+        replicated(mesh)
+        if mesh is not None
+        else _replicated_like(place for _, place in table.values())
+    )
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
         for start in range(len(path) + 1):
@@ -145,7 +172,8 @@ def state_shardings(
 
 
 def _place(leaf: Any, mesh: Mesh | None) -> Sharding:
-    """Where a parameter goes: by its axes' names on the mesh, or where it is, or a copy on each device of the mesh."""
+    """Where a parameter goes: by its axes' names on the mesh, or where it is, or a copy on each
+    device of the mesh."""
     if isinstance(leaf, Spec):
         return _default() if mesh is None else parameter_sharding(mesh, leaf.shape, leaf.axes)
     here = getattr(leaf, "sharding", None) or _default()
@@ -165,7 +193,8 @@ def _replicated_like(shardings: Iterator[Sharding]) -> Sharding:
 
 
 def mesh_of(state: Any) -> Mesh | None:
-    """The mesh that the arrays of a state lie on; None where they lie on a device without one, or are being traced."""
+    """The mesh that the arrays of a state lie on; None where they lie on a device without one, or
+    are being traced."""
     for leaf in jax.tree.leaves(state):
         place = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
@@ -173,15 +202,25 @@ def mesh_of(state: Any) -> Mesh | None:
     return None
 
 
-def _shapes(tree: Any, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]) -> TrainState:
-    params = abstract(tree) if is_table(tree) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+def _shapes(
+    tree: Any, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]
+) -> TrainState:
+    params = (
+        abstract(tree)
+        if is_table(tree)
+        else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+    )
     return jax.eval_shape(
-        lambda params: TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen), params
+        lambda params: TrainState(
+            jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen
+        ),
+        params,
     )
 
 
 def compiler_options() -> dict[str, int] | None:
-    """What the programs of a run are compiled with: on a CPU LLVM's first level, which makes them as fast as its third.
+    """What the programs of a run are compiled with: on a CPU LLVM's first level, which makes them
+    as fast as its third.
 
     It takes a quarter less time for a step, and a fifth of the time for the initial values.
     """

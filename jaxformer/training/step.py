@@ -1,4 +1,5 @@
-"""The train step: one jitted, donated function from state and batch to state and metrics, for any loss."""
+"""The train step: one jitted, donated function from state and batch to state and metrics, for any
+loss."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,22 +23,26 @@ from jaxformer.training.state import (
 Batch = dict[str, Any]
 Metrics = dict[str, jax.Array]
 
-# Sums over the examples of a batch and their weights. Only the step divides, once, over all microbatches and devices.
+# Sums over the examples of a batch and their weights. Only the step divides, once, over all
+# microbatches and devices.
 Sums = Mapping[str, tuple[Any, Any]]
 
-# loss(params, batch, key) -> Sums. "loss" is minimized, each entry is logged as sum / weight; a key turns dropout on.
+# loss(params, batch, key) -> Sums. "loss" is minimized, each entry is logged as sum / weight; a key
+# turns dropout on.
 Loss = Callable[[Any, Any, jax.Array | None], Sums]
 
 
 class Step:
-    """(state, batch) -> (state, metrics), compiled once for each placement of the state. `make_step` makes one."""
+    """(state, batch) -> (state, metrics), compiled once for each placement of the state.
+    `make_step` makes one."""
 
     def __init__(self, advance: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> None:
         self._advance = advance
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The state after one more step, and its metrics. The state given is donated: use the one that comes back."""
+        """The state after one more step, and its metrics. The state given is donated: use the one
+        that comes back."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._advance(state, batch)
         mesh = mesh_of(state)
@@ -79,7 +84,8 @@ def make_step(
     seed: int = 0,
     schedules: Mapping[str, optax.Schedule] | None = None,
 ) -> Step:
-    """The step of a loss and an optimizer: `state, metrics = step(state, batch)`, jitted, the state donated.
+    """The step of a loss and an optimizer: `state, metrics = step(state, batch)`, jitted, the state
+    donated.
 
     Args:
       loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is that of the sum of
@@ -91,9 +97,9 @@ def make_step(
       seed: of the keys.
       schedules: functions of the step number (from 0), logged beside the losses, as in {"learning_rate": schedule}.
 
-    Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any clipping of the optimizer),
-    and the schedules. Raises ConfigError where the batch cannot be divided, the loss returns something else, or
-    `trainable` is not that of the state.
+    Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any
+    clipping of the optimizer), and the schedules. Raises ConfigError where the batch cannot be
+    divided, the loss returns something else, or `trainable` is not that of the state.
     """
 
     def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -114,14 +120,19 @@ def make_step(
 def gradients(
     loss: Loss, state: TrainState, batch: Batch, key: jax.Array, microbatches: int
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight) and divided once."""
+    """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight)
+    and divided once."""
 
-    def sums_of(piece: Batch, key: jax.Array) -> tuple[Params, dict[str, tuple[jax.Array, jax.Array]]]:
+    def sums_of(
+        piece: Batch, key: jax.Array
+    ) -> tuple[Params, dict[str, tuple[jax.Array, jax.Array]]]:
         def objective(learned: Params) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
             sums = checked_sums(loss(merged(learned, state.params, state.frozen), piece, key))
             return sums["loss"][0], sums
 
-        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learning(state.params, state.frozen))
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(
+            learning(state.params, state.frozen)
+        )
         return grads, sums
 
     def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
@@ -133,7 +144,9 @@ def gradients(
     else:
         # [B, ...] -> [M, B / M, ...], in which piece m holds rows m, m + M, ...
         _require_divisible(batch, microbatches)
-        split = jax.tree.map(lambda a: a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1), batch)
+        split = jax.tree.map(
+            lambda a: a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1), batch
+        )
         shapes = jax.eval_shape(sums_of, jax.tree.map(lambda a: a[0], split), key)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         (grads, sums), _ = jax.lax.scan(add, nothing, (split, jnp.arange(microbatches)))
@@ -143,16 +156,31 @@ def gradients(
 
 
 def checked_sums(sums: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """What a loss returned, as float32 scalars. Raises ConfigError where it is no table of (sum, weight) with a "loss"."""
+    """What a loss returned, as float32 scalars. Raises ConfigError where it is no table of (sum,
+    weight) with a "loss"."""
     shape = "{'loss': (sum, weight), ...}, each a scalar"
     if not isinstance(sums, Mapping) or "loss" not in sums:
         found = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
         raise ConfigError(f"the loss returned {found}, and must return {shape}.")
     for name, entry in sums.items():
-        if not isinstance(entry, (tuple, list)) or len(entry) != 2 or any(jnp.ndim(part) for part in entry):
-            shapes = [list(jnp.shape(part)) for part in entry] if isinstance(entry, (tuple, list)) else type(entry).__name__
-            raise ConfigError(f"the loss returned {name!r} as {shapes}, and must return {shape}: sum over the examples.")
-    scalars = {name: tuple(jnp.asarray(part, jnp.float32) for part in entry) for name, entry in sums.items()}
+        if (
+            not isinstance(entry, (tuple, list))
+            or len(entry) != 2
+            or any(jnp.ndim(part) for part in entry)
+        ):
+            shapes = (
+                [list(jnp.shape(part)) for part in entry]
+                if isinstance(entry, (tuple, list))
+                else type(entry).__name__
+            )
+            raise ConfigError(
+                f"the loss returned {name!r} as {shapes}, and must return {shape}: sum over the"
+                " examples."
+            )
+    scalars = {
+        name: tuple(jnp.asarray(part, jnp.float32) for part in entry)
+        for name, entry in sums.items()
+    }
     return scalars  # type: ignore[return-value]
 
 
@@ -165,8 +193,9 @@ def _require_divisible(batch: Any, microbatches: int) -> None:
     for path, array in jax.tree.leaves_with_path(batch):
         if array.ndim == 0 or array.shape[0] % microbatches:
             raise ConfigError(
-                f"batch{jax.tree_util.keystr(path)} of shape {list(array.shape)} does not divide into microbatches="
-                f"{microbatches}: the first axis of every array of a batch is its rows, a multiple of that."
+                f"batch{jax.tree_util.keystr(path)} of shape {list(array.shape)} does not divide"
+                f" into microbatches={microbatches}: the first axis of every array of a batch is"
+                " its rows, a multiple of that."
             )
 
 
@@ -174,6 +203,6 @@ def _require_same(asked: tuple[str, ...], frozen: tuple[str, ...]) -> None:
     apart = sorted({*asked} ^ {*frozen})
     if apart:
         raise ConfigError(
-            f"trainable of make_step and of init_state differ at {', '.join(apart[:5])}{', ...' * (len(apart) > 5)}: "
-            "give both the same."
+            "trainable of make_step and of init_state differ at"
+            f" {', '.join(apart[:5])}{', ...' * (len(apart) > 5)}: give both the same."
         )

@@ -1,4 +1,5 @@
-"""Where text and records come from: what a setting names, and the documents or records that it holds."""
+"""Where text and records come from: what a setting names, and the documents or records that it
+holds."""
 
 from jaxformer.data.sources.source import TEXT, Piece, Source, find_source, fingerprint
 

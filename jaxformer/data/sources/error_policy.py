@@ -1,4 +1,5 @@
-"""What is done about input that cannot be used: refused in one message, or passed over and counted by reason."""
+"""What is done about input that cannot be used: refused in one message, or passed over and counted
+by reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,17 +30,21 @@ class Skipped(dict[str, tuple[int, str]]):
         self[reason] = (before + count, first)
 
     def merge(self, later: Mapping[str, Sequence]) -> None:
-        """Adds what a later part of the source passed over, also as JSON gives it back: lists for tuples."""
+        """Adds what a later part of the source passed over, also as JSON gives it back: lists for
+        tuples."""
         for reason, (count, place) in later.items():
             self.add(reason, place, count)
 
     def lines(self) -> list[str]:
         """A line for each reason."""
-        return [f"{reason}: {count:,}, the first in {place}" for reason, (count, place) in self.items()]
+        return [
+            f"{reason}: {count:,}, the first in {place}" for reason, (count, place) in self.items()
+        ]
 
 
 class RecordError(Exception):
-    """A record that cannot be used: the reason it is counted by, and the message, which follows upon the place."""
+    """A record that cannot be used: the reason it is counted by, and the message, which follows
+    upon the place."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -56,7 +61,9 @@ class ErrorHandler:
     def malformed(self, record_error: RecordError, place: str) -> None:
         """Raises ConfigError, or counts."""
         if self.policy.malformed == "refuse":
-            raise ConfigError(f"{place}{record_error} Or leave such records out by data.malformed=skip.")
+            raise ConfigError(
+                f"{place}{record_error} Or leave such records out by data.malformed=skip."
+            )
         self.skipped.add(record_error.reason, place)
 
     def blank(self, place: str) -> None:
@@ -64,7 +71,8 @@ class ErrorHandler:
         self.skipped.add("blank documents", place)
 
     def decoded(self, raw: bytes, where: str, offset: int) -> str | None:
-        """UTF-8 text, None where it is to be left out; `offset` is that of its first byte. Raises ConfigError."""
+        """UTF-8 text, None where it is to be left out; `offset` is that of its first byte. Raises
+        ConfigError."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -82,7 +90,13 @@ class ErrorHandler:
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:
     packed = next((suffix for suffix, magic in MAGIC.items() if error.object.startswith(magic)), "")
-    remedy = "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or skip."
+    remedy = (
+        "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or"
+        " skip."
+    )
     advice = f"It looks compressed: end its name in {packed}." if packed and offset < 4 else remedy
     byte = error.object[error.start]
-    return ConfigError(f"{where} is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({error.reason}). {advice}")
+    return ConfigError(
+        f"{where} is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({error.reason})."
+        f" {advice}"
+    )

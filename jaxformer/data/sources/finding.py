@@ -16,7 +16,8 @@ from jaxformer.data.sources.reading import PACKED, Format, SourceFile
 
 NAMED = {"stdlib": standard_library, "stdlib_packages": packages}
 
-# What a directory is searched for. A file that is named by itself or by a glob may also be text of another suffix.
+# What a directory is searched for. A file that is named by itself or by a glob may also be text of
+# another suffix.
 FORMATS: dict[str, Format] = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
@@ -28,8 +29,14 @@ FORMATS: dict[str, Format] = {
 NOT_TEXT = {
     ".json": "write one JSON object on each line of a .jsonl file",
     ".csv": "write the columns to a .tsv, .jsonl or .parquet file",
-    **dict.fromkeys((".arrow", ".feather"), "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z"), "unpack it, or compress the text as .gz or .zst"),
+    **dict.fromkeys(
+        (".arrow", ".feather"),
+        "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'",
+    ),
+    **dict.fromkeys(
+        (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z"),
+        "unpack it, or compress the text as .gz or .zst",
+    ),
     **dict.fromkeys((".npz", ".pt", ".pdf"), "give the text that it was made from"),
     **dict.fromkeys(
         (".bin", ".npy"),
@@ -42,25 +49,40 @@ NOT_TEXT = {
 ID_SUFFIXES = (".npy", ".bin")
 
 ALLOWED = (
-    "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of them in "
-    "quotes, token ids in a .npy or .bin file, line-aligned files as in 'train.{de,en}', - for "
-    f"standard input, 'datasets:NAME', or {' or '.join(NAMED)}."
+    "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of"
+    " them in quotes, token ids in a .npy or .bin file, line-aligned files as in"
+    f" 'train.{{de,en}}', - for standard input, 'datasets:NAME', or {' or '.join(NAMED)}."
 )
 
 
 def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, ...], str]:
-    """The files, in their order, and in words those of a directory that are not read. Raises ConfigError for none."""
+    """The files, in their order, and in words those of a directory that are not read. Raises
+    ConfigError for none."""
     if spec in NAMED:
         return NAMED[spec](), ""
     if spec in standard_input.SPECS:
         return (_source_file(standard_input.spooled(spec, setting, cache), setting),), ""
     if spec.startswith(hub.PREFIX):
-        return tuple(SourceFile(path, "arrow", path.name) for path in hub.dataset_files(spec, setting)), ""
+        return (
+            tuple(
+                SourceFile(path, "arrow", path.name) for path in hub.dataset_files(spec, setting)
+            ),
+            "",
+        )
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return _in_directory(path, setting)
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
-        return _aligned([spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")], setting), ""
+        return (
+            _aligned(
+                [
+                    spec[: group.start()] + name + spec[group.end() :]
+                    for name in group[1].split(",")
+                ],
+                setting,
+            ),
+            "",
+        )
     root, paths = _matching(spec, setting)
     return _named((_source_file(found, setting) for found in paths), root, setting), ""
 
@@ -74,11 +96,14 @@ def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
     found = [_matching(side, setting) for side in sides]
     if len({len(paths) for _, paths in found}) > 1:
-        told = " and ".join(f"{side} finds {len(paths)}" for side, (_, paths) in zip(sides, found, strict=True))
+        told = " and ".join(
+            f"{side} finds {len(paths)}" for side, (_, paths) in zip(sides, found, strict=True)
+        )
         raise ConfigError(f"{setting}: {told} files: give as many.")
     together = zip(*(paths for _, paths in found), strict=True)
     files = (
-        SourceFile(first.absolute(), "parallel", "", tuple(path.absolute() for path in rest)) for first, *rest in together
+        SourceFile(first.absolute(), "parallel", "", tuple(path.absolute() for path in rest))
+        for first, *rest in together
     )
     return _named(files, found[0][0], setting)
 
@@ -90,27 +115,35 @@ def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str
     left_out = _told([path for path in paths if _suffix(path) not in FORMATS])
     if not known:
         raise ConfigError(
-            f"{setting}: the directory {root} has no file that is known by its suffix ({', '.join(FORMATS)}; "
-            f"seen: {left_out or 'no file at all'}): {_by_glob(root, paths)}."
+            f"{setting}: the directory {root} has no file that is known by its suffix"
+            f" ({', '.join(FORMATS)}; seen: {left_out or 'no file at all'}):"
+            f" {_by_glob(root, paths)}."
         )
     return _named((_source_file(path, setting) for path in known), root, setting), left_out
 
 
 def _by_glob(root: Path, paths: list[Path]) -> str:
     """What to do about a directory whose files are none of ours."""
-    common = collections.Counter(path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT)
+    common = collections.Counter(
+        path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT
+    )
     if not common:
         return "give one that has"
-    return f'name text of another suffix by a glob, as in "{root}/**/*{common.most_common(1)[0][0]}"'
+    return (
+        f'name text of another suffix by a glob, as in "{root}/**/*{common.most_common(1)[0][0]}"'
+    )
 
 
 def _below(root: Path, setting: str) -> list[Path]:
-    """Every file below a directory, links followed once, hidden ones left out, in the order of their relative paths."""
+    """Every file below a directory, links followed once, hidden ones left out, in the order of
+    their relative paths."""
     found: list[Path] = []
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(f"{setting}: {error.filename} cannot be read: {error.strerror}. Check its permissions.")
+        raise ConfigError(
+            f"{setting}: {error.filename} cannot be read: {error.strerror}. Check its permissions."
+        )
 
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
@@ -118,31 +151,45 @@ def _below(root: Path, setting: str) -> list[Path]:
         if real not in seen:
             found += [Path(folder, name) for name in names if not name.startswith(".")]
         seen.add(real)
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+    return sorted(
+        (path for path in found if path.is_file()),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
 
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
-    """The file of that name, or the sorted files that a glob finds and the directory that its fixed part names."""
+    """The file of that name, or the sorted files that a glob finds and the directory that its fixed
+    part names."""
     path = Path(os.path.expanduser(spec))
     if path.is_file():
         return None, [path]
     if path.exists():
-        raise ConfigError(f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text into it.")
+        raise ConfigError(
+            f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text"
+            " into it."
+        )
     if not glob.has_magic(spec):
-        raise ConfigError(f"{setting}: {path} does not exist (seen from {os.getcwd()}){_meant(path)}; {ALLOWED}")
+        raise ConfigError(
+            f"{setting}: {path} does not exist (seen from {os.getcwd()}){_meant(path)}; {ALLOWED}"
+        )
     root = Path(*_before_magic(path.parts))
     matches = {Path(name) for name in glob.glob(str(path), recursive=True)}
     if found := sorted(match for match in matches if match.is_file()):
         return root, found
     if matches:
         some = ", ".join(sorted(map(str, matches))[:3])
-        raise ConfigError(f"{setting}: the glob {spec!r} matches directories only ({some}): end it as in '{spec}/*.txt'.")
+        raise ConfigError(
+            f"{setting}: the glob {spec!r} matches directories only ({some}): end it as in"
+            f" '{spec}/*.txt'."
+        )
     if root.is_dir():
         seen = [path for path in root.iterdir() if path.is_file() and not path.name.startswith(".")]
         told = f"; {root} has {_told(seen) or 'no files'}"
     else:
         told = _meant(root)
-    raise ConfigError(f"{setting}: no file matches the glob {spec!r} (seen from {os.getcwd()}){told}; {ALLOWED}")
+    raise ConfigError(
+        f"{setting}: no file matches the glob {spec!r} (seen from {os.getcwd()}){told}; {ALLOWED}"
+    )
 
 
 def _before_magic(parts: tuple[str, ...]) -> Iterable[str]:
@@ -174,7 +221,10 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
         name = file.path.relative_to(root.absolute()).as_posix()
         name = name[: -len(file.path.suffix)] if file.path.suffix.lower() in PACKED else name
         if name in named:
-            raise ConfigError(f"{setting}: {named[name].path} and {file.path} are the same but for compression: keep one.")
+            raise ConfigError(
+                f"{setting}: {named[name].path} and {file.path} are the same but for compression:"
+                " keep one."
+            )
         named[name] = replace(file, name=name)
     return tuple(named.values())
 
@@ -183,7 +233,8 @@ def _source_file(path: Path, setting: str) -> SourceFile:
     suffix = _suffix(path)
     if suffix in NOT_TEXT:
         raise ConfigError(
-            f"{setting}: {path} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst): {NOT_TEXT[suffix]}."
+            f"{setting}: {path} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst):"
+            f" {NOT_TEXT[suffix]}."
         )
     return SourceFile(path.absolute(), FORMATS.get(suffix, "text"))
 
@@ -191,7 +242,11 @@ def _source_file(path: Path, setting: str) -> SourceFile:
 def _suffix(path: Path) -> str:
     """What tells a file's format: its last suffix in small letters, or that before .gz or .zst."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    return suffixes[-2] if suffixes[-1:] and suffixes[-1] in PACKED and len(suffixes) > 1 else "".join(suffixes[-1:])
+    return (
+        suffixes[-2]
+        if suffixes[-1:] and suffixes[-1] in PACKED and len(suffixes) > 1
+        else "".join(suffixes[-1:])
+    )
 
 
 def _told(paths: list[Path]) -> str:

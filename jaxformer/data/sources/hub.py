@@ -1,4 +1,5 @@
-"""Finds the files of what `datasets:NAME` names: on the Hugging Face hub, or in a directory that `datasets` can read."""
+"""Finds the files of what `datasets:NAME` names: on the Hugging Face hub, or in a directory that
+`datasets` can read."""
 
 import contextlib
 import os
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
 
 PREFIX = "datasets:"
 GRAMMAR = (
-    "write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in "
-    "'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train where none is given"
+    "write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in"
+    " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train where none is"
+    " given"
 )
 SECONDS_TO_ANSWER = 10.0
 
 
 class Wanted(NamedTuple):
-    """What is asked of the library: a name on the hub or a directory, and a configuration and a split where given."""
+    """What is asked of the library: a name on the hub or a directory, and a configuration and a
+    split where given."""
 
     name: str
     config: str | None
@@ -29,25 +32,34 @@ class Wanted(NamedTuple):
 
 
 def dataset_files(spec: str, setting: str) -> list[Path]:
-    """The Arrow files of a data set, downloaded or converted by the `datasets` library where they are not yet.
+    """The Arrow files of a data set, downloaded or converted by the `datasets` library where they
+    are not yet.
 
     Raises ConfigError where it cannot be had.
     """
     where = f"{setting}={spec}"
     parts = spec.removeprefix(PREFIX).split(":")
     if len(parts) > 3 or not all(parts) or "[" in spec:
-        raise ConfigError(f"{where} names no data set, or a part of a split: {GRAMMAR}. A split is read whole.")
+        raise ConfigError(
+            f"{where} names no data set, or a part of a split: {GRAMMAR}. A split is read whole."
+        )
     try:
         import datasets
     except ModuleNotFoundError:
         raise ConfigError(
-            f"{where} is read by the library `datasets`, which is not installed: pip install 'jaxformer[datasets]'."
+            f"{where} is read by the library `datasets`, which is not installed: pip install"
+            " 'jaxformer[datasets]'."
         ) from None
-    wanted = Wanted(parts[0], parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None)
+    wanted = Wanted(
+        parts[0], parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None
+    )
     found = _loaded(datasets, wanted, where)
     files = [Path(entry["filename"]) for entry in found.cache_files]
     if not files:
-        raise ConfigError(f"{where} is empty, or in memory alone: save it by save_to_disk, and name that directory.")
+        raise ConfigError(
+            f"{where} is empty, or in memory alone: save it by save_to_disk, and name that"
+            " directory."
+        )
     return files
 
 
@@ -63,29 +75,38 @@ def _loaded(library: ModuleType, wanted: Wanted, where: str) -> "datasets.Datase
         raise
     except ConnectionError as error:
         raise ConfigError(
-            f"{where}: the Hugging Face hub cannot be reached ({error}), and {library.config.HF_DATASETS_CACHE} holds no "
-            f"copy of {wanted.name!r}: run once where there is a network, with HF_HOME on a disk that both see, or save it "
-            "there by save_to_disk and give that directory, as in 'datasets:DIRECTORY'."
+            f"{where}: the Hugging Face hub cannot be reached ({error}), and"
+            f" {library.config.HF_DATASETS_CACHE} holds no copy of {wanted.name!r}: run once where"
+            " there is a network, with HF_HOME on a disk that both see, or save it there by"
+            " save_to_disk and give that directory, as in 'datasets:DIRECTORY'."
         ) from None
     except Exception as error:  # the library's own, Arrow's, and those of its HTTP client
-        raise ConfigError(f"{where} cannot be had from the library `datasets`: {error} To choose, {GRAMMAR}.") from None
+        raise ConfigError(
+            f"{where} cannot be had from the library `datasets`: {error} To choose, {GRAMMAR}."
+        ) from None
 
 
 def _saved(found: Any, wanted: Wanted, where: str) -> "datasets.Dataset":
     """One split of what save_to_disk wrote: a data set, or a dictionary of them."""
-    splits = found if isinstance(found, dict) else {wanted.split if found.split is None else str(found.split): found}
+    splits = (
+        found
+        if isinstance(found, dict)
+        else {wanted.split if found.split is None else str(found.split): found}
+    )
     split = wanted.split or ("train" if isinstance(found, dict) else next(iter(splits)))
     if wanted.config or split not in splits:
         raise ConfigError(
-            f"{where}: {wanted.name} was written by save_to_disk, and has the splits {', '.join(map(str, splits))} and no "
-            f"configurations: write 'datasets:{wanted.name}:SPLIT'."
+            f"{where}: {wanted.name} was written by save_to_disk, and has the splits"
+            f" {', '.join(map(str, splits))} and no configurations: write"
+            f" 'datasets:{wanted.name}:SPLIT'."
         )
     return splits[split]
 
 
 @contextlib.contextmanager
 def _hub_if_it_answers(library: ModuleType) -> Iterator[None]:
-    """Leaves only the library's copies where the hub does not answer, which it would try for half a minute by itself."""
+    """Leaves only the library's copies where the hub does not answer, which it would try for half a
+    minute by itself."""
     import huggingface_hub
 
     before = library.config.HF_HUB_OFFLINE

@@ -1,4 +1,5 @@
-"""The running Python's own modules as text, and a small task to classify: which package a piece of code comes from."""
+"""The running Python's own modules as text, and a small task to classify: which package a piece of
+code comes from."""
 
 import hashlib
 import os
@@ -51,7 +52,8 @@ def packages() -> tuple[SourceFile, ...]:
 
 
 def snippets(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """Pieces of 10 to 40 lines of a module with its package's name, which no line that is kept contains."""
+    """Pieces of 10 to 40 lines of a module with its package's name, which no line that is kept
+    contains."""
     package = file.name.partition("/")[0]
     text = "".join(piece for piece, _ in python_document(file, handler))
     lines = [line for line in text.splitlines(keepends=True) if package.lower() not in line.lower()]

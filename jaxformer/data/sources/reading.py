@@ -1,4 +1,5 @@
-"""Reads files, plain, .gz or .zst, as lines or as documents in bounded pieces; a fault names the file and the place."""
+"""Reads files, plain, .gz or .zst, as lines or as documents in bounded pieces; a fault names the
+file and the place."""
 
 import codecs
 import os
@@ -27,9 +28,11 @@ TextPiece = tuple[str, bool]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file, its format, its name within its source, empty where it is all of it, and the files that run beside it.
+    """A file, its format, its name within its source, empty where it is all of it, and the files
+    that run beside it.
 
-    `place` is that of all its documents in an order by hash, where they are not put in order by their own names.
+    `place` is that of all its documents in an order by hash, where they are not put in order by
+    their own names.
     """
 
     path: Path
@@ -50,9 +53,13 @@ class SourceFile:
         return sum(size for size, _ in self.sizes_and_times())
 
     def sizes_and_times(self) -> list[tuple[int, int]]:
-        """Of it and of those beside it, the bytes on the disk and the time of change in nanoseconds. Raises ConfigError."""
+        """Of it and of those beside it, the bytes on the disk and the time of change in
+        nanoseconds. Raises ConfigError."""
         try:
-            return [(found.st_size, found.st_mtime_ns) for found in map(os.stat, (self.path, *self.beside))]
+            return [
+                (found.st_size, found.st_mtime_ns)
+                for found in map(os.stat, (self.path, *self.beside))
+            ]
         except OSError as error:
             raise unreadable(self.path, error) from None
 
@@ -72,7 +79,8 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 def read_text(path: Path, mend: Callable[[bytes, int], str]) -> Iterator[str]:
     """The text of a file, a block at a time, without a byte order mark.
 
-    `mend` gets each block that is not UTF-8, with its offset in the file, and gives the text to take for it.
+    `mend` gets each block that is not UTF-8, with its offset in the file, and gives the text to
+    take for it.
     """
     held, offset = b"", 0
 
@@ -93,13 +101,16 @@ def read_text(path: Path, mend: Callable[[bytes, int], str]) -> Iterator[str]:
 
 
 def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """The documents of a text file, parted by a literal <|endoftext|> (one line break on either side belongs to it).
+    """The documents of a text file, parted by a literal <|endoftext|> (one line break on either
+    side belongs to it).
 
     What is parted off and holds nothing but white space is no document.
     """
     if handler.policy.undecodable == "skip":
         return _decodable_documents(file.path, handler)
-    return _documents(file.path, handler, lambda raw, offset: str(handler.decoded(raw, str(file.path), offset)))
+    return _documents(
+        file.path, handler, lambda raw, offset: str(handler.decoded(raw, str(file.path), offset))
+    )
 
 
 def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
@@ -119,7 +130,8 @@ def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPie
 
 
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
-    """Each line of a file with its number from 1, without its line break; None for one that is to be left out."""
+    """Each line of a file with its number from 1, without its line break; None for one that is to
+    be left out."""
     number, offset = 1, 0
     for raw in _whole_lines(path):
         lines: list[str | None]
@@ -150,12 +162,14 @@ def is_blank(text: str) -> bool:
 def unreadable(what: Path | str, error: OSError) -> ConfigError:
     """The message for a file that cannot be opened or read."""
     return ConfigError(
-        f"{what} cannot be read: {error.strerror or error}. Check its permissions, and that its disk is there."
+        f"{what} cannot be read: {error.strerror or error}. Check its permissions, and that its"
+        " disk is there."
     )
 
 
 def _decodable_documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """Documents without those that hold bytes that are not UTF-8; a second reading runs ahead, so that none is held."""
+    """Documents without those that hold bytes that are not UTF-8; a second reading runs ahead, so
+    that none is held."""
     first: list[int] = []
 
     def escaped(raw: bytes, offset: int) -> str:
@@ -175,7 +189,9 @@ def _decodable_documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiec
             yield text, ends
         ending = ends
     if left_out:
-        handler.skipped.add("documents with bytes that are not UTF-8", f"{path}, byte {first[0]}", left_out)
+        handler.skipped.add(
+            "documents with bytes that are not UTF-8", f"{path}, byte {first[0]}", left_out
+        )
 
 
 def _one_document(pieces: Iterator[TextPiece]) -> Iterator[str]:
@@ -193,7 +209,9 @@ def _is_whole(text: str) -> bool:
         return False
 
 
-def _documents(path: Path, handler: ErrorHandler, mend: Callable[[bytes, int], str]) -> Iterator[TextPiece]:
+def _documents(
+    path: Path, handler: ErrorHandler, mend: Callable[[bytes, int], str]
+) -> Iterator[TextPiece]:
     held, begun, parts = "", False, 0
     for text in read_text(path, mend):
         whole, held = _split_off(held + text)
@@ -205,13 +223,18 @@ def _documents(path: Path, handler: ErrorHandler, mend: Callable[[bytes, int], s
         yield from ((piece, False) for piece in ready)
     *whole, last = held.split(SEPARATOR)  # one at the very end of the file is still there
     for document in whole:
-        yield from _parted_off(_without_last_break(document), begun, handler, path, parts and parts + 1)
+        yield from _parted_off(
+            _without_last_break(document), begun, handler, path, parts and parts + 1
+        )
         begun, parts = False, parts + 1
     yield from _parted_off(last, begun, handler, path, 0 if parts else 1)
 
 
-def _parted_off(document: str, begun: bool, handler: ErrorHandler, path: Path, number: int) -> Iterator[TextPiece]:
-    """A document, or its end. Number 0: nothing before the first separator or after the last is no document missing."""
+def _parted_off(
+    document: str, begun: bool, handler: ErrorHandler, path: Path, number: int
+) -> Iterator[TextPiece]:
+    """A document, or its end. Number 0: nothing before the first separator or after the last is no
+    document missing."""
     if begun or not is_blank(document):
         yield from in_pieces(document)
     elif number:
@@ -228,12 +251,16 @@ def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[byte
             try:
                 yield unpacker.decompress(block)
             except faults as error:
-                raise ConfigError(f"{path} is damaged, or not a {suffix} file ({error}): make or fetch it again.") from None
+                raise ConfigError(
+                    f"{path} is damaged, or not a {suffix} file ({error}): make or fetch it again."
+                ) from None
             block = b""
             if unpacker.eof:
                 block, unpacker = unpacker.unused_data.lstrip(b"\0"), None
     if unpacker is not None:
-        raise ConfigError(f"{path} is truncated: its compressed data ends early. Make or fetch it again.")
+        raise ConfigError(
+            f"{path} is truncated: its compressed data ends early. Make or fetch it again."
+        )
 
 
 def _unpacker(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
@@ -245,7 +272,8 @@ def _unpacker(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The bytes of a file in parts that each end with a line break, but for the last of one that does not."""
+    """The bytes of a file in parts that each end with a line break, but for the last of one that
+    does not."""
     held: list[bytes] = []
     for block in read_blocks(path):
         if end := block.rfind(b"\n") + 1:
@@ -257,7 +285,8 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _split_off(text: str) -> tuple[list[str], str]:
-    """The documents that a separator ends, and the rest; a separator waits until the line break after it can be seen."""
+    """The documents that a separator ends, and the rest; a separator waits until the line break
+    after it can be seen."""
     documents, start = [], 0
     while (found := text.find(SEPARATOR, start)) >= 0 and found + len(SEPARATOR) + 2 <= len(text):
         documents.append(_without_last_break(text[start:found]))
@@ -271,7 +300,8 @@ def _without_last_break(text: str) -> str:
 
 
 def _cut_up(text: str, spare: int = 0) -> list[str]:
-    """Pieces that depend on the document alone, however it was read; `spare` characters may not be the document's."""
+    """Pieces that depend on the document alone, however it was read; `spare` characters may not be
+    the document's."""
     pieces, start = [], 0
     while len(text) - start > 2 * PIECE_CHARACTERS + spare:
         end = _cut(text, start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS)
@@ -281,7 +311,8 @@ def _cut_up(text: str, spare: int = 0) -> list[str]:
 
 
 def _cut(text: str, low: int, high: int) -> int:
-    """Where to cut between two places: before white space that follows a letter or digit, which no pre-tokenizer joins."""
+    """Where to cut between two places: before white space that follows a letter or digit, which no
+    pre-tokenizer joins."""
     for space in "\n\r \t":
         at = text.rfind(space, low, high)
         while at > low:

@@ -1,4 +1,5 @@
-"""Reads records with named fields: .jsonl, .tsv, line-aligned files; a fault names the file, the line and the field."""
+"""Reads records with named fields: .jsonl, .tsv, line-aligned files; a fault names the file, the
+line and the field."""
 
 import itertools
 import json
@@ -9,7 +10,8 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
-# A text, a label, or the words of a text or their tags; a record has one for each field that was asked for.
+# A text, a label, or the words of a text or their tags; a record has one for each field that was
+# asked for.
 Value = str | tuple[str, ...]
 Record = tuple[Value, ...]
 Kind = Literal["text", "label", "words", "tags"]
@@ -33,13 +35,19 @@ Fields = tuple[RecordField, ...]
 
 
 def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .jsonl file: one object on each line. Raises ConfigError with the line number."""
-    lines = ((number, line) for number, line in text_lines(file.path, handler) if line and not line.isspace())
+    """The records of a .jsonl file: one object on each line. Raises ConfigError with the line
+    number."""
+    lines = (
+        (number, line)
+        for number, line in text_lines(file.path, handler)
+        if line and not line.isspace()
+    )
     return checked_records(lines, _json_object, fields, handler, f"{file.path}, line")
 
 
 def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .tsv file: columns apart by tabs, never quoted, named by the first line. Raises ConfigError."""
+    """The records of a .tsv file: columns apart by tabs, never quoted, named by the first line.
+    Raises ConfigError."""
     lines = text_lines(file.path, handler)
     if (first := next(lines, None)) is None:
         return iter(())
@@ -57,12 +65,15 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
         return dict(zip(names, found, strict=True))
 
     # Tabs alone are fields, all of them empty.
-    full = ((number, line) for number, line in lines if line and ("\t" in line or not line.isspace()))
+    full = (
+        (number, line) for number, line in lines if line and ("\t" in line or not line.isspace())
+    )
     return checked_records(full, columns, fields, handler, f"{file.path}, line")
 
 
 def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """Line n of each of as many files as there are fields, in their order. Raises ConfigError where one has fewer lines."""
+    """Line n of each of as many files as there are fields, in their order. Raises ConfigError where
+    one has fewer lines."""
     paths = (file.path, *file.beside)
     names = [field.name for field in fields]
     return checked_records(
@@ -75,9 +86,14 @@ def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) ->
 
 
 def checked_records(
-    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], Any], fields: Fields, handler: ErrorHandler, where: str
+    rows: Iterable[tuple[int, Any]],
+    parse: Callable[[Any], Any],
+    fields: Fields,
+    handler: ErrorHandler,
+    where: str,
 ) -> Iterator[Record]:
-    """The fields of each row, which comes with its number; `parse` makes an object of it, or raises a Fault.
+    """The fields of each row, which comes with its number; `parse` makes an object of it, or raises
+    a Fault.
 
     A text alone that is blank is no record.
     """
@@ -121,8 +137,12 @@ def _aligned(file: SourceFile, handler: ErrorHandler) -> Iterator[tuple[int, tup
                 longest + sum(1 for _ in reader) if line else longest - 1
                 for line, reader in zip(lines, readers, strict=True)
             ]
-            told = " and ".join(f"{path} has {count:,} lines" for path, count in zip(paths, counts, strict=True))
-            raise ConfigError(f"{told}: line n of each must belong together, so give as many lines in each.")
+            told = " and ".join(
+                f"{path} has {count:,} lines" for path, count in zip(paths, counts, strict=True)
+            )
+            raise ConfigError(
+                f"{told}: line n of each must belong together, so give as many lines in each."
+            )
         texts = tuple(text for _, text in lines if text is not None)
         if len(texts) < len(paths):
             continue
@@ -136,7 +156,11 @@ def _record(found: Any, fields: Fields) -> Record:
     values: list[Value] = []
     for field in fields:
         if not isinstance(found, dict) or field.name not in found:
-            shown = f"its fields are {', '.join(map(repr, found))}" if isinstance(found, dict) else "it is no object"
+            shown = (
+                f"its fields are {', '.join(map(repr, found))}"
+                if isinstance(found, dict)
+                else "it is no object"
+            )
             raise RecordError(
                 f"records without the field {field.name!r}",
                 f" has no field {field.name!r} ({shown}): {_remedy(field)}.",
@@ -152,11 +176,16 @@ def _record(found: Any, fields: Fields) -> Record:
         _check_characters(field, value)
         values.append(value)
     counts = [
-        (field.name, len(value)) for field, value in zip(fields, values, strict=True) if field.kind in ("words", "tags")
+        (field.name, len(value))
+        for field, value in zip(fields, values, strict=True)
+        if field.kind in ("words", "tags")
     ]
     if len({count for _, count in counts}) > 1:
         told = " and ".join(f"the field {name!r} {count}" for name, count in counts)
-        raise RecordError("records with more tags than words, or fewer", f": {told} entries: give one tag for each word.")
+        raise RecordError(
+            "records with more tags than words, or fewer",
+            f": {told} entries: give one tag for each word.",
+        )
     return tuple(values)
 
 
@@ -175,7 +204,8 @@ def _check_characters(field: RecordField, value: Value) -> None:
     except UnicodeEncodeError as error:
         raise RecordError(
             "records with half a surrogate pair",
-            f": the field {field.name!r} holds half a surrogate pair ({error}): no text has one alone.",
+            f": the field {field.name!r} holds half a surrogate pair ({error}): no text has one"
+            " alone.",
         ) from None
 
 
@@ -189,16 +219,27 @@ def _label(value: Any) -> str | None:
 
 def _words(value: Any) -> Value | None:
     words = value.split() if isinstance(value, str) else value
-    return tuple(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+    return (
+        tuple(words)
+        if isinstance(words, list) and all(isinstance(word, str) for word in words)
+        else None
+    )
 
 
 def _tags(value: Any) -> Value | None:
     tags = value.split() if isinstance(value, str) else value
-    known = [tag for tag in map(_label, tags) if tag is not None] if isinstance(tags, list) else None
+    known = (
+        [tag for tag in map(_label, tags) if tag is not None] if isinstance(tags, list) else None
+    )
     return tuple(known) if known is not None and len(known) == len(tags) else None
 
 
-CONVERTERS: dict[Kind, Callable[[Any], Value | None]] = {"text": _text, "label": _label, "words": _words, "tags": _tags}
+CONVERTERS: dict[Kind, Callable[[Any], Value | None]] = {
+    "text": _text,
+    "label": _label,
+    "words": _words,
+    "tags": _tags,
+}
 EXPECTED: dict[Kind, str] = {
     "text": "a string",
     "label": "a string or a whole number",

@@ -23,7 +23,14 @@ from jaxformer.data.sources.reading import (
     text_documents,
     unreadable,
 )
-from jaxformer.data.sources.records import Fields, Record, RecordField, json_records, parallel_records, tsv_records
+from jaxformer.data.sources.records import (
+    Fields,
+    Record,
+    RecordField,
+    json_records,
+    parallel_records,
+    tsv_records,
+)
 
 # A source of one field gives documents of text; one of several gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
@@ -58,14 +65,16 @@ class Piece(NamedTuple):
 class Source:
     """Files in a fixed order; `setting` and `spec` are what the user wrote, for messages.
 
-    A document is named by its file alone: "<name of the file>#<index within it>", or the name of a file that is one
-    document, or the bare index where the file was named by itself. So `part` can be read apart, anywhere:
+    A document is named by its file alone: "<name of the file>#<index within it>", or the name of a
+    file that is one document, or the bare index where the file was named by itself. So `part` can
+    be read apart, anywhere:
 
         skipped = Skipped()                             # {reason: (count, place of the first)}, a dict
         for piece in source.part(source.files[3:5]).pieces(skipped): ...
         total.merge(skipped)                            # in the order of the files; total.lines() says it in words
 
-    `left_out` says in words which files of a directory are not read, for a notice; it is empty where all are.
+    `left_out` says in words which files of a directory are not read, for a notice; it is empty
+    where all are.
     """
 
     setting: str
@@ -87,13 +96,16 @@ class Source:
         return replace(self, files=tuple(files))
 
     def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
-        """Every document or record of every file, in order; what is passed over is counted in `skipped`.
+        """Every document or record of every file, in order; what is passed over is counted in
+        `skipped`.
 
         Raises ConfigError for what cannot be read.
         """
         handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
         for file in self.files:
-            yield from self._records(file, handler) if self.of_records else self._documents(file, handler)
+            yield from (
+                self._records(file, handler) if self.of_records else self._documents(file, handler)
+            )
 
     def _documents(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         if file.format in TEXTS:
@@ -107,7 +119,9 @@ class Source:
             index += ends
 
     def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
-        shown = [index for index, field in enumerate(self.fields) if field.kind in ("text", "words")]
+        shown = [
+            index for index, field in enumerate(self.fields) if field.kind in ("text", "words")
+        ]
         for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
             texts = (record[field] for field in shown)
             text = "\n".join(text if isinstance(text, str) else " ".join(text) for text in texts)
@@ -119,7 +133,8 @@ class Source:
         return "files of each package" if self._places else "documents"
 
     def place(self, document: str) -> float:
-        """Where a document comes in an order by hash, from 0 to 1; pieces of code among the files of their own package."""
+        """Where a document comes in an order by hash, from 0 to 1; pieces of code among the files
+        of their own package."""
         return self._places.get(document, hashed(document))
 
     @functools.cached_property
@@ -127,7 +142,8 @@ class Source:
         return {file.name: file.place for file in self.files if file.place is not None}
 
     def signature(self) -> str:
-        """Changes when a file does, as far as its path, size and time of change tell; reads no content."""
+        """Changes when a file does, as far as its path, size and time of change tell; reads no
+        content."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
         return fingerprint(self.fields, astuple(self.policy), files)
 
@@ -139,8 +155,9 @@ def find_source(
     policy: ErrorPolicy = STRICT,
     cache: str | Path = DataConfig.cache_dir,
 ) -> Source:
-    """What one spec names: a named source, a file, a directory, a glob, line-aligned files by braces ('train.{de,en}.gz'),
-    standard input ('-'; kept below `cache`), or a data set ('datasets:NAME:SPLIT').
+    """What one spec names: a named source, a file, a directory, a glob, line-aligned files by
+    braces ('train.{de,en}.gz'), standard input ('-'; kept below `cache`), or a data set
+    ('datasets:NAME:SPLIT').
 
     Raises ConfigError where there are none, or they do not hold the fields that are asked for.
     """
@@ -158,16 +175,19 @@ def _check(file: SourceFile, where: str, fields: Fields) -> None:
     wanted = " and ".join(map(str, fields))
     if file.format in TEXTS and len(fields) > 1:
         raise ConfigError(
-            f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}: give a .jsonl, .tsv or "
-            ".parquet file with these fields, or line-aligned files as in 'train.{de,en}'."
+            f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}:"
+            " give a .jsonl, .tsv or .parquet file with these fields, or line-aligned files as in"
+            " 'train.{de,en}'."
         )
     if file.format == "parallel" and len(file.beside) + 1 != len(fields):
         raise ConfigError(
-            f"{where} names {len(file.beside) + 1} line-aligned files, and data.objective takes {len(fields)}: {wanted}."
+            f"{where} names {len(file.beside) + 1} line-aligned files, and data.objective takes"
+            f" {len(fields)}: {wanted}."
         )
     if file.format == "snippets" and [field.kind for field in fields] != ["text", "label"]:
         raise ConfigError(
-            f"{where} holds pieces of code and their packages: set data.objective=classes (model.head=classes)."
+            f"{where} holds pieces of code and their packages: set data.objective=classes"
+            " (model.head=classes)."
         )
 
 
