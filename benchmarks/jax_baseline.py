@@ -26,7 +26,8 @@ from jaxformer.models import decoder  # noqa: E402
 
 
 class Trainer:
-    """Trains a run a step at a time on random tokens; `weights` is a file for the initial values."""
+    """Trains a run a step at a time on random tokens; `weights` is a file for the initial
+    values."""
 
     def __init__(self, run: RunConfig, weights: str) -> None:
         ready, self.kernel = ready_on_random_tokens(run)

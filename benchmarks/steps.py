@@ -59,7 +59,8 @@ def _state(setup: RunSetup) -> TrainState:
 
 
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
-    """The jitted step of a decoder's run with one batch of random tokens, and the kernel in words."""
+    """The jitted step of a decoder's run with one batch of random tokens, and the kernel in
+    words."""
     run, kernel = with_kernel(run, PACKED)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     schedule = make_schedule(run.optimizer, run.train.steps)

@@ -1,4 +1,5 @@
-"""What the benchmarks train: runs, and their shapes as flags of the PyTorch worker; small ones too."""
+"""What the benchmarks train: runs, and their shapes as flags of the PyTorch worker; small ones
+too."""
 
 import random
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A loss of your own: a small decoder learns the next-byte distribution of a larger one
 (distillation, arXiv:1503.02531).
 
-python examples/own_loss.py [RUN_DIRECTORY]        # the same line continues what the directory holds
+python examples/own_loss.py [RUN_DIRECTORY]  # the same line continues what the directory holds
 """
 
 import sys

@@ -1,7 +1,7 @@
 """A model of your own: an MLP that learns a curve, through the same step, sharding, resume and
 evaluation as train.py.
 
-python examples/own_model.py [RUN_DIRECTORY]       # the same line continues what the directory holds
+python examples/own_model.py [RUN_DIRECTORY]  # the same line continues what the directory holds
 """
 
 import sys

@@ -26,7 +26,8 @@ TRUNCATED = (  # in what it says, under another status, of a chunk that cannot b
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
-    """`{"params.blocks.attention.q": leaf, ...}`: names that survive any change of the containers."""
+    """`{"params.blocks.attention.q": leaf, ...}`: names that survive any change of the
+    containers."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -130,7 +131,8 @@ class Checkpoints:
         return None
 
     def _set_aside(self, damaged: Mapping[int, str], log: Log) -> None:
-        """Renames damaged checkpoints, so that their steps can be saved again and nothing is lost."""
+        """Renames damaged checkpoints, so that their steps can be saved again and nothing is
+        lost."""
         if not damaged or jax.process_index() > 0:
             return
         for step in damaged:

@@ -145,7 +145,8 @@ def _meant(error: Exception) -> str:
 
 
 def _require_fields(arguments: Sequence[str]) -> None:
-    """ConfigError for the first `--section.field` that there is not, with the field that was meant."""
+    """ConfigError for the first `--section.field` that there is not, with the field that was
+    meant."""
     known = {*flat(RunConfig()), "help"}
     for argument in arguments:
         name = argument.partition("=")[0].removeprefix("--").replace("-", "_")

@@ -1,4 +1,5 @@
-"""The settings of a model: its family, its shape, and which row of each table of variants it uses."""
+"""The settings of a model: its family, its shape, and which row of each table of variants it
+uses."""
 
 import math
 from dataclasses import dataclass

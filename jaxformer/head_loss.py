@@ -1,4 +1,5 @@
-"""The losses and metrics that a model's heads are trained and evaluated by, as sums over a batch."""
+"""The losses and metrics that a model's heads are trained and evaluated by, as sums over a
+batch."""
 
 from typing import Any
 

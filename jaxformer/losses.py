@@ -19,7 +19,8 @@ from jaxformer.params import CustomLeaf, contract, is_custom
 DENSE_LOGITS = 2**23  # up to this many a device are computed at once
 TILE_ROWS = {
     "cpu": 512
-    # tokens of a tile on each device beyond that: enough to hide the sum over tiles behind the products
+    # tokens of a tile on each device beyond that: enough to hide the sum over tiles behind the
+    # products
 }
 TILE_ROWS_ELSEWHERE = 8192
 

@@ -1,4 +1,5 @@
-"""Devices as a mesh, and the places of parameters and batches on it, by the rules of `sharding.py`."""
+"""Devices as a mesh, and the places of parameters and batches on it, by the rules of
+`sharding.py`."""
 
 import math
 from collections.abc import Sequence

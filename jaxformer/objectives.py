@@ -1,4 +1,5 @@
-"""Objectives: the models that can learn each, what it reads, how its rows are made, and its loss."""
+"""Objectives: the models that can learn each, what it reads, how its rows are made, and its
+loss."""
 
 import functools
 import inspect
@@ -27,8 +28,9 @@ class Objective(NamedTuple):
 
     The models that can learn it are those of its `families` and its `head`.
 
-    fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field, or a
-        `RecordField` itself, as `Field("", "rejected", "text")`. One alone means that it reads text.
+    fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field,
+        or a `RecordField` itself, as `Field("", "rejected", "text")`. One alone means that it reads
+        text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
     template, rows: how rows are made, of records by the template, of text by `rows`.

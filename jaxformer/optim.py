@@ -89,7 +89,8 @@ Rule = Callable[[OptimizerConfig, Specs], optax.GradientTransformation]
 
 
 def _adafactor(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Factored second moments and clipped updates, at the schedule's own rate (arXiv:1804.04235)."""
+    """Factored second moments and clipped updates, at the schedule's own rate
+    (arXiv:1804.04235)."""
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 

@@ -113,7 +113,8 @@ def normal(std: float) -> InitFunction:
 
 
 def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010, for linear layers)."""
+    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010, for linear
+    layers)."""
     std = math.sqrt(2 / (spec.fan_in + spec.fan_out))
     return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
 
@@ -273,7 +274,8 @@ def contract(
 
 
 def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
-    """The axes of x, of w and of the result; ValueError where they make no sense for these shapes."""
+    """The axes of x, of w and of the result; ValueError where they make no sense for these
+    shapes."""
     parts = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
     if parts is None:
         raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")

@@ -43,7 +43,8 @@ NonNegative = Annotated[float, Bounds(0)]
 
 @dataclass(frozen=True)
 class TableAt:
-    """Says of a `Literal` in `Annotated` which `Table` its values name rows of, by its full name."""
+    """Says of a `Literal` in `Annotated` which `Table` its values name rows of, by its full
+    name."""
 
     path: str
 

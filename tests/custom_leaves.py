@@ -16,7 +16,8 @@ RANK = 2
 
 @struct.dataclass
 class LowRank:
-    """weight + a b, contracted without being made: weight [I..., O...], a [I..., R], b [R, O...]."""
+    """weight + a b, contracted without being made: weight [I..., O...], a [I..., R], b [R,
+    O...]."""
 
     weight: Any
     a: Any

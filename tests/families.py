@@ -106,7 +106,8 @@ def fits(choice):
 
 @functools.cache
 def pairwise():
-    """Choices that together hold every pair of options that fit together, by filling in greedily."""
+    """Choices that together hold every pair of options that fit together, by filling in
+    greedily."""
     options = [(factor, option) for factor, row in VARIANTS.items() for option in row]
     apart = {
         frozenset((a, b))

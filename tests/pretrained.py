@@ -189,7 +189,8 @@ def our_logits(model, batch):
 
 
 def assert_close(found, expected, batch):
-    """Logits within 2e-4 of the reference's standard deviation, at every place that is no padding."""
+    """Logits within 2e-4 of the reference's standard deviation, at every place that is no
+    padding."""
     assert found.shape == expected.shape and found.dtype == np.float32
     if expected.ndim == 3:
         found, expected = found[real(batch)], expected[real(batch)]

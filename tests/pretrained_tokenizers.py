@@ -43,10 +43,12 @@ ALPHABET = sorted({character for text in TEXTS for character in text.replace(" "
 
 # Texts on which tokenizers differ.
 HARD = [
-    "", " ", "  \t ", "plain words", " leading", "trailing  ", "a  b   c    d", "tab\there", "line\r\nline\n\n\n", "\r",
+    "", " ", "  \t ", "plain words", " leading", "trailing  ", "a  b   c    d", "tab\there",
+    "line\r\nline\n\n\n", "\r",
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \U0001f1e9\U0001f1ea \u2764\ufe0f 🙂",
     "你好世界こんにちは", "\uff0c\uff01\u3000", "مرحبا بالعالم، كيف الحال؟", "שָׁלוֹם", "नमस्ते दुनिया",
-    "e\u0301 \u1e9b\u0323 \ufb01 \u2460 \u212b \u00bd", "zero\u200bwidth\u00a0no-break", "a\u0000b", "\ufeffbom",
+    "e\u0301 \u1e9b\u0323 \ufb01 \u2460 \u212b \u00bd", "zero\u200bwidth\u00a0no-break",
+    "a\u0000b", "\ufeffbom",
     "\U0001f9ff\ufffd", "\u2581meta\u2581", "x" * 3000, "don't . I'm , we 've ! n't ' quoted ' ?",
     "1234567 3.14159 x_1", "<0x0A> ##a [unused1] <extra_id_0>", "<S> </S> [cls]",
 ]  # fmt: skip

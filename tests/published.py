@@ -72,9 +72,12 @@ CLASSES = dict(
 )
 
 GPT2 = dict(
-    activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1, bos_token_id=1, embd_pdrop=0.1,
-    eos_token_id=1, initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=ROOM, n_embd=WIDTH, n_head=4,
-    n_layer=2, n_positions=ROOM, resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1,
+    activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
+    bos_token_id=1, embd_pdrop=0.1,
+    eos_token_id=1, initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="gpt2",
+    n_ctx=ROOM, n_embd=WIDTH, n_head=4,
+    n_layer=2, n_positions=ROOM, resid_pdrop=0.1, summary_activation=None,
+    summary_first_dropout=0.1,
     summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True, vocab_size=71,
     task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
 )  # fmt: skip
@@ -91,8 +94,10 @@ case(
 )
 
 LLAMA2 = LAYERS | dict(
-    _name_or_path="meta-llama/Llama-2-7b-hf", architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2,
-    hidden_act="silu", initializer_range=0.02, model_type="llama", num_key_value_heads=4, pretraining_tp=1,
+    _name_or_path="meta-llama/Llama-2-7b-hf", architectures=["LlamaForCausalLM"], bos_token_id=1,
+    eos_token_id=2,
+    hidden_act="silu", initializer_range=0.02, model_type="llama", num_key_value_heads=4,
+    pretraining_tp=1,
     rms_norm_eps=1e-05, rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16",
     transformers_version="4.31.0.dev0", use_cache=True, vocab_size=71,
 )  # fmt: skip
@@ -104,7 +109,8 @@ SCALED = dict(
     rope_type="llama3",
 )
 LLAMA3 = less(LLAMA2, "_name_or_path") | dict(
-    attention_bias=False, attention_dropout=0.0, eos_token_id=[2, 3, 4], mlp_bias=False, num_key_value_heads=2,
+    attention_bias=False, attention_dropout=0.0, eos_token_id=[2, 3, 4], mlp_bias=False,
+    num_key_value_heads=2,
     rope_theta=500000.0, rope_scaling=SCALED, torch_dtype="bfloat16", transformers_version="4.42.3",
 )  # fmt: skip
 FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(2)}
@@ -131,59 +137,79 @@ MISTRAL = less(LLAMA2, "_name_or_path", "pretraining_tp", "rope_scaling") | dict
 case("mistral-7b-v0.1", MISTRAL, BF16)
 
 QWEN2 = less(LLAMA3, "pretraining_tp", "rope_scaling", "attention_bias", "mlp_bias") | dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_window_layers=2, sliding_window=ROOM,
-    use_sliding_window=False, tie_word_embeddings=True, use_mrope=False, eos_token_id=3, rms_norm_eps=1e-06,
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_window_layers=2,
+    sliding_window=ROOM,
+    use_sliding_window=False, tie_word_embeddings=True, use_mrope=False, eos_token_id=3,
+    rms_norm_eps=1e-06,
     rope_theta=1000000.0,
 )  # fmt: skip
 QWEN3 = less(QWEN2, "use_mrope") | dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=10, attention_bias=False, rope_scaling=None,
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=10, attention_bias=False,
+    rope_scaling=None,
     sliding_window=None,
 )  # fmt: skip
 case("qwen2.5-0.5b-instruct", QWEN2, BF16)
 case("qwen3-0.6b", QWEN3, both(also({"lm_head.weight": "model.embed_tokens.weight"}), BF16))
 
 GEMMA2 = less(LLAMA3, "pretraining_tp", "rope_scaling", "mlp_bias", "tie_word_embeddings") | dict(
-    architectures=["Gemma2ForCausalLM"], model_type="gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
-    head_dim=8, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
-    pad_token_id=0, query_pre_attn_scalar=8, rope_theta=10000.0, sliding_window=9, eos_token_id=[1, 5], rms_norm_eps=1e-06,
+    architectures=["Gemma2ForCausalLM"], model_type="gemma2", attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    head_dim=8, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+    pad_token_id=0, query_pre_attn_scalar=8, rope_theta=10000.0, sliding_window=9,
+    eos_token_id=[1, 5], rms_norm_eps=1e-06,
 )  # fmt: skip
 GEMMA3 = less(GEMMA2, "hidden_act") | dict(
-    architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", attn_logit_softcapping=None, final_logit_softcapping=None,
-    num_key_value_heads=1, num_hidden_layers=7, rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000,
+    architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    num_key_value_heads=1, num_hidden_layers=7, rope_local_base_freq=10000, rope_scaling=None,
+    rope_theta=1000000,
     sliding_window_pattern=6,
 )  # fmt: skip
 case("gemma-2-2b-it", GEMMA2, BF16)
 case("gemma-3-1b-it", GEMMA3, BF16)
 
 NEOX = LAYERS | dict(
-    architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu", hidden_size=32,
-    initializer_range=0.02, layer_norm_eps=1e-05, model_type="gpt_neox", rotary_emb_base=10000, rotary_pct=0.25,
+    architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu",
+    hidden_size=32,
+    initializer_range=0.02, layer_norm_eps=1e-05, model_type="gpt_neox", rotary_emb_base=10000,
+    rotary_pct=0.25,
     tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.24.0", use_cache=True,
     use_parallel_residual=True, vocab_size=71,
 )  # fmt: skip
 TUNED = dict(
-    attention_bias=True, attention_dropout=0.0, classifier_dropout=0.1, hidden_dropout=0.0, partial_rotary_factor=0.25,
+    attention_bias=True, attention_dropout=0.0, classifier_dropout=0.1, hidden_dropout=0.0,
+    partial_rotary_factor=0.25,
     rope_scaling=None, rope_theta=10000, transformers_version="4.50.0",
 )  # fmt: skip
 case("pythia-70m", NEOX, both(also({"gpt_neox.layers.0.attention.bias": TRIANGLE.byte()}), F16))
 case("a pythia tuned with transformers 4.50", NEOX | TUNED)
 
 BLOOM = dict(
-    apply_residual_connection_post_layernorm=False, attention_dropout=0.0, attention_softmax_in_fp32=True,
-    architectures=["BloomForCausalLM"], bias_dropout_fusion=True, bos_token_id=1, eos_token_id=2, pad_token_id=3,
-    hidden_dropout=0.0, initializer_range=0.02, layer_norm_epsilon=1e-05, masked_softmax_fusion=True, model_type="bloom",
-    n_embed=WIDTH, n_inner=None, n_layer=2, num_attention_heads=4, offset_alibi=100, pretraining_tp=1, skip_bias_add=True,
-    skip_bias_add_qkv=False, transformers_version="4.20.0", unk_token_id=0, use_cache=True, vocab_size=71,
+    apply_residual_connection_post_layernorm=False, attention_dropout=0.0,
+    attention_softmax_in_fp32=True,
+    architectures=["BloomForCausalLM"], bias_dropout_fusion=True, bos_token_id=1, eos_token_id=2,
+    pad_token_id=3,
+    hidden_dropout=0.0, initializer_range=0.02, layer_norm_epsilon=1e-05,
+    masked_softmax_fusion=True, model_type="bloom",
+    n_embed=WIDTH, n_inner=None, n_layer=2, num_attention_heads=4, offset_alibi=100,
+    pretraining_tp=1, skip_bias_add=True,
+    skip_bias_add_qkv=False, transformers_version="4.20.0", unk_token_id=0, use_cache=True,
+    vocab_size=71,
 )  # fmt: skip
 case("bloom-560m", BLOOM, both(bare("transformer."), F16))
 
 BERT = LAYERS | dict(
-    architectures=["BertForMaskedLM"], attention_probs_dropout_prob=0.1, gradient_checkpointing=False, hidden_act="gelu",
-    hidden_dropout_prob=0.1, initializer_range=0.02, layer_norm_eps=1e-12, model_type="bert", pad_token_id=0,
-    position_embedding_type="absolute", transformers_version="4.6.0.dev0", type_vocab_size=2, use_cache=True, vocab_size=71,
+    architectures=["BertForMaskedLM"], attention_probs_dropout_prob=0.1,
+    gradient_checkpointing=False, hidden_act="gelu",
+    hidden_dropout_prob=0.1, initializer_range=0.02, layer_norm_eps=1e-12, model_type="bert",
+    pad_token_id=0,
+    position_embedding_type="absolute", transformers_version="4.6.0.dev0", type_vocab_size=2,
+    use_cache=True, vocab_size=71,
 )  # fmt: skip
 POOLED = dict(
-    directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12, pooler_num_fc_layers=3,
+    directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12,
+    pooler_num_fc_layers=3,
     pooler_size_per_head=128, pooler_type="first_token_transform",
 )  # fmt: skip
 SENTENCES = {
@@ -204,8 +230,10 @@ case(
     also({"bert.embeddings.position_ids": torch.arange(ROOM)[None]}),
 )
 
-ROBERTA = less(BERT, "gradient_checkpointing", "transformers_version", "position_embedding_type", "use_cache") | dict(
-    architectures=["RobertaForMaskedLM"], bos_token_id=0, eos_token_id=2, layer_norm_eps=1e-05, model_type="roberta",
+ROBERTA = less(BERT, "gradient_checkpointing", "transformers_version", "position_embedding_type",
+"use_cache") | dict(
+    architectures=["RobertaForMaskedLM"], bos_token_id=0, eos_token_id=2, layer_norm_eps=1e-05,
+    model_type="roberta",
     pad_token_id=1, type_vocab_size=1,
 )  # fmt: skip
 OUTPUT = {"lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight"}
@@ -214,14 +242,20 @@ case("roberta-base", ROBERTA, also(OUTPUT | pooler("roberta")))
 case("roberta-large-mnli", ROBERTA | MNLI, also(pooler("roberta")))
 
 T5 = dict(
-    architectures=["T5ForConditionalGeneration"], d_ff=40, d_kv=6, d_model=WIDTH, decoder_start_token_id=0, dropout_rate=0.1,
-    eos_token_id=1, initializer_factor=1.0, is_encoder_decoder=True, layer_norm_epsilon=1e-06, model_type="t5",
-    n_positions=512, num_heads=4, num_layers=2, output_past=True, pad_token_id=0, relative_attention_num_buckets=32,
-    task_specific_params={"translation_en_to_de": {"max_length": 300, "prefix": "translate: "}}, vocab_size=71,
+    architectures=["T5ForConditionalGeneration"], d_ff=40, d_kv=6, d_model=WIDTH,
+    decoder_start_token_id=0, dropout_rate=0.1,
+    eos_token_id=1, initializer_factor=1.0, is_encoder_decoder=True, layer_norm_epsilon=1e-06,
+    model_type="t5",
+    n_positions=512, num_heads=4, num_layers=2, output_past=True, pad_token_id=0,
+    relative_attention_num_buckets=32,
+    task_specific_params={"translation_en_to_de": {"max_length": 300, "prefix": "translate: "}},
+    vocab_size=71,
 )  # fmt: skip
 FLAN = T5 | dict(
-    feed_forward_proj="gated-gelu", dense_act_fn="gelu_new", is_gated_act=True, num_decoder_layers=2,
-    tie_word_embeddings=False, relative_attention_max_distance=128, transformers_version="4.23.1", use_cache=True,
+    feed_forward_proj="gated-gelu", dense_act_fn="gelu_new", is_gated_act=True,
+    num_decoder_layers=2,
+    tie_word_embeddings=False, relative_attention_max_distance=128, transformers_version="4.23.1",
+    use_cache=True,
 )  # fmt: skip
 SHARED = {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
 UNREAD = {
@@ -235,22 +269,33 @@ case(
 )
 
 BART = CLASSES | dict(
-    activation_dropout=0.1, activation_function="gelu", add_bias_logits=False, add_final_layer_norm=False,
-    architectures=["BartModel"], attention_dropout=0.1, bos_token_id=0, classif_dropout=0.1, classifier_dropout=0.0,
-    d_model=WIDTH, decoder_attention_heads=4, decoder_ffn_dim=40, decoder_layerdrop=0.0, decoder_layers=2,
-    decoder_start_token_id=2, dropout=0.1, early_stopping=True, encoder_attention_heads=4, encoder_ffn_dim=40,
-    encoder_layerdrop=0.0, encoder_layers=2, eos_token_id=2, forced_bos_token_id=0, forced_eos_token_id=2,
-    gradient_checkpointing=False, init_std=0.02, is_encoder_decoder=True, max_position_embeddings=ROOM, model_type="bart",
-    no_repeat_ngram_size=3, normalize_before=False, normalize_embedding=True, num_beams=4, num_hidden_layers=2,
-    pad_token_id=1, scale_embedding=False, torch_dtype="float32", transformers_version="4.12.0.dev0", use_cache=True,
+    activation_dropout=0.1, activation_function="gelu", add_bias_logits=False,
+    add_final_layer_norm=False,
+    architectures=["BartModel"], attention_dropout=0.1, bos_token_id=0, classif_dropout=0.1,
+    classifier_dropout=0.0,
+    d_model=WIDTH, decoder_attention_heads=4, decoder_ffn_dim=40, decoder_layerdrop=0.0,
+    decoder_layers=2,
+    decoder_start_token_id=2, dropout=0.1, early_stopping=True, encoder_attention_heads=4,
+    encoder_ffn_dim=40,
+    encoder_layerdrop=0.0, encoder_layers=2, eos_token_id=2, forced_bos_token_id=0,
+    forced_eos_token_id=2,
+    gradient_checkpointing=False, init_std=0.02, is_encoder_decoder=True,
+    max_position_embeddings=ROOM, model_type="bart",
+    no_repeat_ngram_size=3, normalize_before=False, normalize_embedding=True, num_beams=4,
+    num_hidden_layers=2,
+    pad_token_id=1, scale_embedding=False, torch_dtype="float32",
+    transformers_version="4.12.0.dev0", use_cache=True,
     vocab_size=71,
 )  # fmt: skip
 CNN = BART | dict(
-    _num_labels=3, architectures=["BartForConditionalGeneration"], length_penalty=2.0, max_length=142, min_length=56,
+    _num_labels=3, architectures=["BartForConditionalGeneration"], length_penalty=2.0,
+    max_length=142, min_length=56,
     output_past=True, prefix=" ",
 )  # fmt: skip
-OPUS = less(BART, "early_stopping", "forced_bos_token_id", "no_repeat_ngram_size", "torch_dtype") | dict(
-    activation_function="swish", architectures=["MarianMTModel"], bad_words_ids=[[1]], decoder_vocab_size=71,
+OPUS = less(BART, "early_stopping", "forced_bos_token_id", "no_repeat_ngram_size",
+"torch_dtype") | dict(
+    activation_function="swish", architectures=["MarianMTModel"], bad_words_ids=[[1]],
+    decoder_vocab_size=71,
     model_type="marian", normalize_embedding=False, num_beams=6, scale_embedding=True,
     share_encoder_decoder_embeddings=True, static_position_embeddings=True,
 )  # fmt: skip

@@ -198,7 +198,8 @@ def loss(params, batch, key): return {"loss": ((params * batch).sum(), batch.siz
 optimizer = optax.sgd(0.1)
 checkpoints = jf.Checkpoints(tempfile.mkdtemp())
 state = jf.init_state(jax.numpy.ones(3), optimizer)
-jf.fit(jf.make_step(loss, optimizer), state, [jax.numpy.ones((2, 3))], steps=1, checkpoints=checkpoints)
+batches = [jax.numpy.ones((2, 3))]
+jf.fit(jf.make_step(loss, optimizer), state, batches, steps=1, checkpoints=checkpoints)
 """
 FORWARD = """
 import jax, jaxformer as jf

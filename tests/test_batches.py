@@ -1,6 +1,7 @@
 """Batches: a function of seed and step that loses no token, mixes no document, and is shared by any
 number of processes."""
 
+import functools
 from itertools import islice
 
 import numpy as np
@@ -86,9 +87,8 @@ def test_two_and_four_processes_read_together_what_one_reads(
 ) -> None:
     with stored(sizes) as made:
         for packing in PACKINGS:
-            assert_shared(
-                lambda *place: batches_of(made, data(6, packing), 4, seed, *place), [step]
-            )  # noqa: B023
+            read = functools.partial(batches_of, made, data(6, packing), 4, seed)
+            assert_shared(read, [step])
         split = [list(evaluation_batches(made, data(6), 4, index, 2)) for index in range(2)]
         for batch, left, right in zip(evaluation_batches(made, data(6), 4), *split, strict=True):
             assert (batch["targets"][0::2] == left["targets"]).all() and (

@@ -159,7 +159,7 @@ def test_a_key_of_any_family_that_changes_what_is_computed_is_refused_by_name(ke
     assert NEEDED.keys() == REQUIRED.keys()
 
 
-def test_a_model_type_alone_names_its_architecture_where_it_has_one_and_asks_for_it_where_it_has_more():
+def test_a_model_type_names_its_architecture_where_it_has_one_and_else_asks_for_it():
     assert stated_architecture(Path("config.json"), {"model_type": "gpt2"}) == (
         FAMILY["gpt2"],
         "GPT2LMHeadModel",

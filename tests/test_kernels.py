@@ -210,7 +210,8 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
 def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monkeypatch):
-    """A kernel chosen for the batches of a run also meets the cache and the padding of its samples."""
+    """A kernel chosen for the batches of a run also meets the cache and the padding of its
+    samples."""
     mask, served = CALLS[call]
     fused = dataclasses.replace(KERNELS[kernel], run=lambda *_: jnp.ones(()))
     monkeypatch.setitem(KERNELS, kernel, fused)

@@ -209,7 +209,8 @@ def test_positions_given_move_a_token():
 
 
 def test_a_token_is_told_from_its_permutation():
-    """Without positions a causal model still knows an order, by what it may see; with them more so."""
+    """Without positions a causal model still knows an order, by what it may see; with them more
+    so."""
     params, config, row = weights_and_tokens("no norm, no positions")
     swapped = row.copy()
     swapped[:, [0, 1]] = swapped[:, [1, 0]]

@@ -1,4 +1,5 @@
-"""An objective that somebody outside the package adds: a row, its template, and a field of its own."""
+"""An objective that somebody outside the package adds: a row, its template, and a field of its
+own."""
 
 import json
 from collections.abc import Iterable

@@ -104,7 +104,8 @@ def test_a_marker_that_is_no_token_of_the_vocabulary_is_no_mistake(tmp_path):
     ids=["llama-3.1-8b-instruct", "gemma-3-1b-it"],
 )
 def test_all_ids_that_end_a_text_are_written_again(kind, named, ends, tmp_path):
-    """An instructed model has several, and the tokenizer's own need not be the one that it writes."""
+    """An instructed model has several, and the tokenizer's own need not be the one that it
+    writes."""
     place = placed(kind, tmp_path, {"eos_token": named})
     (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     config = jf.ModelConfig(

@@ -1,4 +1,5 @@
-"""When two configs are the same function: what an export may leave out, and what it has to refuse."""
+"""When two configs are the same function: what an export may leave out, and what it has to
+refuse."""
 
 import pytest
 

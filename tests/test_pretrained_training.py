@@ -1,4 +1,5 @@
-"""What is changed here, by hand or by training, changes its own tensors in the files and no others."""
+"""What is changed here, by hand or by training, changes its own tensors in the files and no
+others."""
 
 import copy
 

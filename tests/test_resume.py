@@ -55,12 +55,11 @@ def test_a_run_killed_while_a_checkpoint_is_being_written_continues_from_the_one
     unfinished: list[Path] = []
     for attempt in range(1, 6):
         process = launch(arguments)
-        wait_until(
-            lambda: (
-                lines_logged(run_dir) > 4 * attempt and bool([*run_dir.glob("checkpoints/*tmp*")])
-            ),
-            process,
-        )  # noqa: B023
+
+        def is_saving(lines: int = 4 * attempt) -> bool:
+            return lines_logged(run_dir) > lines and any(run_dir.glob("checkpoints/*tmp*"))
+
+        wait_until(is_saving, process)
         process.kill()
         finish(process, -signal.SIGKILL)
         unfinished = [*run_dir.glob("checkpoints/*tmp*")]

@@ -1,4 +1,5 @@
-"""Every kind of tokenizer: what goes in comes out, in one file that the tokenizers library loads."""
+"""Every kind of tokenizer: what goes in comes out, in one file that the tokenizers library
+loads."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Translation of many texts: each as it would be alone, whatever its batch; and the measure of it."""
+"""Translation of many texts: each as it would be alone, whatever its batch; and the measure of
+it."""
 
 import sys
 
@@ -28,7 +29,8 @@ TEXTS = ["ein Hund", "", "zwei Hunde laufen im Park", "a", "Eis", "ein Mann mit 
 
 
 def alone(text):
-    """The best text of a beam search for one source, by the arguments that `translate` documents."""
+    """The best text of a beam search for one source, by the arguments that `translate`
+    documents."""
     end = TOKENIZER.end_token
     source = [[*TOKENIZER.encode(text), end]]
     found = beam_search(

@@ -12,14 +12,17 @@ from jaxformer.config import ConfigError
 from jaxformer.config_file import read_config
 from jaxformer.runs.config import parse_arguments
 
-USAGE = """usage: jaxformer prepare CONFIG [--output DIRECTORY] [--shard I/N] [--verify] [--section.field value ...]
+USAGE = """\
+usage: jaxformer prepare CONFIG [--output DIR] [--shard I/N] [--verify] [--section.field VALUE]
 
-Tokenizes the text of a config beforehand: to data.cache_dir, where train.py finds it, or to --output, a directory that
---data.train takes in place of the text. What an earlier call has finished is kept.
+Tokenizes the data of a config before training: into data.cache_dir, where train.py finds it, or
+into the directory --output, which --data.train accepts in place of the text. Shards that an earlier
+call finished are kept.
 
-  --shard I/N   only the part of task I (from 0) of N, as of a job array: tasks need nothing of one another but the same
-                directory, and a last call without --shard joins what they made, and makes what is missing
-  --verify      reads all of what is there, holds it against its checksums, and makes nothing
+  --shard I/N   Tokenize only the part of task I (counted from 0) of N tasks, for example of a job
+                array. The tasks share nothing but the directory. A last call without --shard joins
+                their shards and builds those that are missing.
+  --verify      Read all that was tokenized, compare it with its checksums, and write nothing.
 
 CONFIG --help lists every field of the config."""
 

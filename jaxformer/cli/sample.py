@@ -182,7 +182,8 @@ def _key(seed: int | None) -> Any:
 def _growing(
     decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]
 ) -> Iterator[str]:
-    """What each piece adds to the text of `start`; a character still lacking bytes waits for them."""
+    """What each piece adds to the text of `start`; a character still lacking bytes waits for
+    them."""
     tokens, shown = [*start], decode(start)
     for piece in pieces:
         tokens += piece

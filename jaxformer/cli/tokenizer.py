@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 USAGE = """usage:
   jaxformer tokenizer train SOURCE --vocab_size N --output DIR   a byte-level BPE of a text
   jaxformer tokenizer encode TOKENIZER [FILE]                    the ids of a text
-  jaxformer tokenizer inspect TOKENIZER [--text "..."]           its entries, and how a text is split"""
+  jaxformer tokenizer inspect TOKENIZER [--text "..."]           its entries; how a text is split"""
 
 IDS_PER_LINE = 1 << 14  # ids of a line
 SHOWN_ENTRIES = 10  # entries that are shown
@@ -184,7 +184,8 @@ def _print_ids(ids: Ids) -> int:
 
 
 def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
-    """Writes ids as they come; NumPy's header has room for the length, which is known at the end."""
+    """Writes ids as they come; NumPy's header has room for the length, which is known at the
+    end."""
     from jaxformer.data.writing import replacing
 
     dtype, count = tokenizer.dtype, 0

@@ -1,4 +1,5 @@
-"""Packing that cuts no document it need not: best-fit decreasing over lengths (arXiv:2404.10830)."""
+"""Packing that cuts no document it need not: best-fit decreasing over lengths
+(arXiv:2404.10830)."""
 
 from collections.abc import Iterator
 

@@ -103,7 +103,8 @@ class Mixture(Rows):
         ]
 
     def _begins(self, batch_size: int) -> list[tuple[int, list[int], list[int]]]:
-        """Of each phase: its first row, the rows of each source drawn before it, and its weights."""
+        """Of each phase: its first row, the rows of each source drawn before it, and its
+        weights."""
         found = [(0, [0] * len(self.parts), self._phases[0][1])]
         for step, weights in self._phases[1:]:
             begin, drawn, before = found[-1]
@@ -118,7 +119,8 @@ class Mixture(Rows):
 
 
 def check_shares(names: Sequence[str], data: DataConfig) -> None:
-    """ConfigError where data.weights or data.epochs are not shares of the sources of these names."""
+    """ConfigError where data.weights or data.epochs are not shares of the sources of these
+    names."""
     found = {name: text for name in ("weights", "epochs") if (text := getattr(data, name).strip())}
     sources = ", ".join(names)
     if len(found) > 1:

@@ -137,7 +137,8 @@ def _ready(output: Path) -> Path:
 
 
 def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
-    """Raises ConfigError where a directory was prepared of other text, or with another tokenizer."""
+    """Raises ConfigError where a directory was prepared of other text, or with another
+    tokenizer."""
     try:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
         before = [entry["spec"] for entry in manifest["train"]]

@@ -101,7 +101,8 @@ class SpanRows(SourceRows):
 
 
 class PrefixRows(SourceRows):
-    """A text cut at a random place: the source is what comes before, the target what comes after."""
+    """A text cut at a random place: the source is what comes before, the target what comes
+    after."""
 
     def __init__(
         self,
@@ -145,6 +146,7 @@ def raw_length(source_length: int, density: float, mean: float, around: int = 1)
 
 
 def random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """The sizes of `parts` parts, none empty, of `total` things, each way to part them as likely."""
+    """The sizes of `parts` parts, none empty, of `total` things, each way to part them as
+    likely."""
     cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))

@@ -2,10 +2,13 @@
 manifest that joins them.
 
 <store>/manifest.json       written last: the store is complete when it is there
-<store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with the end token
-<store>/00000.documents     int64 [3, documents]: the place in this shard after each end token; the bytes of each document's
-                            text; its place in the order in which documents are held out, a float64 by its bits
-<store>/00000.json          counts and checksums of this shard, written after its two files, which are then never made again
+<store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with
+                            the end token
+<store>/00000.documents     int64 [3, documents]: the offset in this shard after each end token; the
+                            size of each document's text in bytes; its rank in the order in which
+                            documents are held out, the bits of a float64
+<store>/00000.json          counts and checksums of this shard, written after its two files, which
+                            are then never written again
 """
 
 import functools

@@ -90,7 +90,8 @@ class Family:
         return keys
 
     def obstacles(self, config: ModelConfig, architecture: str) -> list[str]:
-        """What keeps an architecture from being exactly this config; nothing where it can state it."""
+        """What keeps an architecture from being exactly this config; nothing where it can state
+        it."""
         if self.architectures[architecture].get("head", "language") != config.output:
             return [f"model.head={config.output!r}"]
         written = self.named(tensor.name for tensor in self.tensors(config))

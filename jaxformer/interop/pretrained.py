@@ -1,4 +1,5 @@
-"""Model directories of Hugging Face: config.json and safetensors to a config and params, and back."""
+"""Model directories of Hugging Face: config.json and safetensors to a config and params, and
+back."""
 
 import dataclasses
 import json
@@ -171,7 +172,8 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
 
 
 def _untied(family: Family, config: ModelConfig, files: TensorFiles) -> ModelConfig:
-    """`config` with an output layer of its own where the files have one that is not the embedding."""
+    """`config` with an output layer of its own where the files have one that is not the
+    embedding."""
     for copy in family.copies(config):
         if copy.unties and copy.name in files.entries:
             of = matched(files.entries, (copy.of,), family.prefix, family.renamed).get(copy.of)

@@ -1,10 +1,15 @@
 """Attention a block of queries at a time, for the train step on a CPU.
 
-            keys 0 ... T          Each block of queries looks only at the keys that any of its rows may see, so half of the
-    block 0 [x . . .]             square is never computed, and the scores of one block at a time are in memory. The forward
-    block 1 [x x . .]             pass saves each row's log-sum-exp instead of its weights; the backward pass computes the
-    block 2 [x x x .]             weights again from it (arXiv:2205.14135, arXiv:2307.08691).
+            keys 0 ... T
+    block 0 [x . . .]
+    block 1 [x x . .]
+    block 2 [x x x .]
     block 3 [x x x x]
+
+Each block of queries reads only the keys that at least one of its rows may attend to, so half of
+the square is never computed, and only one block of scores is in memory at a time. The forward pass
+saves the log-sum-exp of each row instead of its weights; the backward pass recomputes the weights
+from it (arXiv:2205.14135, arXiv:2307.08691).
 
 Reverse mode only: `jax.jvp` and Hessian-vector products use the plain kernel.
 """

@@ -1,10 +1,10 @@
 """Logits out: the heads of a model, each a reading of the residual stream and one matrix, so that
 one loss serves them all.
 
-language   the next token                       x
-masked     the token that was hidden            norm(act(x W + b))                        (BERT, arXiv:1810.04805)
-tags       a class of each token                x
-classes    a class of each row                  tanh(pooled W + b) in an encoder, pooled in a decoder
+language   the next token              x
+masked     the token that was hidden   norm(act(x W + b)) (BERT, arXiv:1810.04805)
+tags       a class of each token       x
+classes    a class of each row         tanh(pooled W + b) in an encoder, pooled in a decoder
 none       the residual stream, and no matrix
 """
 
@@ -79,7 +79,8 @@ def pooled(
 def readout(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q D"]:
-    """What `head_matrix` multiplies: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the row."""
+    """What `head_matrix` multiplies: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the
+    row."""
     if config.output == "classes":
         x = pooled(params, config, x, layout)
     if config.output == "masked":

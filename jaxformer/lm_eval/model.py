@@ -269,7 +269,8 @@ class JaxformerLM(TemplateLM):
     def _written(
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
     ) -> list[str]:
-        """The texts, cut at their stops; writing ends once each has one, or after `count` tokens."""
+        """The texts, cut at their stops; writing ends once each has one, or after `count`
+        tokens."""
         space = self.max_length - count
         if space < 1:
             raise ConfigError(

@@ -24,7 +24,8 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D]; a cache means nothing here and is given back."""
+    """The residual stream before the head [B, T, D]; a cache means nothing here and is given
+    back."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     x = embed(
         params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key

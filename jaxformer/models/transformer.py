@@ -1,4 +1,5 @@
-"""A model of any family as pure functions: its table of parameters, its initial values, its logits."""
+"""A model of any family as pure functions: its table of parameters, its initial values, its
+logits."""
 
 import functools
 from typing import Any

@@ -86,7 +86,8 @@ class ProgressBar:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
     def seconds_left(self) -> float:
-        """Time to the last step at the mean pace since the first update; NaN before there is one."""
+        """Time to the last step at the mean pace since the first update; NaN before there is
+        one."""
         if self._first is None or self.step <= self._first[0]:
             return float("nan")
         return (

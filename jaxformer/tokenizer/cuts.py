@@ -93,7 +93,8 @@ class Cuts:
         return None
 
     def _within_a_name(self, text: str, cut: int) -> bool:
-        """Whether a name may touch a place, one that is cut short by the end of the text included."""
+        """Whether a name may touch a place, one that is cut short by the end of the text
+        included."""
         for name in self.names:
             size = len(name)
             if any(

@@ -24,7 +24,8 @@ NEWEST = "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105
 
 
 class Fast:
-    """The ids of plain text, and of text in which names of special tokens are these where `marks`."""
+    """The ids of plain text, and of text in which names of special tokens are these where
+    `marks`."""
 
     def __init__(self, core: "tiktoken.Encoding", names: dict[str, int], marks: bool) -> None:
         self._core, self._names, self.marks = core, names, marks

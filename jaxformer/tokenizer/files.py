@@ -121,7 +121,8 @@ class Beside:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none. Raises ConfigError for anything else."""
+    """The object in a JSON file; empty where there is none. Raises ConfigError for anything
+    else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -211,7 +212,8 @@ def missing(file: Path) -> ConfigError:
 
 
 def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> None:
-    """Gives the backend the tokens that a file adds to it or makes special, as transformers does."""
+    """Gives the backend the tokens that a file adds to it or makes special, as transformers
+    does."""
     from tokenizers import AddedToken
 
     listed = settings.get("added_tokens_decoder") or {}

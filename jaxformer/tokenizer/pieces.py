@@ -56,7 +56,8 @@ class Spelling:
         )
 
     def raw(self, token: str) -> bytes:
-        """The bytes of a token, with the space before it, without the mark of a word that goes on."""
+        """The bytes of a token, with the space before it, without the mark of a word that goes
+        on."""
         if token in self.added:
             return token.encode()
         if self.byte_level and all(character in BYTES for character in token):

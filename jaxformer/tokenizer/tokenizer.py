@@ -1,4 +1,5 @@
-"""The one tokenizer object: a `tokenizers.Tokenizer` with what training and evaluation ask of it."""
+"""The one tokenizer object: a `tokenizers.Tokenizer` with what training and evaluation ask of
+it."""
 
 import functools
 import hashlib

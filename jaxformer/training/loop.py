@@ -51,19 +51,24 @@ def fit(
     donated.
 
     Args:
-      step: (state, batch) -> (state, metrics), from `make_step`; any function of that form that donates its state.
+      step: (state, batch) -> (state, metrics), from `make_step`; any function of that form that
+          donates its state.
       state: from `init_state`.
-      batches: `batches[k]` is the batch of step k, counted from 0: a pytree of arrays whose first axis is the rows of
-        this process. An `iterate(start)` method, where there is one, gives them in order, prepared ahead. A plain iterable
-        is taken too, where nothing has to be resumed.
+      batches: `batches[k]` is the batch of step k, counted from 0: a pytree of arrays whose first
+          axis is the rows of this process. An `iterate(start)` method, where there is one, gives
+          them in order, prepared ahead. A plain iterable is taken too, where nothing has to be
+          resumed.
       steps: optimizer steps of the whole run, those before a resume counted in.
-      evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at the end alone).
-      checkpoints: where the state is saved: each `checkpoints.every` steps, at the end, and when SIGINT or SIGTERM asks
-        the run to stop. The newest one there that is beyond `state` is continued from, bitwise.
-      hooks: called as hook(step, state, metrics) once for each step, one step late, so that the device never waits:
-        `metrics` are those of `step` (device scalars, ready) and `step_seconds`, the time since the step before without
-        evaluations and saves; `state` is the newest one, while the next step is running
-        already. Called with the numbers of an evaluation too.
+      evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at
+          the end alone).
+      checkpoints: where the state is saved: each `checkpoints.every` steps, at the end, and when
+          SIGINT or SIGTERM asks the run to stop. The newest one there that is beyond `state` is
+          continued from, bitwise.
+      hooks: called as hook(step, state, metrics) once for each step, one step late, so that the
+          device never waits: `metrics` are those of `step` (device scalars, ready) and
+          `step_seconds`, the time since the step before without evaluations and saves; `state` is
+          the newest one, while the next step is running already. Called with the numbers of an
+          evaluation too.
 
     Raises:
       ConfigError: if batches run out, cannot be resumed, or do not divide among the devices.

@@ -1,4 +1,5 @@
-"""Everything a training run carries from step to step, for any parameters and any optax optimizer."""
+"""Everything a training run carries from step to step, for any parameters and any optax
+optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -45,11 +46,12 @@ def init_state(
     """The state before the first step, each leaf made where it lives.
 
     Args:
-      tree: a table of specs (`jf.specs(config)`), whose initial values are drawn from `seed`, or params: any pytree of
-        arrays. Params are copied, because a step donates its state.
+      tree: a table of specs (`jf.specs(config)`), whose initial values are drawn from `seed`, or
+          params: any pytree of arrays. Params are copied, because a step donates its state.
       optimizer: any optax.GradientTransformation.
-      mesh: the devices, from `jf.make_mesh`. Specs are placed by the names of their axes; params that do not lie on the
-        mesh yet are copied to each of its devices. None: the default device, or where the params are.
+      mesh: the devices, from `jf.make_mesh`. Specs are placed by the names of their axes; params
+          that do not lie on the mesh yet are copied to each of its devices. None: the default
+          device, or where the params are.
       seed: of the initial values.
       trainable: which leaves learn (see `Trainable`); the others get no gradient and no moments.
 

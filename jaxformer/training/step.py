@@ -52,7 +52,8 @@ class Step:
             return self._program(state)(state, batch)  # type: ignore[no-any-return]
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s that say where they lie."""
+        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s that say where they
+        lie."""
         mesh = mesh_of(state)
         if mesh is None:
             return self._program(state).lower(state, batch)
@@ -88,14 +89,17 @@ def make_step(
     donated.
 
     Args:
-      loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is that of the sum of
-        "loss", divided once by its weight over all microbatches and devices. The key depends on (seed, step) alone.
+      loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is
+          that of the sum of "loss", divided once by its weight over all microbatches and devices.
+          The key depends on (seed, step) alone.
       optimizer: any optax.GradientTransformation, the one that `init_state` was given.
-      microbatches: pieces that a batch is computed in, one after the other, to save memory. Every array of the batch
-        has its rows on the first axis, and piece m takes rows m, m + microbatches, ...: the rows of a device stay on it.
+      microbatches: pieces that a batch is computed in, one after the other, to save memory. Every
+          array of the batch has its rows on the first axis, and piece m takes rows m, m +
+          microbatches, ...: the rows of a device stay on it.
       trainable: which leaves learn, as in `init_state`; None goes by what the state says.
       seed: of the keys.
-      schedules: functions of the step number (from 0), logged beside the losses, as in {"learning_rate": schedule}.
+      schedules: functions of the step number (from 0), logged beside the losses, as in
+          {"learning_rate": schedule}.
 
     Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any
     clipping of the optimizer), and the schedules. Raises ConfigError where the batch cannot be

@@ -22,7 +22,8 @@ STRICT = ErrorPolicy()
 
 
 class Skipped(dict[str, tuple[int, str]]):
-    """What was passed over in one reading: for each reason how often, and the place of the first."""
+    """What was passed over in one reading: for each reason how often, and the place of the
+    first."""
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
         """Counts one more, or `count`; the place that came first stays."""

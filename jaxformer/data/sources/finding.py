@@ -213,7 +213,8 @@ def _meant(path: Path) -> str:
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
-    """The files with their names within `root`, which neither compression nor other files change."""
+    """The files with their names within `root`, which neither compression nor other files
+    change."""
     if root is None:
         return tuple(files)
     named: dict[str, SourceFile] = {}

@@ -242,7 +242,8 @@ def _parted_off(
 
 
 def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[bytes]:
-    """Decompresses members or frames one after the other, and knows when the last one is cut short."""
+    """Decompresses members or frames one after the other, and knows when the last one is cut
+    short."""
     fresh, faults = _unpacker(suffix)
     unpacker = None
     for block in blocks:

@@ -69,9 +69,9 @@ class Source:
     file that is one document, or the bare index where the file was named by itself. So `part` can
     be read apart, anywhere:
 
-        skipped = Skipped()                             # {reason: (count, place of the first)}, a dict
+        skipped = Skipped()                     # {reason: (count, place of the first)}, a dict
         for piece in source.part(source.files[3:5]).pieces(skipped): ...
-        total.merge(skipped)                            # in the order of the files; total.lines() says it in words
+        total.merge(skipped)                    # in the order of the files, for total.lines()
 
     `left_out` says in words which files of a directory are not read, for a notice; it is empty
     where all are.
