@@ -1,4 +1,4 @@
-"""A model inside Flax code: an `nnx.Module` around the pure functions, its parameters `nnx.Param`s."""
+"""A model for Flax code: an `nnx.Module` around the pure functions, with `nnx.Param` parameters."""
 
 from typing import Any
 

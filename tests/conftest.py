@@ -1,6 +1,7 @@
 """Every test runs on a CPU, on one device unless it says otherwise, with the shapes of public
 functions checked."""
 
+import gc
 import os
 import tempfile
 
@@ -10,8 +11,16 @@ CACHE = os.environ.setdefault(
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(CACHE, "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Most of the time goes to the compiler, and these flags take three quarters off it: the code of a
+# program is not optimized. The mathematics and what XLA makes of it are the same. `XLA_FLAGS=
+# pytest` compiles as a user's process does.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 
-from jaxtyping import install_import_hook  # noqa: E402  (the environment above has to be set first)
+import jax  # noqa: E402  (the environment above has to be set first)
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 CHECKED = (
     "attention",
@@ -37,3 +46,16 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
         return None
     return "mark.fast" not in collection_path.read_text(encoding="utf-8") or None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_end_with_their_file():
+    """Drops what a test file compiled, once it is done.
+
+    Each program that XLA compiles for a CPU takes several memory maps, of which Linux gives a
+    process 65,530: a worker that kept the programs of all files would end in a segmentation fault.
+    It would also take 7 GB.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()

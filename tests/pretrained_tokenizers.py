@@ -45,7 +45,8 @@ ALPHABET = sorted({character for text in TEXTS for character in text.replace(" "
 HARD = [
     "", " ", "  \t ", "plain words", " leading", "trailing  ", "a  b   c    d", "tab\there",
     "line\r\nline\n\n\n", "\r",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \U0001f1e9\U0001f1ea \u2764\ufe0f 🙂",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd "
+    "\U0001f1e9\U0001f1ea \u2764\ufe0f 🙂",
     "你好世界こんにちは", "\uff0c\uff01\u3000", "مرحبا بالعالم، كيف الحال؟", "שָׁלוֹם", "नमस्ते दुनिया",
     "e\u0301 \u1e9b\u0323 \ufb01 \u2460 \u212b \u00bd", "zero\u200bwidth\u00a0no-break",
     "a\u0000b", "\ufeffbom",

@@ -175,6 +175,25 @@ def test_a_config_that_states_no_model_takes_the_bases_and_one_that_does_is_aske
     assert load_config(config / "quickstart.py", asked).model.d_model == 192
 
 
+def test_what_the_command_line_states_stands_above_the_config_file(base, trunk):
+    """The file's 3 heads do not share the base's 2 key-value heads, which does not matter where
+    the line says 4."""
+    grouped = base / "grouped"
+    grouped.mkdir()
+    there = json.loads((trunk / "config.json").read_text())
+    there["model"] |= {"n_heads": 4, "n_kv_heads": 2}
+    (grouped / "config.json").write_text(json.dumps(there))
+    (grouped / "tokenizer.json").write_bytes((trunk / "tokenizer.json").read_bytes())
+    file = base / "three_heads.py"
+    file.write_text(
+        "from jaxformer import ModelConfig, RunConfig\nconfig = RunConfig(model=ModelConfig(n_heads=3))\n"
+    )
+    asked = [f"run.init_from={grouped}", f"run.dir={base / 'never'}", "data.sequence_length=16"]
+    with pytest.raises(jf.ConfigError, match="n_heads=3"):
+        load_config(file, asked)
+    assert load_config(file, [*asked, "model.n_heads=4"]).model.n_heads == 4
+
+
 def test_settings_that_the_parameters_have_no_shape_for_are_refused_by_name(base, trunk):
     asked = {"model__d_model": 64, "model__positions": "learned", "model__norm_eps": 1e-6}
     with pytest.raises(jf.ConfigError) as refused:

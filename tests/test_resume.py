@@ -1,6 +1,7 @@
 """The same command continues a run exactly, whatever ended it: what is compared is every logged
 number and every bit."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -118,7 +119,12 @@ def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_o
     expected, text = whole
     run_dir = copy_until(STEPS - 2 * EVERY, expected, tmp_path / "run")
     arguments = line(run_dir, text, {"mesh.fsdp": 2, "mesh.tensor": 2})
-    out, _ = finish(launch(arguments, XLA_FLAGS="--xla_force_host_platform_device_count=8"))
+    out, _ = finish(
+        launch(
+            arguments,
+            XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
+        )
+    )
     assert "data 2, fsdp 2, tensor 2" in out and f"from step {STEPS - 2 * EVERY}" in out
     for found, wanted in zip(logged(run_dir), logged(expected), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)

@@ -26,13 +26,10 @@ EXPLICIT = [f"explicit {name}" for name in ("llama", "encoder-decoder", "encoder
 
 @pytest.fixture(scope="session")
 def report():
-    flags = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{HERE}:{HERE.parent}",
-    }
-    done = subprocess.run(
-        [sys.executable, HERE / "eight_devices.py"], env=flags, capture_output=True, text=True
-    )
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, HERE / "eight_devices.py"]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -84,10 +84,16 @@ def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> N
     from jaxformer.interop.hf_config import read_json
     from jaxformer.interop.pretrained import save_pretrained
 
-    names = {"architecture": asked.architecture, "dtype": asked.dtype, "labels": model.labels}
     files = save_pretrained(
-        asked.target, model.params, model.config, model.tokenizer, shard_bytes=limit, **names
-    )  # type: ignore[arg-type]
+        asked.target,
+        model.params,
+        model.config,
+        model.tokenizer,
+        shard_bytes=limit,
+        architecture=asked.architecture,
+        dtype=asked.dtype,
+        labels=model.labels,
+    )
     kind = read_json(asked.target / "config.json")["architectures"][0]
     count = sum(file.suffix == ".safetensors" for file in files)
     print(

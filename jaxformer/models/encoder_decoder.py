@@ -85,9 +85,8 @@ def hidden(
     x = embed(
         params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key
     ).astype(compute_dtype(config))
-    source = EncoderOutput(
-        encoded, AttentionMask(inputs.layout, source_layout, causal=False, relative=False)
-    )  # type: ignore[arg-type]
+    to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)  # type: ignore[arg-type]
+    source = EncoderOutput(encoded, to_source)
     mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
     request = request.within("decoder")
     out = run_stack(

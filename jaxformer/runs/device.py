@@ -74,9 +74,8 @@ def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
     length = math.gcd(run.data.sequence_length, run.data.source_length)
     case = kernels.Case(jax.default_backend(), str(compute_dtype(config)), length, packed, config)
     name, reason = kernels.choose(config.attention_kernel, case)
-    return dataclasses.replace(
-        run, model=dataclasses.replace(config, attention_kernel=name)
-    ), reason  # type: ignore[arg-type]
+    model = dataclasses.replace(config, attention_kernel=name)  # type: ignore[arg-type]
+    return dataclasses.replace(run, model=model), reason
 
 
 def prove_kernel(run: RunConfig, packed: bool) -> str:

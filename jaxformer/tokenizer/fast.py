@@ -20,7 +20,10 @@ MOST_CHARACTERS = (
 
 # A letter or digit that each version of Unicode from 13 to 17 brought: two libraries that agree on
 # all have one table.
-NEWEST = "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940\U00011de0"
+NEWEST = (
+    "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940"
+    "\U00011de0"
+)
 
 
 class Fast:
