@@ -1,6 +1,6 @@
-"""The words of jaxformer: every setting of a run, as frozen dataclasses that check themselves.
+"""Every setting of a run, as frozen dataclasses that validate themselves.
 
-The comment behind a field is its help text on the command line. Configs are hashable, so a
+The docstring below a field is its help text on the command line. Configs are hashable, so a
 `ModelConfig` can be a static argument of `jax.jit`.
 """
 
@@ -45,20 +45,21 @@ class RunSettings(Section):
     section = "run"
 
     dir: str = "runs/default"
-    """Run directory; the same command continues what it holds."""
+    """Directory of the run. The same command continues the run that it holds."""
     init_from: str = ""
-    """A run to begin from: its parameters where they fit this model, new ones where the head is
-    another."""
+    """Directory of a run or of a Hugging Face model whose parameters, model settings and tokenizer
+    the run starts from. A head that differs is initialized anew."""
     seed: Natural = 1337
-    """Of the initial values, the order of the data and dropout."""
+    """Seed of the initial parameters, the order of the data and dropout."""
     compilation_cache: str = "~/.cache/jaxformer/xla"
-    """Compiled programs kept between runs; empty turns it off."""
+    """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """Shown on the terminal; auto: a bar where there is one."""
+    """What the terminal shows during training; auto shows a bar if there is a terminal, else lines.
+"""
     sample_prompt: str = ""
-    """Start of the sample printed at the end; empty starts from an end-of-text token."""
+    """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
     sample_tokens: Natural = 128
-    """Length of that sample; 0 prints none."""
+    """Length of that sample in tokens; 0 prints no sample."""
 
 
 Packing = Literal["stream", "documents", "best_fit"]
@@ -97,55 +98,57 @@ class DataConfig(Section):
     section = "data"
 
     train: str = "stdlib"
-    """A file, directory, glob, token ids, 'train.{de,en}', '-', 'datasets:NAME', stdlib; more by
-    ';'."""
+    """Training data: a file, directory or glob, token ids (.npy, .bin), 'train.{de,en}', '-' for
+    standard input, 'datasets:NAME', or stdlib. Separate several sources by ';'."""
     weights: str = ""
-    """Shares of several sources, as in '0.7 0.3'; from step 1000 on others: '0.7 0.3; 1000: 0.5
-    0.5'."""
+    """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
+    '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""
     epochs: str = ""
-    """In place of weights: how often each source is read while the others are, as in '1 4'."""
+    """Instead of weights: how many times each source is read over the same span, for example '1 4'.
+"""
     validation: str = ""
-    """Likewise; empty holds out a part of data.train that training never sees."""
+    """Validation data, in the same forms as data.train; empty holds out a part of data.train, which
+    is never trained on."""
     validation_fraction: Annotated[float, Bounds(0, 1)] = 0.1
-    """The part held out where data.validation is empty."""
+    """Fraction of data.train that is held out if data.validation is empty."""
     sequence_length: Count = 256
-    """Tokens of one row of a batch."""
+    """Length of a row of a batch in tokens."""
     length_warmup: str = ""
-    """Shorter rows at first, as in '64; 500: 128; 1000: 256': as many tokens a step, in more rows.
-
-    """
+    """Shorter rows at the beginning, for example '64; 500: 128; 1000: 256'. The number of tokens
+    per step stays the same."""
     packing: Packing = "stream"
-    """Rows cut from one stream; documents kept apart by segment ids; or best_fit, none cut."""
+    """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
+    separates documents by segment ids; best_fit cuts no document that fits into a row."""
     objective: ObjectiveName = "auto"
-    """What is learnt of the data; auto: causal, masked or spans, as the model's family has it."""
+    """Training objective; auto selects causal, masked or spans by model.family."""
     source_length: Natural = 0
-    """Tokens of one row of sources for an encoder-decoder; 0 means as many as sequence_length."""
+    """Length of a row of sources in tokens, for an encoder-decoder; 0 uses data.sequence_length."""
     text_field: str = "text"
-    """The field of a .jsonl or .tsv record, or the column of a .parquet file, that holds the text.
-
-    """
+    """Field of a .jsonl or .tsv record, or column of a .parquet file, that holds the text."""
     pair_field: str = ""
-    """The field of a second text to classify beside the first, where there is one."""
+    """Field of a second text that is classified together with the first; empty if there is none."""
     source_field: str = "source"
-    """The field of what is given: the source of a pair, the question of an answer."""
+    """Field of the input: the source of a pair, or the question of an instruction."""
     target_field: str = "target"
-    """The field of what is to be written: the target of a pair, the answer."""
+    """Field of the output: the target of a pair, or the answer to an instruction."""
     label_field: str = "label"
-    """The field of a text's class, or of the list of its words' tags."""
+    """Field of a text's class, or of the list of tags of its words."""
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15
-    """The part of the tokens that masked and spans hide."""
+    """Fraction of the tokens that the masked and spans objectives corrupt."""
     span_length: Annotated[float, Bounds(1)] = 3.0
-    """Mean length of a hidden span."""
+    """Mean length of a corrupted span in tokens."""
     mask_units: Literal["tokens", "words"] = "tokens"
-    """What masked hides at a time: single tokens, or whole words."""
+    """Unit that the masked objective hides: single tokens, or whole words."""
     undecodable: Undecodable = "refuse"
-    """Bytes that are not UTF-8; skip leaves the document out."""
+    """Handling of bytes that are not UTF-8: refuse stops with a message, replace inserts U+FFFD,
+    skip omits the document."""
     malformed: Malformed = "refuse"
-    """Records that are not JSON, or lack the field."""
+    """Handling of records that are not valid JSON or lack a field: refuse stops with a message,
+    skip omits them."""
     cache_dir: str = "~/.cache/jaxformer/data"
-    """Where tokenized text is kept and found again."""
+    """Directory in which tokenized text is stored and found again."""
     prefetch: Natural = 2
-    """Batches prepared ahead on a thread; 0 prepares each when it is asked for."""
+    """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +158,18 @@ class TokenizerConfig(Section):
     section = "tokenizer"
 
     kind: Literal["bpe", "bytes", "characters"] = "bpe"
-    """Byte-level BPE trained on data.train, raw bytes, or characters."""
+    """Tokenizer that is made if tokenizer.path is empty: a byte-level BPE trained on data.train,
+    raw bytes, or characters."""
     path: str = ""
-    """A tokenizer.json to use instead of making one."""
+    """Existing tokenizer to use: a tokenizer.json, or a directory with one or with GPT-2's
+    vocab.json and merges.txt."""
     vocab_size: Annotated[int, Bounds(257)] = 4096
-    """Entries of a trained BPE, special tokens counted in."""
+    """Number of entries of a trained BPE, including special tokens."""
     pattern: WordPatternName = "gpt2"
-    """How a trained BPE parts text into words: as GPT-2's, or as Llama 3's, numbers by 3 digits."""
+    """Rule by which a trained BPE splits text into words: that of GPT-2, or that of Llama 3, which
+    splits numbers into groups of 3 digits."""
     training_bytes: Count = 20_000_000
-    """Bytes of data.train, spread evenly over it, that the BPE is trained on."""
+    """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
 
 
 @dataclass(frozen=True)
@@ -173,31 +179,31 @@ class OptimizerConfig(Section):
     section = "optimizer"
 
     name: OptimizerName = "adamw"
-    """From optax; muon leaves non-matrices to AdamW."""
+    """Optimizer from optax. muon updates matrices and leaves all other parameters to AdamW."""
     learning_rate: NonNegative = 1e-3
-    """At the top of the schedule."""
+    """Peak learning rate."""
     schedule: Schedule = "cosine"
-    """After the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: Natural = 100
-    """Steps of linear warm-up from zero."""
+    """Number of steps of linear warm-up from 0."""
     decay_steps: Natural = 0
-    """Step at which the decay ends; 0 means train.steps."""
+    """Step at which the decay ends; 0 uses train.steps."""
     final_fraction: Fraction = 0.1
-    """Learning rate at the end over that at the top."""
+    """Final learning rate as a fraction of the peak."""
     wsd_decay_fraction: Rate = 0.2
-    """Part of the steps that the wsd schedule spends decaying."""
+    """Fraction of the steps in which the wsd schedule decays."""
     weight_decay: NonNegative = 0.1
-    """Decoupled; times the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Which parameters decay."""
+    """Parameters to which weight decay applies: matrices, or all."""
     b1: Rate = 0.9
-    """Decay of the first moment (AdamW, Lion, Muon and SGD's momentum)."""
+    """Decay rate of the first moment (AdamW, Lion, Muon, and the momentum of SGD)."""
     b2: Rate = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: NonNegative = 1e-8
-    """Added to the root of the second moment."""
+    """Constant added to the square root of the second moment."""
     clip_norm: NonNegative = 1.0
-    """Largest global norm of a gradient; 0 never clips."""
+    """Maximum global norm of the gradient; 0 disables clipping."""
 
 
 @dataclass(frozen=True)
@@ -207,25 +213,26 @@ class TrainConfig(Section):
     section = "train"
 
     steps: Count = 1000
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     batch_size: Count = 16
-    """Sequences per step, over all devices."""
+    """Number of sequences per step, over all devices."""
     microbatches: Count = 1
-    """Pieces a batch is computed in, one after the other, to save memory."""
+    """Number of pieces in which a batch is computed, one after another, to save memory."""
     label_smoothing: Rate = 0.0
     """Weight of the uniform distribution in the targets."""
     z_loss: NonNegative = 0.0
-    """Coefficient of the squared log-partition (1e-4 is usual)."""
+    """Coefficient of the squared log-partition function, usually 1e-4; 0 disables it."""
     log_every: Count = 10
-    """Steps between lines of metrics.jsonl."""
+    """Number of steps between lines of metrics.jsonl."""
     eval_every: Natural = 200
-    """Steps between evaluations; 0 evaluates only at the end."""
+    """Number of steps between evaluations; 0 evaluates only at the end."""
     eval_batches: Natural = 0
-    """Batches of an evaluation on the way; 0 reads all. The last evaluation always reads all."""
+    """Number of batches of an evaluation during training; 0 reads all. The final evaluation always
+    reads all."""
     checkpoint_every: Natural = 200
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Number of steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints kept."""
+    """Number of most recent checkpoints that are kept."""
 
     def conflicts(self) -> list[str]:
         if self.batch_size % self.microbatches:
@@ -244,13 +251,13 @@ class MeshConfig(Section):
     section = "mesh"
 
     data: Natural = 0
-    """Copies of the model, each with its share of the batch; 0 takes the devices the others leave.
-
-    """
+    """Data parallelism: number of model replicas, each with its part of the batch; 0 uses all
+    devices that fsdp and tensor leave."""
     fsdp: Count = 1
-    """Devices that share one copy's parameters and split its batch."""
+    """Number of devices over which the parameters of a replica and its part of the batch are
+    sharded."""
     tensor: Count = 1
-    """Devices that split heads, feed-forward width and vocabulary."""
+    """Number of devices over which heads, feed-forward width and vocabulary are split."""
 
 
 @dataclass(frozen=True)

@@ -74,127 +74,140 @@ class ModelConfig(Section):
     section = "model"
 
     family: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """GPT and Llama; BERT; the original and T5."""
+    """Architecture: decoder (GPT, Llama), encoder (BERT), or encoder_decoder (the original
+    Transformer, T5)."""
     vocab_size: Natural = 0
-    """Tokens in the embedding table; 0 takes the tokenizer's size when a run is loaded."""
+    """Number of tokens in the embedding table; 0 uses the size of the tokenizer."""
     d_model: Count = 384
     """Width of the residual stream."""
     n_layers: Count = 6
-    """Blocks; of an encoder-decoder those of the decoder."""
+    """Number of blocks; for an encoder-decoder, of the decoder."""
     n_encoder_layers: Natural = 0
-    """Blocks of an encoder-decoder's encoder; 0 means as many as n_layers."""
+    """Number of blocks of the encoder of an encoder-decoder; 0 uses n_layers."""
     n_heads: Count = 6
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: Natural = 0
-    """Key and value heads (GQA; 1 is MQA); 0 means as many as n_heads."""
+    """Number of key and value heads: fewer than n_heads is GQA, 1 is MQA; 0 uses n_heads."""
     head_dim: Natural = 0
-    """Width of a head; 0 means d_model / n_heads."""
+    """Width of a head; 0 uses d_model / n_heads."""
     value_dim: Natural = 0
-    """Width of a head's values; 0 means head_dim."""
+    """Width of the values of a head; 0 uses head_dim."""
     d_ff: Natural = 0
-    """Hidden width of the feed-forward; 0 means 4 d_model, or 8/3 d_model up to a multiple of 64 if
-    gated."""
+    """Hidden width of the feed-forward layer; 0 uses 4 d_model, or 8/3 d_model rounded up to a
+    multiple of 64 if it is gated."""
     max_length: Count = 2048
-    """Most positions of a sequence; the size of the table of learned positions."""
+    """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
     positions: Positions = "rope"
-    """How a token knows where it is."""
+    """Positional scheme."""
     rope_theta: Annotated[float, Bounds(1)] = 10_000.0
     """Base of the RoPE frequencies."""
     rope_pairing: Literal["half", "interleaved"] = "half"
-    """Which dimensions rotate together: (i, i + H/2) or (2i, 2i + 1)."""
+    """Dimensions that RoPE rotates together: half pairs (i, i + H/2), interleaved pairs (2i, 2i +
+    1)."""
     rope_fraction: Fraction = 1.0
-    """Part of a head's width that rotates, from its start."""
+    """Fraction of the width of a head that RoPE rotates, from its first dimension."""
     rope_window_theta: NonNegative = 0.0
-    """Base in layers with a window, which are not stretched; 0 turns all layers alike."""
+    """RoPE base of layers with a window, to which rope_scaling does not apply; 0 treats all layers
+    alike."""
     rope_scaling: RopeScaling = "none"
-    """How RoPE is stretched past its length."""
+    """Method by which RoPE is extended beyond the length it was trained at."""
     rope_factor: Annotated[float, Bounds(1)] = 1.0
-    """By how much it is stretched."""
+    """Factor by which the context is extended."""
     rope_original_length: Natural = 0
-    """The length it was trained at; 0 means max_length."""
-    rope_low_frequency: Annotated[float, Bounds(0)] = (
-        1.0  # llama3: turns within that length below which all is stretched.
-    )
-    rope_high_frequency: Annotated[float, Bounds(0)] = 4.0  # llama3: turns above which nothing is.
-    rope_beta_fast: Annotated[float, Bounds(0)] = (
-        32.0  # yarn: turns above which nothing is stretched.
-    )
-    rope_beta_slow: Annotated[float, Bounds(0)] = 1.0  # yarn: turns below which all is.
-    rope_attention_factor: NonNegative = (
-        0.0  # yarn: scale of the rotated queries and keys; 0 means 1 + ln(factor) / 10.
-    )
+    """Length in tokens that RoPE was trained at; 0 uses max_length."""
+    rope_low_frequency: Annotated[float, Bounds(0)] = 1.0
+    """llama3 scaling: frequencies with fewer rotations than this over the original length are fully
+    scaled."""
+    rope_high_frequency: Annotated[float, Bounds(0)] = 4.0
+    """llama3 scaling: frequencies with more rotations than this are not scaled."""
+    rope_beta_fast: Annotated[float, Bounds(0)] = 32.0
+    """yarn scaling: frequencies with more rotations than this over the original length are not
+    scaled."""
+    rope_beta_slow: Annotated[float, Bounds(0)] = 1.0
+    """yarn scaling: frequencies with fewer rotations than this are fully scaled."""
+    rope_attention_factor: NonNegative = 0.0
+    """yarn scaling: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor)."""
     position_offset: Natural = 0
-    """Rows of the table of learned positions before that of the first token (RoBERTa, BART: 2)."""
+    """Number of rows of the table of learned positions before that of the first token (2 in RoBERTa
+    and BART)."""
     sinusoid_order: Literal["interleaved", "half"] = "interleaved"
-    """Sines and cosines in turn, or all sines first."""
+    """Order of the sinusoidal dimensions: sines and cosines interleaved, or all sines in the first
+    half."""
     relative_buckets: Annotated[int, Bounds(4)] = 32
-    """Rows of the table of T5's relative positions."""
+    """Number of buckets of T5's relative positions."""
     relative_distance: Annotated[int, Bounds(2)] = 128
-    """Distance from which on all share one of its rows."""
+    """Distance in tokens from which all relative positions share the last bucket."""
     window: Natural = 0
-    """How many tokens back a token sees (both ways in an encoder), itself counted in; 0 means all.
-
-    """
+    """Attention window in tokens, including the token itself (on both sides in an encoder); 0
+    attends to the whole sequence."""
     window_pattern: str = "w"
-    """Which layers have the window, repeated over them: w has it, f sees the full sequence."""
+    """Which layers have the window, repeated over the layers: w has it, f attends to the whole
+    sequence."""
     attention_scale: NonNegative = 0.0
-    """Factor of the products of queries and keys; 0 means 1 / sqrt(head_dim)."""
+    """Factor of the query-key products; 0 uses 1 / sqrt(head_dim)."""
     attention_soft_cap: NonNegative = 0.0
-    """Scores s become cap tanh(s / cap); 0 leaves them."""
+    """Soft cap of the attention scores, cap * tanh(score / cap); 0 disables it."""
     attention_sinks: bool = False
-    """A learnt score a head that takes attention and gives nothing."""
+    """Learned attention-sink logit per head (no value)."""
     query_key_norm: Literal["none", "head", "width"] = "none"
-    """RMS norm of queries and keys, by heads or all heads as one."""
+    """RMS norm of queries and keys: none, per head, or over the whole width."""
     norm: Normalization = "rms"
-    """Kind of normalisation; rms1p scales by 1 + weight (Gemma)."""
-    norm_placement: NormPlacement = (
-        "pre"  # x + f(n(x)); post n(x + f(x)); sandwich x + n(f(n(x))); output x + n(f(x)).
-    )
+    """Kind of normalization; rms1p multiplies by 1 + weight (Gemma)."""
+    norm_placement: NormPlacement = "pre"
+    """Placement of the norms: pre x + f(norm(x)), post norm(x + f(x)), sandwich x +
+    norm(f(norm(x))), output x + norm(f(x))."""
     norm_eps: NonNegative = 1e-5
-    """Added to the variance, or the mean square, before its root."""
+    """Constant added to the variance, or to the mean square, before the square root."""
     residual: Literal["sequential", "parallel"] = "sequential"
-    """A sublayer reads the sum so far, or all read the same."""
+    """sequential: each sublayer reads the output of the one before; parallel: all sublayers of a
+    block read the same input."""
     activation: Activation = "swiglu"
-    """Of the feed-forward; those that end in glu, and geglu_tanh, are gated."""
+    """Activation of the feed-forward layer; swiglu, geglu, geglu_tanh, reglu and glu are gated."""
     bias: Biased = "none"
-    """Which linear layers carry a bias, and layer norms: of queries to values, and so on."""
+    """Where biases are used: none, qkv, attention (qkv and output), ffn, ffn_norm, all."""
     embedding_scale: Literal["none", "sqrt"] = "none"
-    """Token embeddings are multiplied by sqrt(d_model), or not."""
+    """Scale of the token embeddings: none, or sqrt(d_model)."""
     embedding_norm: bool = False
-    """A norm behind the embedding."""
+    """Apply a norm to the embeddings."""
     token_types: Natural = 0
-    """Kinds of tokens with an embedding of their own (BERT: 2); 0 has none."""
+    """Number of token types with an embedding (2 in BERT); 0 has none."""
     head: Head = "auto"
-    """What is put out; auto: language, in an encoder masked; none: the residual stream itself."""
+    """Output head; auto selects language, or masked for an encoder. none returns the residual
+    stream."""
     n_classes: Natural = 0
-    """Classes of the heads classes and tags; 0 takes those found in the data when a run is loaded.
-
-    """
+    """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
     pooling: Literal["auto", "first", "last", "mean"] = "auto"
-    """What the head classes reads; auto: first, a decoder's last."""
+    """Position that the head classes reads; auto selects the first token of an encoder, the last of
+    a decoder."""
     pooler: bool = False
-    """An encoder keeps BERT's pooler under any head; the heads that read it have it anyway."""
+    """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
     next_sentence: bool = False
-    """A second head that tells whether the second text follows the first (BERT)."""
+    """Add a second head that predicts whether the second text follows the first (BERT)."""
     tied_head: bool = False
-    """Use the embedding table as the output layer too."""
+    """Use the embedding table as the output matrix."""
     head_bias: bool = False
-    """A bias of the language head; the other heads have one anyway."""
+    """Add a bias to the language head; the other heads always have one."""
     logit_scale: Literal["none", "rsqrt"] = "none"
-    """What the output layer reads is divided by sqrt(d_model), or not."""
+    """Scale of the input of the output layer: none, or rsqrt (1 / sqrt(d_model))."""
     logit_soft_cap: NonNegative = 0.0
-    """Logits l become cap tanh(l / cap); 0 leaves them."""
+    """Soft cap of the logits, cap * tanh(logit / cap); 0 disables it."""
     dropout: Rate = 0.0
-    """Of the embedding, the attention weights and each sublayer's output, in training only."""
+    """Dropout rate of the embeddings, the attention weights and the output of each sublayer; only
+    in training."""
     init: Initializer = "gpt2"
-    """N(0, 0.02) with scaled residuals; variance 2/(d_in+d_out), cut or uniform; or 1/d_in."""
+    """Initialization: gpt2 N(0, 0.02) with scaled residual projections; truncated_normal and
+    xavier, variance 2 / (fan_in + fan_out), truncated normal or uniform; fan_in, variance 1 /
+    fan_in."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the products; auto: bfloat16 on GPU and TPU, else float32."""
+    """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
     layer_loop: Literal["unroll", "scan"] = "unroll"
-    """Scan compiles once for all layers; unrolled runs faster."""
+    """scan compiles one layer for all; unroll compiles each layer and runs faster."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but products, all."""
-    attention_kernel: AttentionKernel = "auto"  # auto: fastest in training, else plain.
+    """Activations that the backward pass recomputes: none, dots (all but matrix products), or full
+    (all)."""
+    attention_kernel: AttentionKernel = "auto"
+    """Attention kernel; auto selects the fastest one for training that supports the model, and xla
+    elsewhere."""
 
     @property
     def kv_heads(self) -> int:
