@@ -58,6 +58,5 @@ classifier = replace(
     train=replace(config.train, steps=150, eval_every=50, eval_batches=0, checkpoint_every=50),
 )
 scratch = replace(
-    classifier,
-    run=replace(classifier.run, dir="runs/bert_tiny_scratch", init_from=""),
+    classifier, run=replace(classifier.run, dir="runs/bert_tiny_scratch", init_from="")
 )

@@ -72,8 +72,7 @@ ObjectiveName = Annotated[
 ]
 
 OptimizerName = Annotated[
-    Literal["adamw", "adafactor", "lion", "sgd", "muon"],
-    TableAt("jaxformer.optim.OPTIMIZERS"),
+    Literal["adamw", "adafactor", "lion", "sgd", "muon"], TableAt("jaxformer.optim.OPTIMIZERS")
 ]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],

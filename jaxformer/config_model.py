@@ -39,8 +39,7 @@ RopeScaling = Annotated[
     TableAt("jaxformer.layers.positions.FREQUENCIES"),
 ]
 Normalization = Annotated[
-    Literal["rms", "rms1p", "layer", "none"],
-    TableAt("jaxformer.layers.norm.NORMS"),
+    Literal["rms", "rms1p", "layer", "none"], TableAt("jaxformer.layers.norm.NORMS")
 ]
 NormPlacement = Literal["pre", "post", "sandwich", "output"]
 Head = Literal["auto", "language", "masked", "classes", "tags", "none"]

@@ -64,12 +64,7 @@ OBJECTIVES: Table[Objective] = Table(
     ObjectiveName,
     {
         "causal": Objective(
-            ("decoder",),
-            "language",
-            ("text",),
-            shortest=1,
-            can_be_cut=True,
-            every_token=True,
+            ("decoder",), "language", ("text",), shortest=1, can_be_cut=True, every_token=True
         ),
         "masked": Objective(
             ("encoder",),
@@ -90,11 +85,7 @@ OBJECTIVES: Table[Objective] = Table(
             takes_packing=False,
         ),
         "prefix": Objective(
-            ("encoder_decoder",),
-            "language",
-            ("text",),
-            rows=PrefixRows,
-            takes_packing=False,
+            ("encoder_decoder",), "language", ("text",), rows=PrefixRows, takes_packing=False
         ),
         "pairs": Objective(
             ("encoder_decoder",), "language", ("source", "target"), template=PairTemplate

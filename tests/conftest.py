@@ -10,7 +10,7 @@ CACHE = os.environ.setdefault(
     "JAXFORMER_TEST_CACHE", os.path.join(tempfile.gettempdir(), "jaxformer-test-cache")
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(CACHE, "xla"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Most of the time goes to the compiler, and these flags take three quarters off it: the code of a
 # program is not optimized. The mathematics and what XLA makes of it are the same. `XLA_FLAGS=
 # pytest` compiles as a user's process does.
@@ -35,7 +35,7 @@ CHECKED = (
     "positions",
 )
 install_import_hook(
-    [*(f"jaxformer.layers.{space}" for space in CHECKED), "jaxformer.models", "jaxformer.losses"],
+    [*(f"jaxformer.layers.{module}" for module in CHECKED), "jaxformer.models", "jaxformer.losses"],
     "beartype.beartype",
 )
 

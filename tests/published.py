@@ -120,11 +120,7 @@ case("llama-3.2-1b", LLAMA3 | dict(head_dim=6, tie_word_embeddings=True, eos_tok
 case(
     "smollm2-135m",
     LLAMA3
-    | {
-        "is_llama_config": True,
-        "rope_interleaved": False,
-        "transformers.js_config": {"kv": {}},
-    },
+    | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"kv": {}}},
     BF16,
 )
 MISTRAL = less(LLAMA2, "_name_or_path", "pretraining_tp", "rope_scaling") | dict(

@@ -1,4 +1,5 @@
-"""Bounds on the architecture: sizes of functions and files, imports, and what the README states."""
+"""Bounds on the architecture: sizes of functions and files, imports; and what the documentation
+names exists."""
 
 import ast
 import json
@@ -141,13 +142,14 @@ def modules_after(code: str) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def readme() -> str:
-    return (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def test_the_readme_begins_with_the_two_commands(readme: str) -> None:
-    first_screen = "\n".join(readme.splitlines()[:40])
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+    lines = PAGES[0].read_text().splitlines()
+    assert len(lines) < 150
+    first_screen = "\n".join(lines[:40])
     assert "pip install -e . && python train.py configs/quickstart.py" in first_screen
     assert 'pip install -e ".[test]" && pytest' in first_screen
     extras = (ROOT / "pyproject.toml").read_text()
@@ -158,26 +160,57 @@ def test_the_readme_begins_with_the_two_commands(readme: str) -> None:
     )
 
 
-def test_every_file_and_folder_that_the_readme_names_exists(readme: str) -> None:
-    named = set(re.findall(r"\b(?:jaxformer|configs|tests|benchmarks)/[\w./]*\w", readme))
-    assert {"configs/quickstart.py"} < named
-    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
-    assert not missing
+def test_the_readme_links_to_every_page() -> None:
+    linked = {
+        (ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES[0].read_text())
+    }
+    assert {*PAGES[1:]} <= linked
 
 
-def test_every_image_and_page_that_the_readme_links_to_exists(readme: str) -> None:
-    linked = re.findall(r"\]\(([^)#]+)\)", readme)
-    missing = [
-        link for link in linked if not link.startswith("http") and not (ROOT / link).exists()
+@every_page
+def test_every_file_and_folder_that_a_page_names_exists(page: Path) -> None:
+    named = set(
+        re.findall(r"\b(?:jaxformer|configs|tests|benchmarks|examples)/[\w./]*\w", page.read_text())
+    )
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+@every_page
+def test_every_image_and_page_that_a_page_links_to_exists(page: Path) -> None:
+    linked = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert not [
+        link for link in linked if not link.startswith("http") and not (page.parent / link).exists()
     ]
-    assert not missing
 
 
-def test_every_command_that_the_readme_gives_is_one(readme: str) -> None:
+@every_page
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text())
+    assert named or page != PAGES[0]
+    assert not [
+        f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()
+    ]
+
+
+@every_page
+def test_every_command_that_a_page_gives_is_one(page: Path) -> None:
     from jaxformer.cli import COMMANDS
 
-    given = set(re.findall(r"^\s*(?:\$ )?jaxformer (\w+)", readme, flags=re.MULTILINE))
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    given = {
+        name
+        for block in blocks
+        for name in re.findall(r"^jaxformer (\w+)", block, flags=re.MULTILINE)
+    }
     assert given <= set(COMMANDS)
+
+
+@every_page
+def test_the_python_that_a_page_shows_is_python(page: Path) -> None:
+    for block in re.findall(
+        r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    ):
+        compile(block, str(page), "exec")
 
 
 def reach_after(code: str) -> int:

@@ -346,10 +346,7 @@ def test_a_data_set_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.M
     )
     assert [
         piece.record for piece in find_source(f"datasets:{root}/one", "data.train", fields).pieces()
-    ][1] == (
-        "document 1",
-        "1",
-    )
+    ][1] == ("document 1", "1")
     assert scan(one, tmp_path / "scans").documents == 20
 
 

@@ -128,11 +128,7 @@ def test_the_same_line_continues_a_run_that_began_from_another(base, trunk):
     changes = under(
         SETTINGS
         | SMALL
-        | {
-            "data.train": base / "text.txt",
-            "run.init_from": trunk,
-            "train.checkpoint_every": 1,
-        }
+        | {"data.train": base / "text.txt", "run.init_from": trunk, "train.checkpoint_every": 1}
     )
     whole = run(base, "whole", **(changes | {"train__steps": 2}))
     run(base, "parts", **(changes | {"train__steps": 1, "optimizer__decay_steps": 40}))
@@ -186,7 +182,8 @@ def test_what_the_command_line_states_stands_above_the_config_file(base, trunk):
     (grouped / "tokenizer.json").write_bytes((trunk / "tokenizer.json").read_bytes())
     file = base / "three_heads.py"
     file.write_text(
-        "from jaxformer import ModelConfig, RunConfig\nconfig = RunConfig(model=ModelConfig(n_heads=3))\n"
+        "from jaxformer import ModelConfig, RunConfig\n"
+        "config = RunConfig(model=ModelConfig(n_heads=3))\n"
     )
     asked = [f"run.init_from={grouped}", f"run.dir={base / 'never'}", "data.sequence_length=16"]
     with pytest.raises(jf.ConfigError, match="n_heads=3"):

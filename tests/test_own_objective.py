@@ -46,12 +46,7 @@ class Preferences(Template):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    row = Objective(
-        ("decoder",),
-        "language",
-        ("source", "target", REJECTED),
-        template=Preferences,
-    )
+    row = Objective(("decoder",), "language", ("source", "target", REJECTED), template=Preferences)
     monkeypatch.setattr(objectives, "OBJECTIVES", {"preferences": row})  # so that auto finds it
     path = tmp_path / "pairs.jsonl"
     lines = [{"source": "q", "target": "yes", "rejected": "no" * index} for index in range(40)]

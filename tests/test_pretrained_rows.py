@@ -19,9 +19,7 @@ from jaxformer.tokenizer import SENTINELS, Tokenizer
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart", "marian"])
-def test_pairs_are_what_transformers_trains_an_encoder_decoder_on(
-    kind: str,
-) -> None:
+def test_pairs_are_what_transformers_trains_an_encoder_decoder_on(kind: str) -> None:
     """The source and the labels are texts in the template, and the decoder reads the labels after
     its start token."""
     ours, hf = Tokenizer.load(saved(kind)), transformers.AutoTokenizer.from_pretrained(saved(kind))

@@ -340,9 +340,7 @@ def test_encoding_with_and_without_special_tokens_from_many_threads() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "bart", "marian", "t5"])
-def test_token_bytes_sum_to_those_of_the_text(
-    kind: str,
-) -> None:
+def test_token_bytes_sum_to_those_of_the_text(kind: str) -> None:
     """Up to the space that SentencePiece sets before a text."""
     tokenizer = Tokenizer.load(saved(kind))
     sizes, edges = tokenizer.token_bytes(), tokenizer.word_edges()

@@ -88,7 +88,7 @@ def test_of_overlapping_special_tokens_the_longest_is_taken(tables: tuple[Vocab,
     ]  # those that the vocabulary lacks follow it
     assert tokenizer.encode(END * 3) == [ids[1], ids[0]] and tokenizer.encode(END[:-1]) != [0]
     assert [tokenizer.decode([index]) for index in tokenizer.encode(f"x{END * 2}y{END}<|endx")] == [
-        *("x", END * 2, "y", END, "<|end", "x"),
+        *("x", END * 2, "y", END, "<|end", "x")
     ]
     assert tokenizer.encode("abcd") == [ids[4], *tokenizer.encode("d")]
     long = " ".join(["abcd", END * 3, "<|endabc"] * 3000)  # long enough for every way to encode

@@ -58,11 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         return 0
     found: list[TextSummary] = prepare_text(
-        *what,
-        output=asked.output,
-        thorough=asked.verify,
-        vocab_size=size,
-        log=_log,
+        *what, output=asked.output, thorough=asked.verify, vocab_size=size, log=_log
     )
     for text in found:
         rate = text.bytes / max(1, text.tokens - text.documents)

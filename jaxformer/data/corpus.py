@@ -131,9 +131,7 @@ def find_sides(
 
 
 def find_named(
-    data: DataConfig,
-    settings: TokenizerConfig,
-    task: Task,
+    data: DataConfig, settings: TokenizerConfig, task: Task
 ) -> tuple[list[Source], list[Source]]:
     """The texts for training and those for validation that the settings name, not yet read."""
     sources = find_texts(data, "data.train", task.fields)
@@ -154,12 +152,7 @@ def _with_tokenizer(sources: list[Source], settings: TokenizerConfig) -> list[So
 
 
 def tokenizer_of(
-    settings: TokenizerConfig,
-    task: Task,
-    vocab_size: int,
-    sides: Sides,
-    cache: Path,
-    log: Log,
+    settings: TokenizerConfig, task: Task, vocab_size: int, sides: Sides, cache: Path, log: Log
 ) -> Tokenizer:
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
     tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
@@ -250,11 +243,7 @@ def _example_rows(
 
 
 def _example_stores(
-    sides: Sides,
-    name: str,
-    template: Template,
-    folder: Path,
-    log: Log,
+    sides: Sides, name: str, template: Template, folder: Path, log: Log
 ) -> dict[str, list[ExampleStore]]:
     """The examples of each side's records, made or found; `name` is the objective's."""
     found: dict[str, list[ExampleStore]] = {side: [] for side in SIDES}
@@ -265,11 +254,7 @@ def _example_stores(
 
 
 def _example_store(
-    split: Split,
-    objective: str,
-    template: Template,
-    folder: Path,
-    log: Log,
+    split: Split, objective: str, template: Template, folder: Path, log: Log
 ) -> ExampleStore:
     made_by = template.tokenizer.fingerprint()
     directory = folder / fingerprint(FORMAT, split.identity(), made_by, objective)

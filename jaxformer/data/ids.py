@@ -86,11 +86,7 @@ def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
 
 
 def id_store(
-    source: IdFiles,
-    found: Scan,
-    folders: list[Path],
-    thorough: bool,
-    log: Log,
+    source: IdFiles, found: Scan, folders: list[Path], thorough: bool, log: Log
 ) -> TokenStore:
     """The ids of a source, each file's index of documents in its folder.
 

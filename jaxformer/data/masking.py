@@ -29,11 +29,7 @@ class MaskedRows(TextRows):
     """
 
     def __init__(
-        self,
-        store: TokenStore,
-        data: DataConfig,
-        row_format: RowFormat,
-        tokenizer: Tokenizer,
+        self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
     ) -> None:
         self.length, self.types = row_format.length, row_format.token_types
         self.sentences, self.density = row_format.next_sentence, data.noise_density

@@ -21,11 +21,7 @@ class SourceRows(TextRows):
     read them."""
 
     def __init__(
-        self,
-        store: TokenStore,
-        row_format: RowFormat,
-        tokenizer: Tokenizer,
-        window: int,
+        self, store: TokenStore, row_format: RowFormat, tokenizer: Tokenizer, window: int
     ) -> None:
         super().__init__(store, window, window)
         self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
@@ -58,11 +54,7 @@ class SpanRows(SourceRows):
     """
 
     def __init__(
-        self,
-        store: TokenStore,
-        data: DataConfig,
-        row_format: RowFormat,
-        tokenizer: Tokenizer,
+        self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
     ) -> None:
         self.density, self.mean = data.noise_density, data.span_length
         length, source_length = row_format.length, row_format.source_length
@@ -105,11 +97,7 @@ class PrefixRows(SourceRows):
     after."""
 
     def __init__(
-        self,
-        store: TokenStore,
-        data: DataConfig,
-        row_format: RowFormat,
-        tokenizer: Tokenizer,
+        self, store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
     ) -> None:
         source_room = row_format.source_length - len(tokenizer.as_source([]))
         target_room = row_format.length + 1 - len(tokenizer.as_target([]))

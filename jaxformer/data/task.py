@@ -16,10 +16,7 @@ MakeRows = Callable[[TokenStore, DataConfig, RowFormat, Tokenizer], Rows]
 
 
 def causal_rows(
-    store: TokenStore,
-    data: DataConfig,
-    row_format: RowFormat,
-    tokenizer: Tokenizer,
+    store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
 ) -> Rows:
     """Rows in which every token but the first is a target once, packed as data.packing says."""
     if data.packing == "best_fit":

@@ -88,12 +88,7 @@ def stack(side: str, ours: str) -> tuple[TensorRow, ...]:
     """The rows of one stack; `ours` goes before its paths."""
     layer, parts = (
         f"model.{side}.layers.{{}}.",
-        {
-            "q_proj": "q",
-            "k_proj": "k",
-            "v_proj": "v",
-            "out_proj": "out",
-        },
+        {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"},
     )
     sublayers = {"self_attn": "attention"} | ({} if ours else {"encoder_attn": "cross"})
     found = [

@@ -78,10 +78,7 @@ class Family:
         """Their keys of our config."""
         ours, keys = (
             resolved(config),
-            {
-                "architectures": [architecture],
-                "model_type": self.model_type,
-            },
+            {"architectures": [architecture], "model_type": self.model_type},
         )
         kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
         ours = dataclasses.replace(ours, **kept)

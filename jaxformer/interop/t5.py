@@ -102,11 +102,7 @@ def stack(hf: str, ours: str, config: ModelConfig) -> tuple[TensorRow, ...]:
     ]
     ffn, names = (
         f"{layer}{len(sublayers)}",
-        {
-            "gate": "wi_0",
-            "up": "wi_1" if config.gated else "wi",
-            "down": "wo",
-        },
+        {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"},
     )
     found += [
         TensorRow(f"{ffn}.DenseReluDense.{name}.weight", f"{ours}blocks.ffn.{leaf}", LINEAR)

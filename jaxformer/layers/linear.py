@@ -71,12 +71,7 @@ def _fan_in(config: ModelConfig) -> Initializers:
 
 INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
     InitializerName,
-    {
-        "gpt2": _gpt2,
-        "truncated_normal": _truncated_normal,
-        "xavier": _xavier,
-        "fan_in": _fan_in,
-    },
+    {"gpt2": _gpt2, "truncated_normal": _truncated_normal, "xavier": _xavier, "fan_in": _fan_in},
 )
 
 

@@ -117,13 +117,7 @@ def _llama3(config: ModelConfig, positions: jax.Array) -> jax.Array:
 
 FREQUENCIES: Table[Callable[[ModelConfig, jax.Array], jax.Array]] = Table(
     RopeScaling,
-    {
-        "none": _plain,
-        "linear": _linear,
-        "dynamic": _dynamic,
-        "yarn": _yarn,
-        "llama3": _llama3,
-    },
+    {"none": _plain, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3},
 )
 
 

@@ -237,10 +237,7 @@ class JaxformerLM(TemplateLM):
                 asked = normalize_gen_kwargs(batch[0][1], self.max_gen_toks)
                 count, stops = (
                     asked.pop("max_gen_toks"),
-                    [
-                        *asked.pop("until"),
-                        self.tokenizer.shown(self.eot_token_id),
-                    ],
+                    [*asked.pop("until"), self.tokenizer.shown(self.eot_token_id)],
                 )
                 written = self._written(
                     [context for context, _ in batch], count, stops, self._rules(asked)
