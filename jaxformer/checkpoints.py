@@ -7,16 +7,14 @@ table's paths, shapes and dtypes.
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxformer.settings import ConfigError
-
-Log = Callable[[str], None]
+from jaxformer.settings import ConfigError, Log
 
 # What TensorStore says of files that are cut short, altered or gone.
 DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")

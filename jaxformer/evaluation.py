@@ -16,6 +16,7 @@ from jaxformer.generation.translate import translate
 from jaxformer.loading import load, run_of
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.params import Params
+from jaxformer.settings import Log
 from jaxformer.tokenizer.files import tokenizer_file
 from jaxformer.training.evaluate import Totals, make_totals
 from jaxformer.training.step import Batch, Sums
@@ -124,7 +125,7 @@ def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
 
 
 def corpus_of(
-    run: RunConfig, labels: tuple[str, ...] = (), log: data.Log = lambda line: None
+    run: RunConfig, labels: tuple[str, ...] = (), log: Log = lambda line: None
 ) -> data.Corpus:
     """The data of a run as rows, made or found. Raises ConfigError as `data.prepare` does."""
     return data.prepare(

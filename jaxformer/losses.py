@@ -24,7 +24,7 @@ TILE_ROWS = {
 }
 TILE_ROWS_ELSEWHERE = 8192
 
-Sums = tuple[jax.Array, jax.Array]
+ObjectiveAndNats = tuple[jax.Array, jax.Array]
 
 
 class Extras(NamedTuple):
@@ -44,7 +44,7 @@ def cross_entropy(
     bias: Float[Array, "V"] | None = None,
     tile: int | None = None,
     **extras: float,
-) -> Sums:
+) -> ObjectiveAndNats:
     """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32 [B,
     T] -> two float32 scalars.
 
@@ -135,8 +135,8 @@ def _tiled(
     weights: jax.Array,
     extras: Extras,
     tile: int,
-) -> Sums:
-    def add(total: Sums, item: Any) -> tuple[Sums, None]:
+) -> ObjectiveAndNats:
+    def add(total: ObjectiveAndNats, item: Any) -> tuple[ObjectiveAndNats, None]:
         objective, nats, _ = _sums(_logits(item[0], matrix, bias), item[1], item[2], extras)
         return (total[0] + objective, total[1] + nats), None
 
@@ -153,7 +153,7 @@ def _tiled_forward(
     weights: jax.Array,
     extras: Extras,
     tile: int,
-) -> tuple[Sums, Any]:
+) -> tuple[ObjectiveAndNats, Any]:
     """The sums, and d objective / dx, / dhead and / dbias, from one set of logits a tile."""
     product = _custom_product if is_custom(head) else _matrix_product
     matrix = head.astype(x.dtype)
@@ -234,7 +234,9 @@ def _floats(head: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(head) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def _tiled_backward(extras: Extras, tile: int, saved: Any, slopes: Sums) -> tuple[Any, ...]:
+def _tiled_backward(
+    extras: Extras, tile: int, saved: Any, slopes: ObjectiveAndNats
+) -> tuple[Any, ...]:
     d_x, d_head, d_bias, head, bias = saved
     leaves, treedef = jax.tree.flatten(head)
     given = iter(d_head)

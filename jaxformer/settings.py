@@ -2,11 +2,12 @@
 that it is wrong."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 RowT = TypeVar("RowT")
+Log = Callable[[str], None]  # takes each line that a long operation reports
 
 
 class ConfigError(ValueError):

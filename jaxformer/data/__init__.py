@@ -2,7 +2,7 @@
 batch from its step."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, evaluation_batches
-from jaxformer.data.corpus import Corpus, Log, gzip_bits_per_byte, prepare
+from jaxformer.data.corpus import Corpus, gzip_bits_per_byte, prepare
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.phases import length_at
 from jaxformer.data.rows import NumpyBatch, RowFormat, Rows
@@ -17,7 +17,6 @@ __all__ = [
     "Batches",
     "Corpus",
     "EvaluationBatches",
-    "Log",
     "Mixture",
     "NumpyBatch",
     "RowFormat",

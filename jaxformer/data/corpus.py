@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -31,14 +31,13 @@ from jaxformer.data.texts import (
     store_of,
 )
 from jaxformer.data.vocabulary import given_tokenizer, make_tokenizer
+from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
 # Tokens of a text that are decoded at a time.
 BLOCK_TOKENS = 1 << 20
 
 SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jaxformer.data.sources import Piece
 from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import in_batches
 from jaxformer.data.writing import claimed, replacing
+from jaxformer.settings import Log
 
 # The sequences of one example; of one with a label, or with tags, the last is their numbers.
 Parts = tuple[Sequence[int], ...]
@@ -87,7 +88,7 @@ def open_or_encode(
     directory: Path,
     records: Callable[[], Iterable[Piece]],
     encode: EncodeRecords,
-    log: Callable[[str], None] = lambda line: None,
+    log: Log = lambda line: None,
 ) -> ExampleStore:
     """The finished store in a directory, or a new one. A second process on this machine waits and
     then reuses it."""

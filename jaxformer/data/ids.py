@@ -22,8 +22,9 @@ from jaxformer.data.sources.reading import SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import IdArray, Shard, TokenStore
-from jaxformer.data.tokenizing import Log, ProgressNotes, write_ids, write_index
+from jaxformer.data.tokenizing import ProgressNotes, write_ids, write_index
 from jaxformer.data.writing import claimed
+from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
 BLOCK_IDS = 1 << 22  # an even number, as the test for ids of another width needs

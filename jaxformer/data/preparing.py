@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
-from jaxformer.data.corpus import Log, check_fit, find_named, find_sides, tokenizer_of
+from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
 from jaxformer.data.ids import IdFiles
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Scan, Split
@@ -19,6 +19,7 @@ from jaxformer.data.store import MANIFEST, TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
+from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
 

@@ -14,6 +14,7 @@ from jaxformer.data.sources.error_policy import Skipped
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.data.writing import make_folder, replacing
+from jaxformer.settings import Log
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text
 # is held out.
@@ -83,7 +84,7 @@ def file_groups(source: Source) -> list[Source]:
     return [source.part(tuple(group)) for group in groups]
 
 
-def scan(source: Source, cache: Path, log: Callable[[str], None] = lambda line: None) -> Scan:
+def scan(source: Source, cache: Path, log: Log = lambda line: None) -> Scan:
     """Reads all of a source once, so that a fault shows before any work; recorded in `cache` until
     a file changes.
 
@@ -107,7 +108,7 @@ def scan(source: Source, cache: Path, log: Callable[[str], None] = lambda line: 
     return found
 
 
-def scan_group(group: Source, cache: Path, log: Callable[[str], None] = lambda line: None) -> Scan:
+def scan_group(group: Source, cache: Path, log: Log = lambda line: None) -> Scan:
     """The scan of some files of a source, made or found."""
     return cached_scan(cache / f"{group.signature()}.json", lambda: _read(group, log))
 
@@ -125,7 +126,7 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
     return found
 
 
-def _read(group: Source, log: Callable[[str], None]) -> Scan:
+def _read(group: Source, log: Log) -> Scan:
     """Reads some files of a source."""
     log(f"{group}: reading {len(group.files):,} new or changed file{'s' * (len(group.files) > 1)}")
     digest, documents, progress = (

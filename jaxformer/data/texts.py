@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from jaxformer.data.splits import Scan, file_groups, scan, scan_group
 from jaxformer.data.store import MANIFEST, TokenStore, missing_of
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
 from jaxformer.data.writing import claimed, replacing
+from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
 
@@ -29,8 +29,6 @@ KIND = "jaxformer tokens"
 # Folders of the cache, or of a prepared directory, so that what one machine has read and made
 # another finds.
 SCANS, TOKENIZERS = "scans", "tokenizers"
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxformer.data.sources import Piece
 from jaxformer.data.store import Shard, TokenStore, Written, write_manifest
 from jaxformer.data.writing import claimed, replacing
+from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
 SHARD_CHARACTERS = 64 << 20
@@ -24,7 +25,6 @@ SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
 Place = Callable[[str], float]
-Log = Callable[[str], None]
 DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
@@ -33,10 +33,7 @@ class ProgressNotes:
     seconds."""
 
     def __init__(
-        self,
-        log: Callable[[str], None] = lambda line: None,
-        total: int = 0,
-        work: str = "tokenized",
+        self, log: Log = lambda line: None, total: int = 0, work: str = "tokenized"
     ) -> None:
         self.log, self.done, self._total, self._work = log, 0, total, work
         self._began = self._said = time.monotonic()

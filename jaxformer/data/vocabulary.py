@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxformer.config import ConfigError, TokenizerConfig
@@ -11,13 +11,12 @@ from jaxformer.data.sources.reading import PIECE_CHARACTERS
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.texts import FORMAT, Prepared, megabytes
 from jaxformer.data.writing import claimed
+from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
 
 # Where a tokenizer is trained on a part of the text, the most that is taken from one place.
 SAMPLE_CHARACTERS = 1 << 12
-
-Log = Callable[[str], None]
 
 
 def given_tokenizer(

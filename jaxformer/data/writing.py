@@ -4,11 +4,12 @@ import contextlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from jaxformer.config import ConfigError
+from jaxformer.settings import Log
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, log: Callable[[str], None], shared: bool = False) -> Iterator[bool]:
+def claimed(directory: Path, log: Log, shared: bool = False) -> Iterator[bool]:
     """Makes a directory and holds it against other processes of this machine until the block ends,
     or the process does.
 

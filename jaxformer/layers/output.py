@@ -9,7 +9,7 @@ from flax import struct
 
 from jaxformer.layers.capture import Captures
 
-Sums = dict[str, tuple[jax.Array, jax.Array]]
+AuxSums = dict[str, tuple[jax.Array, jax.Array]]
 
 
 @struct.dataclass
@@ -21,8 +21,8 @@ class Aux:
     `Request` asked for: in a block by their own names, from a stack on by their full names.
     """
 
-    losses: Sums = struct.field(default_factory=dict)
-    metrics: Sums = struct.field(default_factory=dict)
+    losses: AuxSums = struct.field(default_factory=dict)
+    metrics: AuxSums = struct.field(default_factory=dict)
     captures: Captures = struct.field(default_factory=dict)
 
 
@@ -37,8 +37,8 @@ class Output(NamedTuple):
 
 def merged(parts: Iterable[Aux]) -> Aux:
     """The union of several: sums of one name are added, captures have distinct names."""
-    losses: Sums = {}
-    metrics: Sums = {}
+    losses: AuxSums = {}
+    metrics: AuxSums = {}
     captures: Captures = {}
     for part in parts:
         _add(losses, part.losses)
@@ -47,7 +47,7 @@ def merged(parts: Iterable[Aux]) -> Aux:
     return Aux(losses, metrics, captures)
 
 
-def _add(total: Sums, part: Sums) -> None:
+def _add(total: AuxSums, part: AuxSums) -> None:
     for name, (value, weight) in part.items():
         known = total.get(name)
         total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)

@@ -32,7 +32,8 @@ from jaxformer.report import (
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import lock
 from jaxformer.runs.init_from import warm_start
-from jaxformer.runs.setup import Log, RunSetup, make_setup
+from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.settings import Log
 from jaxformer.training.loop import fit
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, Metrics

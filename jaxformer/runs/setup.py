@@ -4,7 +4,6 @@ about them."""
 import functools
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +26,10 @@ from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.device import peak_flops, with_kernel, with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.runs.init_from import check_base, with_classes
+from jaxformer.settings import Log
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
 
-Log = Callable[[str], None]
 SummaryValue = str | list[str]
 
 
