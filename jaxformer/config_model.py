@@ -5,17 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxformer.settings import (
-    Bounds,
-    Count,
-    Fraction,
-    Natural,
-    NonNegative,
-    Rate,
-    Section,
-    TableAt,
-    divisors,
-)
+from jaxformer.config_rules import model_conflicts
+from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Rate, Section, TableAt
 
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
 Activation = Annotated[
@@ -223,9 +214,9 @@ class ModelConfig(Section):
     @property
     def encoder_layers(self) -> int:
         """Blocks that see both sides."""
-        return {"decoder": 0, "encoder": self.n_layers}.get(
-            self.family, self.n_encoder_layers or self.n_layers
-        )
+        if self.family == "decoder":
+            return 0
+        return (self.family == "encoder_decoder" and self.n_encoder_layers) or self.n_layers
 
     @property
     def biased(self) -> frozenset[str]:
@@ -239,31 +230,20 @@ class ModelConfig(Section):
 
     @property
     def ff_width(self) -> int:
-        return self.d_ff or (
-            -(-self.d_model * 8 // 3 // 64) * 64 if self.gated else 4 * self.d_model
-        )
+        gated, plain = -(-self.d_model * 8 // 3 // 64) * 64, 4 * self.d_model
+        return self.d_ff or (gated if self.gated else plain)
 
     @property
     def output(self) -> str:
         """The head, "auto" resolved."""
-        return (
-            self.head
-            if self.head != "auto"
-            else "masked"
-            if self.family == "encoder"
-            else "language"
-        )
+        auto = "masked" if self.family == "encoder" else "language"
+        return auto if self.head == "auto" else self.head
 
     @property
     def pooled(self) -> str:
         """The pooling, "auto" resolved."""
-        return (
-            self.pooling
-            if self.pooling != "auto"
-            else "first"
-            if self.family == "encoder"
-            else "last"
-        )
+        auto = "first" if self.family == "encoder" else "last"
+        return auto if self.pooling == "auto" else self.pooling
 
     @property
     def rotated_width(self) -> int:
@@ -279,152 +259,9 @@ class ModelConfig(Section):
     @property
     def rope_scale(self) -> float:
         """What rotated queries and keys are multiplied by (YaRN, arXiv:2309.00071)."""
-        return (
-            self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1
-            if self.rope_scaling == "yarn"
-            else 1.0
-        )
+        if self.rope_scaling != "yarn":
+            return 1.0
+        return self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1
 
     def conflicts(self) -> list[str]:
-        found = []
-        if not self.head_dim and self.d_model % self.n_heads:
-            found.append(
-                f"d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}: "
-                f"choose heads that divide it ({divisors(self.d_model)}), or set model.head_dim."
-            )
-        if self.n_heads % self.kv_heads:
-            found.append(
-                f"n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.n_kv_heads}:"
-                " every key head serves the same number of query heads, so choose one of"
-                f" {divisors(self.n_heads)}."
-            )
-        turns = 0 < self.rotated_width <= self.head_width // 2 * 2
-        if self.positions == "rope" and not found and not turns:
-            found.append(
-                f"head_dim={self.head_width} is odd, or model.rope_fraction={self.rope_fraction:g}"
-                " of it is nothing, and RoPE turns pairs: make it even and the fraction larger, or"
-                " change model.positions."
-            )
-        return found + [
-            message for broken, message in self._refused() + self._refused_positions() if broken
-        ]
-
-    def _refused(self) -> list[tuple[bool, str]]:
-        """Combinations of family, head and block that make no sense, each with its reason."""
-        family, output = self.family, self.output
-        return [
-            (
-                family == "encoder" and output == "language",
-                (
-                    "head='language' needs model.family 'decoder' or 'encoder_decoder': an encoder"
-                    " sees the next token."
-                ),
-            ),
-            (
-                family != "encoder" and (output == "masked" or self.next_sentence),
-                (
-                    "head='masked' and model.next_sentence need model.family='encoder': a decoder"
-                    " sees one side only."
-                ),
-            ),
-            (
-                family == "encoder_decoder" and output != "language",
-                (
-                    f"head={output!r} needs model.family 'encoder' or 'decoder': an encoder-decoder"
-                    " writes its answer as text."
-                ),
-            ),
-            (
-                family == "decoder" and self.pooling == "first",
-                (
-                    "pooling='first' needs model.family='encoder': a decoder's first token sees"
-                    " itself alone."
-                ),
-            ),
-            (
-                family != "encoder_decoder" and self.n_encoder_layers > 0,
-                (
-                    f"n_encoder_layers={self.n_encoder_layers} needs"
-                    " model.family='encoder_decoder'; set model.n_layers."
-                ),
-            ),
-            (
-                self.residual == "parallel" and self.norm_placement == "post",
-                (
-                    "residual='parallel' has one sum for all sublayers, so norm_placement='post'"
-                    " has no place: use another."
-                ),
-            ),
-            (
-                family != "encoder" and self.pooler,
-                (
-                    "pooler=True needs model.family='encoder': a pooler reads the first token,"
-                    " which must see them all."
-                ),
-            ),
-            (
-                self.head_bias and output != "language",
-                (
-                    f"head_bias=True is for the language head, and the head {output!r} has a bias"
-                    " anyway: leave it out."
-                ),
-            ),
-        ]
-
-    def _refused_positions(self) -> list[tuple[bool, str]]:
-        """The same of positions and windows."""
-        return [
-            (
-                not self.window_pattern or not set(self.window_pattern) <= {"w", "f"},
-                (
-                    f"window_pattern={self.window_pattern!r} must be letters w (window) and f"
-                    " (full), as in 'wwf'."
-                ),
-            ),
-            (
-                self.position_offset > 0 and self.positions != "learned",
-                (
-                    f"position_offset={self.position_offset} needs model.positions='learned', and"
-                    f" they are {self.positions!r}."
-                ),
-            ),
-            (
-                self.rope_window_theta > 0
-                and (self.positions != "rope" or not self.window or self.rope_window_theta < 1),
-                (
-                    f"rope_window_theta={self.rope_window_theta:g} must be at least 1, and needs"
-                    " model.positions='rope' and a model.window."
-                ),
-            ),
-            (
-                self.rope_scaling != "none" and self.positions != "rope",
-                (
-                    f"rope_scaling={self.rope_scaling!r} needs model.positions='rope', and they are"
-                    f" {self.positions!r}."
-                ),
-            ),
-            (
-                (self.rope_factor != 1) == (self.rope_scaling == "none"),
-                (
-                    f"rope_factor={self.rope_factor:g} with rope_scaling={self.rope_scaling!r}: set"
-                    " both, the factor above 1."
-                ),
-            ),
-            (
-                self.rope_scaling == "yarn"
-                and not (self.rope_beta_fast > self.rope_beta_slow > 0 and self.rope_theta > 1),
-                (
-                    f"rope_scaling='yarn' needs model.rope_beta_fast={self.rope_beta_fast:g} above"
-                    f" model.rope_beta_slow={self.rope_beta_slow:g}, that above 0, and"
-                    f" model.rope_theta={self.rope_theta:g} above 1."
-                ),
-            ),
-            (
-                self.positions == "t5" and self.relative_distance <= self.relative_buckets // 2,
-                (
-                    f"relative_distance={self.relative_distance} must be above half of"
-                    f" model.relative_buckets={self.relative_buckets}: that many distances have a"
-                    " row of their own."
-                ),
-            ),
-        ]
+        return model_conflicts(self)
