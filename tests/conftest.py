@@ -1,6 +1,7 @@
 """Every test runs on a CPU, on one device unless it says otherwise, with the shapes of public functions checked."""
 
 import gc
+import importlib.metadata
 import os
 import tempfile
 
@@ -10,7 +11,10 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(CACHE, "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Most of the time goes to the compiler, and these flags take three quarters off it: the code of a program is not optimized.
 # The mathematics and what XLA makes of it are the same. `XLA_FLAGS= pytest` compiles as a user's process does.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+FLAGS = "--xla_backend_optimization_level=0"
+if importlib.metadata.version("jaxlib").split(".")[:2] == ["0", "10"]:
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"  # 0.11.1 and later do not know it, and would end the process
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 import jax  # noqa: E402  (the environment above has to be set first)
 import pytest  # noqa: E402
