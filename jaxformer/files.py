@@ -1,0 +1,66 @@
+"""Files that appear whole or not at all, and JSON files that hold an object."""
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxformer.settings import ConfigError
+
+
+@contextlib.contextmanager
+def replacing(path: Path, advice: str = "make room, or choose another path") -> Iterator[BinaryIO]:
+    """Opens a binary file that takes the name `path` when the block ends without an error.
+
+    The content is on the disk before the name changes, and until then an earlier file stays. After
+    an error nothing is left of the new one. Raises ConfigError, with `advice`, where the file or
+    its directory cannot be written.
+    """
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(draft, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}): {advice}."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file (UTF-8) as `replacing` does. Raises ConfigError."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def read_object(path: Path, advice: str = "restore it, or remove it") -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError, with `advice`, where there is none."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: {advice}.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}): {advice}."
+        ) from error
+    return parse_object(text, str(path), advice)
+
+
+def parse_object(text: str | bytes, where: str, advice: str) -> dict[str, Any]:
+    """The object that a JSON text holds; `where` names the text in the message of ConfigError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON ({error}): {advice}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} holds no JSON object, but {type(found).__name__}: {advice}.")
+    return found
