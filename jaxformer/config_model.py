@@ -1,28 +1,16 @@
-"""The settings of a model: its family, its shape, and which row of each table of variants it
-uses."""
+"""The settings of a model: its family, its shape, and its row of each table of variants."""
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from jaxformer.config_rules import model_conflicts
 from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Rate, Section, TableAt
 
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
+Gated = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu"]
 Activation = Annotated[
-    Literal[
-        "swiglu",
-        "geglu",
-        "geglu_tanh",
-        "reglu",
-        "glu",
-        "gelu",
-        "gelu_tanh",
-        "relu",
-        "silu",
-        "relu2",
-        "tanh",
-    ],
+    Literal[Gated, "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"],
     TableAt("jaxformer.layers.ffn.ACTIVATIONS"),
 ]
 RopeScaling = Annotated[
@@ -43,12 +31,11 @@ AttentionKernel = Annotated[
     Literal["auto", "xla", "blocked", "cudnn", "tpu"], TableAt("jaxformer.layers.kernels.KERNELS")
 ]
 
-# The activations of a gated feed-forward, down(act(gate x) * up x); add the name of a gated row of
-# your own here too.
-GATED = {"swiglu", "geglu", "geglu_tanh", "reglu", "glu"}
-
-BIASED: dict[str, frozenset[str]] = {
-    "none": frozenset(),
+# Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
+# added here too.
+GATED = {*get_args(Gated)}
+BIASED = {
+    "none": frozenset[str](),
     "qkv": frozenset({"qkv"}),
     "attention": frozenset({"qkv", "out"}),
     "ffn": frozenset({"ffn"}),
@@ -64,8 +51,7 @@ class ModelConfig(Section):
     section = "model"
 
     family: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """Architecture: decoder (GPT, Llama), encoder (BERT), or encoder_decoder (the original
-    Transformer, T5)."""
+    """Architecture: decoder (GPT, Llama), encoder (BERT), or encoder_decoder (T5)."""
     vocab_size: Natural = 0
     """Number of tokens in the embedding table; 0 uses the size of the tokenizer."""
     d_model: Count = 384
@@ -83,8 +69,7 @@ class ModelConfig(Section):
     value_dim: Natural = 0
     """Width of the values of a head; 0 uses head_dim."""
     d_ff: Natural = 0
-    """Hidden width of the feed-forward layer; 0 uses 4 d_model, or 8/3 d_model rounded up to a
-    multiple of 64 if it is gated."""
+    """Hidden width of the feed-forward layer; 0 uses 4 d_model (gated: 8/3, multiple of 64)."""
     max_length: Count = 2048
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
     positions: Positions = "rope"
@@ -92,13 +77,11 @@ class ModelConfig(Section):
     rope_theta: Annotated[float, Bounds(1)] = 10_000.0
     """Base of the RoPE frequencies."""
     rope_pairing: Literal["half", "interleaved"] = "half"
-    """Dimensions that RoPE rotates together: half pairs (i, i + H/2), interleaved pairs (2i, 2i +
-    1)."""
+    """Dimensions that RoPE rotates together: half (i, i + H/2), interleaved (2i, 2i + 1)."""
     rope_fraction: Fraction = 1.0
     """Fraction of the width of a head that RoPE rotates, from its first dimension."""
     rope_window_theta: NonNegative = 0.0
-    """RoPE base of layers with a window, to which rope_scaling does not apply; 0 treats all layers
-    alike."""
+    """RoPE base of layers with a window, which then have no scaling; 0 uses rope_theta."""
     rope_scaling: RopeScaling = "none"
     """Method by which RoPE is extended beyond the length it was trained at."""
     rope_factor: Annotated[float, Bounds(1)] = 1.0
@@ -106,33 +89,27 @@ class ModelConfig(Section):
     rope_original_length: Natural = 0
     """Length in tokens that RoPE was trained at; 0 uses max_length."""
     rope_low_frequency: Annotated[float, Bounds(0)] = 1.0
-    """llama3 scaling: frequencies with fewer rotations than this over the original length are fully
-    scaled."""
+    """llama3: frequencies with fewer rotations over the original length are fully scaled."""
     rope_high_frequency: Annotated[float, Bounds(0)] = 4.0
-    """llama3 scaling: frequencies with more rotations than this are not scaled."""
+    """llama3: frequencies with more rotations over the original length are not scaled."""
     rope_beta_fast: Annotated[float, Bounds(0)] = 32.0
-    """yarn scaling: frequencies with more rotations than this over the original length are not
-    scaled."""
+    """yarn: frequencies with more rotations over the original length are not scaled."""
     rope_beta_slow: Annotated[float, Bounds(0)] = 1.0
-    """yarn scaling: frequencies with fewer rotations than this are fully scaled."""
+    """yarn: frequencies with fewer rotations over the original length are fully scaled."""
     rope_attention_factor: NonNegative = 0.0
-    """yarn scaling: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor)."""
+    """yarn: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor)."""
     position_offset: Natural = 0
-    """Number of rows of the table of learned positions before that of the first token (2 in RoBERTa
-    and BART)."""
+    """Rows of the table of learned positions before the first token's (2 in RoBERTa, BART)."""
     sinusoid_order: Literal["interleaved", "half"] = "interleaved"
-    """Order of the sinusoidal dimensions: sines and cosines interleaved, or all sines in the first
-    half."""
+    """Order of the sinusoidal dimensions: sines and cosines interleaved, or sines first."""
     relative_buckets: Annotated[int, Bounds(4)] = 32
     """Number of buckets of T5's relative positions."""
     relative_distance: Annotated[int, Bounds(2)] = 128
     """Distance in tokens from which all relative positions share the last bucket."""
     window: Natural = 0
-    """Attention window in tokens, including the token itself (on both sides in an encoder); 0
-    attends to the whole sequence."""
+    """Attention window in tokens, with the token itself (an encoder: on both sides); 0 has none."""
     window_pattern: str = "w"
-    """Which layers have the window, repeated over the layers: w has it, f attends to the whole
-    sequence."""
+    """Pattern repeated over the layers: w has the window, f attends to the whole sequence."""
     attention_scale: NonNegative = 0.0
     """Factor of the query-key products; 0 uses 1 / sqrt(head_dim)."""
     attention_soft_cap: NonNegative = 0.0
@@ -149,8 +126,7 @@ class ModelConfig(Section):
     norm_eps: NonNegative = 1e-5
     """Constant added to the variance, or to the mean square, before the square root."""
     residual: Literal["sequential", "parallel"] = "sequential"
-    """sequential: each sublayer reads the output of the one before; parallel: all sublayers of a
-    block read the same input."""
+    """Input of the sublayers of a block: the output of the one before, or the same for all."""
     activation: Activation = "swiglu"
     """Activation of the feed-forward layer; swiglu, geglu, geglu_tanh, reglu and glu are gated."""
     bias: Biased = "none"
@@ -162,13 +138,11 @@ class ModelConfig(Section):
     token_types: Natural = 0
     """Number of token types with an embedding (2 in BERT); 0 has none."""
     head: Head = "auto"
-    """Output head; auto selects language, or masked for an encoder. none returns the residual
-    stream."""
+    """Output head; auto selects language, or masked for an encoder; none has no matrix."""
     n_classes: Natural = 0
     """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
     pooling: Literal["auto", "first", "last", "mean"] = "auto"
-    """Position that the head classes reads; auto selects the first token of an encoder, the last of
-    a decoder."""
+    """Token that the head classes reads; auto selects first in an encoder, last in a decoder."""
     pooler: bool = False
     """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
     next_sentence: bool = False
@@ -182,8 +156,7 @@ class ModelConfig(Section):
     logit_soft_cap: NonNegative = 0.0
     """Soft cap of the logits, cap * tanh(logit / cap); 0 disables it."""
     dropout: Rate = 0.0
-    """Dropout rate of the embeddings, the attention weights and the output of each sublayer; only
-    in training."""
+    """Dropout rate in training, of embeddings, attention weights and sublayer outputs."""
     init: Initializer = "gpt2"
     """Initialization: gpt2 N(0, 0.02) with scaled residual projections; truncated_normal and
     xavier, variance 2 / (fan_in + fan_out), truncated normal or uniform; fan_in, variance 1 /
@@ -193,11 +166,9 @@ class ModelConfig(Section):
     layer_loop: Literal["unroll", "scan"] = "unroll"
     """scan compiles one layer for all; unroll compiles each layer and runs faster."""
     remat: Literal["none", "dots", "full"] = "none"
-    """Activations that the backward pass recomputes: none, dots (all but matrix products), or full
-    (all)."""
+    """Recomputed in the backward pass: none, dots (all but matrix products), full (all)."""
     attention_kernel: AttentionKernel = "auto"
-    """Attention kernel; auto selects the fastest one for training that supports the model, and xla
-    elsewhere."""
+    """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
 
     @property
     def kv_heads(self) -> int:
@@ -213,14 +184,14 @@ class ModelConfig(Section):
 
     @property
     def encoder_layers(self) -> int:
-        """Blocks that see both sides."""
+        """Number of blocks with attention to both sides."""
         if self.family == "decoder":
             return 0
         return (self.family == "encoder_decoder" and self.n_encoder_layers) or self.n_layers
 
     @property
     def biased(self) -> frozenset[str]:
-        """What carries a bias, of "qkv", "out" (of attention), "ffn" and "norm"."""
+        """Those of "qkv", "out" (of attention), "ffn" and "norm" that have a bias."""
         return BIASED[self.bias]
 
     @property
@@ -247,18 +218,17 @@ class ModelConfig(Section):
 
     @property
     def rotated_width(self) -> int:
-        """Dimensions of a head that RoPE turns; they turn in pairs, so an odd number takes one more
-        with it."""
+        """Dimensions of a head that RoPE rotates, in pairs: an odd number means one more."""
         return int(self.head_width * self.rope_fraction)
 
     @property
     def original_length(self) -> int:
-        """The length that RoPE is stretched from."""
+        """The length that RoPE was trained at."""
         return self.rope_original_length or self.max_length
 
     @property
     def rope_scale(self) -> float:
-        """What rotated queries and keys are multiplied by (YaRN, arXiv:2309.00071)."""
+        """The factor of rotated queries and keys (YaRN, arXiv:2309.00071)."""
         if self.rope_scaling != "yarn":
             return 1.0
         return self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1

@@ -103,7 +103,7 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     """
 
     def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
-        if not spec.is_hidden_matrix:
+        if not (spec.is_matrix and "layers" in spec.axes):
             return None
         axes = [i for i, axis in enumerate(spec.axes) if axis != "layers"]
         shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)

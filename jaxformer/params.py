@@ -1,15 +1,13 @@
 """One table of parameters: a `Spec` a leaf, from which everything else about parameters is derived.
 
-A layer states its leaves once, as a nested dict of `Spec`. Initial values, abstract shapes,
-shardings, counts, FLOPs and the weight-decay mask are tree maps over that table. A linear weight
-names the axes it contracts (`inputs`); fan-in and fan-out follow from the names, so stacking layers
-or splitting heads changes no number.
+A layer states its leaves once, as a nested dict of `Spec`. Initial values, shapes, shardings,
+counts, FLOPs and the weight-decay mask are tree maps over that table.
 """
 
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -27,12 +25,10 @@ InitFunction = Callable[[jax.Array, "Spec"], jax.Array]
 
 @dataclass(frozen=True)
 class Spec:
-    """One leaf: its shape, the name of each axis, how it starts, and for a matrix the axes it
-    contracts.
+    """One leaf: its shape, the name of each axis, its initial value, and the axes it contracts.
 
-    `trainable` says whether it learns; `lookup` that its rows are taken by an index, which costs no
-    product; `reads` the sequence that it is applied to (the source in an encoder-decoder's
-    encoder). A leaf with the axis "layers" belongs to a stack of layers.
+    `trainable`: whether it learns. `lookup`: its rows are taken by an index, not multiplied.
+    `reads`: the sequence that it is applied to. The axis "layers" is that of a stack of layers.
     """
 
     shape: tuple[int, ...]
@@ -49,33 +45,25 @@ class Spec:
         return bool(self.inputs)
 
     @property
-    def is_hidden_matrix(self) -> bool:
-        """A matrix of a stack of layers, and no embedding, output layer, norm or bias."""
-        return self.is_matrix and "layers" in self.axes
-
-    @property
     def fan_in(self) -> int:
-        return math.prod(
-            n for n, axis in zip(self.shape, self.axes, strict=True) if axis in self.inputs
-        )
+        return self._size(self.inputs)
 
     @property
     def fan_out(self) -> int:
-        return math.prod(
-            n
-            for n, axis in zip(self.shape, self.axes, strict=True)
-            if axis not in (*self.inputs, "layers")
-        )
+        return self._size(set(self.axes) - {*self.inputs, "layers"})
+
+    def _size(self, axes: Collection[str]) -> int:
+        """The product of the lengths of these axes."""
+        lengths = zip(self.axes, self.shape, strict=True)
+        return math.prod(length for axis, length in lengths if axis in axes)
 
 
 @runtime_checkable
 class CustomLeaf(Protocol):
-    """A weight that is no array: a pytree node that stands for one, and is used wherever a weight
-    is.
+    """A weight that is no array: a pytree node that is used wherever a weight is.
 
-    `shape` is that of the array it stands for, whether its parts are arrays or `Spec`s, with the
-    leading axis of a stack where its parts have one. `astype` gives the leaf that products in this
-    dtype read: parts that are cast, or itself.
+    `shape` is that of the array it stands for, whether its parts are arrays or `Spec`s, in a stack
+    with its leading axis. `astype` gives the leaf that products in this dtype read: cast, or not.
     """
 
     @property
@@ -113,8 +101,7 @@ def normal(std: float) -> InitFunction:
 
 
 def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010, for linear
-    layers)."""
+    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010)."""
     std = math.sqrt(2 / (spec.fan_in + spec.fan_out))
     return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
 
@@ -139,52 +126,45 @@ def unit_truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
 
 def stack(specs: Specs, n: int) -> Specs:
     """The table of `n` equal layers: every leaf gets a leading "layers" axis."""
-    return map_specs(
-        lambda _, spec: replace(spec, shape=(n, *spec.shape), axes=("layers", *spec.axes)), specs
-    )
+    return map_specs(lambda _, s: replace(s, shape=(n, *s.shape), axes=("layers", *s.axes)), specs)
 
 
-def unstack(params: Params, n: int) -> list[Params]:
-    """The params of each of `n` stacked layers.
+def unstack(params: Params) -> list[Params]:
+    """The params of each stacked layer.
 
-    By `lax.split`, whose transpose is one concatenation; the transpose of indexing would pad and
-    add `n` whole stacks.
+    `lax.split` transposes to one concatenation; indexing would pad and add whole stacks.
     """
     leaves, treedef = jax.tree.flatten(params)
+    n = len(leaves[0])
     split = [[piece[0] for piece in jax.lax.split(leaf, (1,) * n, axis=0)] for leaf in leaves]
     return [jax.tree.unflatten(treedef, [pieces[i] for pieces in split]) for i in range(n)]
 
 
 def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
-    """`f(dotted path, spec)` of every row of the table, in its nesting, that of custom leaves
-    included."""
-    named = jax.tree.map_with_path(
-        lambda path, spec: f(_dotted(path), spec), specs, is_leaf=_is_spec
-    )
-    return named  # type: ignore[no-any-return]
+    """`f(dotted path, spec)` of every row, in the nesting of the table and of its custom leaves."""
+
+    def apply(path: Any, spec: Spec) -> Any:
+        return f(_dotted(path), spec)
+
+    return jax.tree.map_with_path(apply, specs, is_leaf=_is_spec)  # type: ignore[no-any-return]
 
 
 def _dotted(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def rows(specs: Specs) -> dict[str, Spec]:
-    """The table flat: dotted path to spec."""
-    return dict(_flat(specs, ""))
-
-
-def _flat(specs: Specs, prefix: str) -> list[tuple[str, Spec]]:
-    """The rows in the order in which the table states them; those of a custom leaf in that of its
-    tree."""
-    found: list[tuple[str, Spec]] = []
+def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:
+    """Dotted path to spec, in the order of the table; in a custom leaf, in that of its tree."""
+    found: dict[str, Spec] = {}
     for name, entry in specs.items():
+        path = prefix + name
         if isinstance(entry, dict):
-            found += _flat(entry, f"{prefix}{name}.")
+            found |= rows(entry, f"{path}.")
         elif _is_spec(entry):
-            found.append((prefix + name, entry))
+            found[path] = entry
         else:
             parts = jax.tree.leaves_with_path(entry, is_leaf=_is_spec)
-            found += [(f"{prefix}{name}.{_dotted(path)}", spec) for path, spec in parts]
+            found |= {f"{path}.{_dotted(part)}": spec for part, spec in parts}
     return found
 
 
@@ -196,16 +176,10 @@ def init_params(specs: Specs, key: jax.Array) -> Params:
     """Initial values. A leaf's randomness depends on the key and the leaf's path alone."""
 
     def start(path: str, spec: Spec) -> jax.Array:
-        return spec.init(jax.random.fold_in(key, zlib.crc32(path.encode())), spec).astype(
-            spec.dtype
-        )
+        own_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return spec.init(own_key, spec).astype(spec.dtype)
 
     return map_specs(start, specs)
-
-
-def abstract(specs: Specs) -> Params:
-    """The params as `jax.ShapeDtypeStruct` leaves."""
-    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
 
 
 def count(specs: Specs) -> int:
@@ -218,21 +192,14 @@ def check_params(specs: Specs, params: Any) -> None:
     A custom leaf counts by the shape that it stands for.
     """
     expected, found = _shapes(specs), _shapes(params)
-    problems = [
-        f"{path}: missing, expected {shape}"
-        for path, shape in expected.items()
-        if path not in found
-    ]
-    problems += [
-        f"{path}: {shape} is not in this model"
-        for path, shape in found.items()
-        if path not in expected
-    ]
-    problems += [
-        f"{p}: {found[p]} instead of {s}"
-        for p, s in expected.items()
-        if p in found and found[p] != s
-    ]
+    problems = []
+    for path in expected | found:
+        if path not in found:
+            problems.append(f"{path}: missing, expected {expected[path]}")
+        elif path not in expected:
+            problems.append(f"{path}: {found[path]} is not in this model")
+        elif found[path] != expected[path]:
+            problems.append(f"{path}: {found[path]} instead of {expected[path]}")
     if problems:
         raise ConfigError("the parameters do not fit the config:\n  " + "\n  ".join(problems))
 
@@ -249,11 +216,9 @@ def contract(
     """`einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's dtype.
 
     `to` names the axes of the result where its placement has to be said; `dtype` is that of the
-    result (default: x's). Where the equation lists x's free axes first, then those it shares with
-    w, and w lists the shared axes first, or last, products run on flattened rows: a CPU transposes
-    less in the backward pass. Others, such as those that share an axis of the result
-    ("EBD,EDF->EBF"), are einsum's. A weight that is no array contracts itself. Raises ValueError
-    for an equation that does not fit the shapes.
+    result (default: x's). A product of matrices (see `_flattens`) runs on flattened rows, because a
+    CPU then transposes less in the backward pass; others, such as "EBD,EDF->EBF", are einsum's. A
+    custom leaf contracts itself. Raises ValueError for an equation that does not fit the shapes.
     """
     if is_custom(w):
         return w.contract(equation, x, to=to, dtype=dtype)  # type: ignore[no-any-return]
@@ -262,55 +227,41 @@ def contract(
     if explicit_axes():
         sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
         place = activation([sizes[letter] for letter in out], to) if to else None
-        return jnp.einsum(
-            equation, x, gathered(w), preferred_element_type=dtype, out_sharding=place
-        )
-    y = (
-        _flat_product(left, right, x, w, dtype)
-        if _flattens(left, right, out)
-        else jnp.einsum(equation, x, w, preferred_element_type=dtype)
-    )
+        whole = gathered(w)
+        return jnp.einsum(equation, x, whole, preferred_element_type=dtype, out_sharding=place)
+    if _flattens(left, right, out):
+        y = _flat_product(left, right, x, w, dtype)
+    else:
+        y = jnp.einsum(equation, x, w, preferred_element_type=dtype)
     return constrain(y, to) if to else y
 
 
 def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
-    """The axes of x, of w and of the result; ValueError where they make no sense for these
-    shapes."""
+    """The axes of x, of w and of the result; ValueError where they do not fit these shapes."""
     parts = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
     if parts is None:
         raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")
     left, right, out = parts.groups()
+    shapes = f"the shapes {list(x)} and {list(w)}"
     if (len(left), len(right)) != (len(x), len(w)):
-        raise ValueError(
-            f"contract: {equation!r} does not fit the shapes {list(x)} and {list(w)}: one letter an"
-            " axis."
-        )
+        raise ValueError(f"contract: {equation!r} does not fit {shapes}: one letter for each axis.")
     if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
         raise ValueError(f"contract: {equation!r} names an axis twice in one of its parts.")
     if not set(out) <= set(left + right):
-        raise ValueError(
-            f"contract: the result of {equation!r} has an axis that neither x nor w has."
-        )
+        raise ValueError(f"contract: the result of {equation!r} has an axis of neither x nor w.")
     sizes = dict(zip(left, x, strict=True))
     if any(sizes.get(letter, length) != length for letter, length in zip(right, w, strict=True)):
-        raise ValueError(
-            f"contract: a shared axis of {equation!r} has two lengths in the shapes {list(x)} and"
-            f" {list(w)}."
-        )
+        raise ValueError(f"contract: a shared axis of {equation!r} has two lengths in {shapes}.")
     return left, right, out
 
 
 def _flattens(left: str, right: str, out: str) -> bool:
-    """Whether the product is one of matrices: the shared axes last in x, first or last in w, and
-    not in the result."""
+    """Whether the axes that x and w share are last in x, first or last in w, and contracted."""
     shared = "".join(letter for letter in left if letter in right)
     free = left[: len(left) - len(shared)]
     columns = "".join(letter for letter in right if letter not in left)
-    return (
-        left == free + shared
-        and right in (shared + columns, columns + shared)
-        and out == free + columns
-    )
+    orders = (shared + columns, columns + shared)
+    return left == free + shared and right in orders and out == free + columns
 
 
 def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -326,14 +277,10 @@ def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any)
 
 
 def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
-    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`. The
-    rows are gathered first, unless the table is no array and looks itself up."""
+    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`."""
     if is_custom(table):
         return table.lookup(index, to)  # type: ignore[no-any-return]
     if explicit_axes():
-        return (
-            gathered(table)
-            .at[index]
-            .get(out_sharding=activation((*index.shape, table.shape[-1]), to))
-        )
+        place = activation((*index.shape, table.shape[-1]), to)
+        return gathered(table).at[index].get(out_sharding=place)
     return constrain(constrain(table, (None, to[-1]))[index], to)

@@ -1,6 +1,6 @@
-"""What a setting is: a field of a frozen dataclass that knows its type, its range, and how to say
-that it is wrong."""
+"""Settings: fields of frozen dataclasses whose types and ranges are checked at construction."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ Log = Callable[[str], None]  # takes each line that a long operation reports
 
 
 class ConfigError(ValueError):
-    """A setting or an input that cannot work; the message says what, where, what is allowed and
-    what to do."""
+    """An invalid setting or input; the message says what, where, what is allowed, what to do."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,9 @@ class Bounds:
         return f"at least {self.low:g}{below}{most}"
 
     def hold(self, value: float) -> bool:
-        if not math.isfinite(value) or value < self.low:
-            return False
-        below = self.below is None or value < self.below
-        return below and (self.most is None or value <= self.most)
+        below = math.inf if self.below is None else self.below
+        most = math.inf if self.most is None else self.most
+        return math.isfinite(value) and self.low <= value <= most and value < below
 
 
 Count = Annotated[int, Bounds(1)]
@@ -44,34 +42,30 @@ NonNegative = Annotated[float, Bounds(0)]
 
 @dataclass(frozen=True)
 class TableAt:
-    """Says of a `Literal` in `Annotated` which `Table` its values name rows of, by its full
-    name."""
+    """In `Annotated` with a `Literal`: the full name of the `Table` whose rows its values name."""
 
     path: str
 
 
 class Table(dict[str, RowT]):
-    """The rows that a setting chooses from by name. A row added from outside is a value of it.
+    """The rows that a setting selects by name, to which users can add their own.
 
     `names` is the type of the setting: a `Literal`, alone or in `Annotated`. `besides` are those of
     its values that name no row, such as "auto". After `TABLE["mine"] = row`, configs, config files,
     config.json and the command line accept "mine" in every setting of that `Literal`.
-    Raises ConfigError where the rows and the `Literal` do not agree.
+    Raises ConfigError if the rows and the `Literal` differ.
     """
 
     def __init__(self, names: Any, rows: Mapping[str, RowT], besides: tuple[str, ...] = ()) -> None:
         super().__init__(rows)
         listed = get_args(_literal(names))
         if apart := {*rows, *besides} ^ {*listed}:
-            raise ConfigError(
-                f"a table of {sorted(rows)} does not agree with {names}: "
-                f"add {sorted(apart)} to, or remove them from, one of the two."
-            )
+            raise ConfigError(f"the rows of a table and {names} differ in {sorted(apart)}.")
         _TABLES[listed] = self
 
 
-# By the values of their Literal. A table is here from the import of its file on, so that configs
-# are read without JAX: who adds a row has imported the table.
+# By the values of their Literal. A table is added when its module is imported, so that configs are
+# read without JAX; code that adds a row has imported the table.
 _TABLES: dict[tuple[str, ...], Table[Any]] = {}
 
 
@@ -87,46 +81,43 @@ def choices(hint: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Section:
-    """A group of settings. Construction raises ConfigError naming every field that is out of its
-    type or range."""
+    """A group of settings. Construction raises ConfigError naming every invalid field."""
 
     def __post_init__(self) -> None:
-        problems = [*_field_problems(self), *([] if [*_field_problems(self)] else self.conflicts())]
+        problems = list(_field_problems(self)) or self.conflicts()
         if problems:
             raise ConfigError("\n".join(f"{type(self).section}.{problem}" for problem in problems))
 
     section = "config"
 
     def conflicts(self) -> list[str]:
-        """Messages about fields that are fine alone and impossible together."""
+        """Messages about fields that are valid alone but not together."""
         return []
 
 
+@functools.cache
+def _hints(section: type[Section]) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
 def _field_problems(section: Section) -> Iterator[str]:
-    for name, hint in get_type_hints(type(section), include_extras=True).items():
+    for name, hint in _hints(type(section)).items():
         value: Any = getattr(section, name)
-        bounds = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Bounds)]
-        kind = _literal(hint)
+        kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
+        types = (int, float) if kind is float else kind
         if get_origin(kind) is Literal:
             if value not in choices(kind):
-                allowed = ", ".join(map(repr, choices(kind)))
-                yield f"{name}={value!r} is not one of {allowed}.{_how_to_add(hint)}"
-        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(
-            value, bool
-        ) is not (kind is bool):
+                tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
+                own = f" Import the code that adds your own row to {tables[0]}." if tables else ""
+                yield f"{name}={value!r} is not one of {', '.join(map(repr, choices(kind)))}.{own}"
+        elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
             yield f"{name}={value!r} is not of type {kind.__name__}."
-        elif not all(bound.hold(value) for bound in bounds):
-            yield f"{name}={value!r} must be {bounds[0]}."
-
-
-def _how_to_add(hint: Any) -> str:
-    """The sentence that says where a new value is added; empty where none can be."""
-    extras = getattr(hint, "__metadata__", ())
-    tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
-    how = "A name of your own must be a row of {} first: import the code that adds it."
-    return "".join(" " + how.format(path) for path in tables)
+        else:
+            bounds = [extra for extra in extras if isinstance(extra, Bounds)]
+            if not all(bound.hold(value) for bound in bounds):
+                yield f"{name}={value!r} must be {bounds[0]}."
 
 
 def divisors(number: int) -> str:
-    """In words, what divides a number."""
+    """The divisors of a number, separated by commas."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

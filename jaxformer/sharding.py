@@ -1,7 +1,7 @@
-"""Logical axes to mesh axes: the one place that knows how arrays lie on devices.
+"""Logical axes to mesh axes: the one place that knows how arrays are placed on devices.
 
-Layers name the axes of what they make; the two tables below place them on the mesh (data, fsdp,
-tensor). Without a mesh in force (`jax.set_mesh`) every function here leaves its input as it is.
+Layers name the axes of their arrays; the two tables below map them to the mesh (data, fsdp,
+tensor). Without a mesh in force (`jax.set_mesh`) every function here returns its input.
 """
 
 import math
@@ -14,27 +14,15 @@ from jax.sharding import AxisType, PartitionSpec
 Axes = Sequence[str | None]
 Rules = Mapping[str, tuple[str, ...]]
 
-PARAMETERS: Rules = {
-    "embed": ("fsdp",),
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-}
-ACTIVATION_RULES: Rules = {
-    "batch": ("data", "fsdp"),
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-}
+BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
+PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
+ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), **BOTH}
 
 
 def partition(
     shape: Sequence[int], axes: Axes, rules: Rules, sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """Where the axes of an array go; an axis whose length the mesh does not divide is copied to
-    every device."""
+    """The partition of an array; an axis whose length the mesh does not divide is replicated."""
     placed: list[tuple[str, ...] | str | None] = []
     for length, axis in zip(shape, axes, strict=True):
         target = rules.get(axis or "", ())
@@ -44,23 +32,21 @@ def partition(
 
 
 def explicit_axes() -> bool:
-    """True under a mesh whose sharding is part of the types (the tests that catch a site without a
-    placement)."""
+    """Whether the mesh makes sharding part of the types (the tests find missing sites by it)."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 
 def gathered(w: Any) -> Any:
-    """A weight under explicit axes, whole along the mesh axes that split batches (automatic axes do
-    this unasked). Of a weight that is no array every part."""
+    """A weight, or every part of a custom leaf, gathered along the mesh axes that split batches;
+    automatic axes do this by themselves."""
     return jax.tree.map(_gathered, w) if explicit_axes() else w
 
 
 def _gathered(w: jax.Array) -> jax.Array:
-    spec = jax.typeof(w).sharding.spec
-    return jax.sharding.reshard(
-        w, PartitionSpec(*(None if axis in ACTIVATION_RULES["batch"] else axis for axis in spec))
-    )
+    axes = jax.typeof(w).sharding.spec
+    kept = [None if axis in ACTIVATION_RULES["batch"] else axis for axis in axes]
+    return jax.sharding.reshard(w, PartitionSpec(*kept))
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
@@ -69,13 +55,9 @@ def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` placed by the names of its axes on the mesh in force; `x` itself where there is none."""
+    """`x` placed by the names of its axes on the mesh in force; `x` itself without one."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    spec = activation(x.shape, axes)
-    return (
-        jax.sharding.reshard(x, spec)
-        if explicit_axes()
-        else jax.lax.with_sharding_constraint(x, spec)
-    )
+    place = jax.sharding.reshard if explicit_axes() else jax.lax.with_sharding_constraint
+    return place(x, activation(x.shape, axes))

@@ -11,7 +11,7 @@ from jaxformer.layers.blocked import blocked_attention
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocked, "BLOCK", 4)
+    monkeypatch.setattr(blocked, "QUERY_BLOCK", 4)
     monkeypatch.setattr(blocked, "MOST_BLOCKS", 4)
 
 
@@ -104,7 +104,7 @@ def test_large_scores_stay_finite():
 
 
 def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
-    monkeypatch.setattr(blocked, "BLOCK", 128)
+    monkeypatch.setattr(blocked, "QUERY_BLOCK", 128)
     monkeypatch.setattr(blocked, "MOST_BLOCKS", 16)
     shapes = [jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)] * 3
 

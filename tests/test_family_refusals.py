@@ -1,11 +1,16 @@
-"""What makes no sense is refused at the door with its reason: settings that exclude each other,
+"""What makes no sense is refused at the entry with its reason: settings that exclude each other,
 inputs of another family."""
+
+import contextlib
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from families import DOCUMENTS, FAMILIES, SIZES, alone, params_of
 
 import jaxformer as jf
+from jaxformer import config_rules
 from jaxformer.models.inputs import check_inputs
 
 pytestmark = pytest.mark.fast
@@ -13,7 +18,10 @@ pytestmark = pytest.mark.fast
 REFUSED = [
     ({"family": "encoder", "head": "language"}, "an encoder sees the next token"),
     ({"head": "masked"}, "head='masked'"),
-    ({"next_sentence": True}, "next_sentence need"),
+    ({"next_sentence": True}, "next_sentence needs"),
+    ({"n_heads": 3}, "is not divisible by model.n_heads=3"),
+    ({"n_kv_heads": 3}, "is not divisible by model.n_kv_heads=3"),
+    ({"head_dim": 5}, "no whole pairs"),
     ({"family": "encoder_decoder", "head": "classes"}, "writes its answer as text"),
     ({"head": "classes", "n_classes": 2, "pooling": "first"}, "sees itself alone"),
     ({"n_encoder_layers": 2}, "needs model.family='encoder_decoder'"),
@@ -33,7 +41,7 @@ REFUSED = [
     ),
     ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
     ({"pooler": True}, "pooler=True needs model.family='encoder'"),
-    ({"family": "encoder", "head_bias": True}, "head 'masked' has a bias anyway"),
+    ({"family": "encoder", "head_bias": True}, "head 'masked' always has a bias"),
     ({"position_offset": 2}, "needs model.positions='learned'"),
     ({"rope_window_theta": 10.0}, "a model.window"),
     ({"rope_window_theta": 0.5, "window": 3}, "at least 1"),
@@ -46,11 +54,27 @@ def test_a_combination_that_makes_no_sense_is_refused_with_its_reason(changes, r
         jf.ModelConfig(**(SIZES | changes))
 
 
-def test_every_reason_to_refuse_is_tested():
-    config = jf.ModelConfig(**SIZES)
-    rows = config._refused() + config._refused_positions()
-    assert not any(broken for broken, _ in rows)
-    assert len(rows) == 15 and len({reason for _, reason in REFUSED}) == 18
+def test_every_rule_of_the_model_settings_is_tested():
+    """Each message in the file of the rules is reached by one of the settings above."""
+    source, reached = Path(config_rules.__file__), set()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename == str(source):
+            reached.add(frame.f_lineno)
+            return trace
+        return None
+
+    jf.ModelConfig(**SIZES)  # breaks none
+    sys.settrace(trace)
+    try:
+        for changes, _ in REFUSED:
+            with contextlib.suppress(jf.ConfigError):
+                jf.ModelConfig(**(SIZES | changes))
+    finally:
+        sys.settrace(None)
+    lines = enumerate(source.read_text().splitlines(), start=1)
+    rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
+    assert len(rules) == 19 and rules <= reached
 
 
 CALLS = [

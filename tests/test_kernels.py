@@ -14,7 +14,7 @@ import jaxformer as jf
 from jaxformer.layers import kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
-from jaxformer.layers.masks import AttentionMask, TokenLayout, layout_of
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
 from jaxformer.runs.device import check_kernel
 
 
@@ -72,14 +72,14 @@ def an_attention_mask(causal, window, scale, segments, ordered, keys, **_):
             else jnp.array(np.stack([rng.permutation(length) for _ in range(2)]), jnp.int32)
         )
         sides.append(layout_of(jnp.zeros((2, length), jnp.int32), order, ids))
-    return AttentionMask(*sides, causal=causal, window=window, scale=scale)
+    return AttentionMask(*sides, causal=causal, window=window, scoring=Scoring(scale))
 
 
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items())
 )
 def test_the_blocked_kernel_equals_the_plain_one_on_every_mask(case, monkeypatch):
-    monkeypatch.setattr("jaxformer.layers.blocked.BLOCK", 8)
+    monkeypatch.setattr("jaxformer.layers.blocked.QUERY_BLOCK", 8)
     mask = an_attention_mask(**case)
     q, k, v, slope = arrays(
         (2, 14, 4, 8),
@@ -137,7 +137,7 @@ NOT_FUSED = {  # settings that only some kernels know, and what the sentence say
     "soft-cap": ({"attention_soft_cap": 30.0}, "soft-cap"),
     "sinks": ({"attention_sinks": True}, "sinks"),
     "window": ({"window": 8}, "window"),
-    "value width": ({"value_dim": 32}, "values are as wide as its keys"),
+    "value width": ({"value_dim": 32}, "values of another width"),
 }
 
 
@@ -201,9 +201,12 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
     "a cache": (AttentionMask(ORDERED, CACHED), {"blocked"}),
     "positions": (AttentionMask(CACHED, CACHED), {"blocked"}),
     "a window": (AttentionMask(ORDERED, ORDERED, window=8), {"blocked"}),
-    "a bias": (AttentionMask(ORDERED, ORDERED, bias=jnp.ones((1, 2, 128, 128))), set()),
-    "a soft-cap": (AttentionMask(ORDERED, ORDERED, soft_cap=2.0), set()),
-    "sinks": (AttentionMask(ORDERED, ORDERED, sinks=jnp.zeros(2)), set()),
+    "a bias": (
+        AttentionMask(ORDERED, ORDERED, scoring=Scoring(bias=jnp.ones((1, 2, 128, 128)))),
+        set(),
+    ),
+    "a soft-cap": (AttentionMask(ORDERED, ORDERED, scoring=Scoring(soft_cap=2.0)), set()),
+    "sinks": (AttentionMask(ORDERED, ORDERED, scoring=Scoring(sinks=jnp.zeros(2))), set()),
 }
 
 

@@ -180,10 +180,10 @@ def test_every_leaf_has_a_row_and_every_row_a_leaf(name):
 
 def test_unstacked_layers_are_the_slices_and_their_gradient_is_stacked():
     stacked = {"w": jnp.array(array(3, 4, 5))}
-    for i, layer in enumerate(unstack(stacked, 3)):
+    for i, layer in enumerate(unstack(stacked)):
         np.testing.assert_array_equal(layer["w"], stacked["w"][i])
     grad = jax.grad(
-        lambda p: sum((i + 1) * layer["w"].sum() for i, layer in enumerate(unstack(p, 3)))
+        lambda p: sum((i + 1) * layer["w"].sum() for i, layer in enumerate(unstack(p)))
     )(stacked)
     np.testing.assert_array_equal(
         grad["w"], np.broadcast_to(np.array([1, 2, 3])[:, None, None], (3, 4, 5))

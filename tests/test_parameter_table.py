@@ -44,7 +44,7 @@ def test_contract_is_the_einsum_of_its_equation(equation, x, w):
 @pytest.mark.parametrize(
     "equation, said",
     [
-        ("BTD,DF->BTG", "the result of 'BTD,DF->BTG' has an axis that neither"),
+        ("BTD,DF->BTG", "the result of 'BTD,DF->BTG' has an axis of neither"),
         ("BTD,DF->BTFF", "names an axis twice"),
         ("BTD,DFG->BTFG", "does not fit the shapes [2, 3, 8] and [8, 5]"),
         ("BTD,TF->BDF", "a shared axis of 'BTD,TF->BDF' has two lengths"),

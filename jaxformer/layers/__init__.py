@@ -1,6 +1,6 @@
 """The layers, each a pure function; those named here also serve in somebody else's model."""
 
-from jaxformer.layers.attention import dot_product_attention
+from jaxformer.layers.dot_product import dot_product_attention
 from jaxformer.layers.ffn import swiglu
 from jaxformer.layers.norm import layer_norm, rms_norm
 from jaxformer.layers.positions import rope

@@ -1,5 +1,4 @@
-"""Grouped-query attention of a sequence to itself or another; multi-head (K = N) and multi-query (K
-= 1) are its ends."""
+"""Grouped-query attention (K = N is multi-head, K = 1 multi-query) to any sequence."""
 
 import math
 from dataclasses import replace
@@ -9,90 +8,56 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.capture import NOTHING, Captures, Request
-from jaxformer.layers.dot_product import (
-    attention_weights,
-    dot_product_attention,
-    plain,
-    weighted_values,
-)
+from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.masks import AttentionMask, Scoring
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
 from jaxformer.params import Params, Spec, Specs, scaled, zeros
 
-__all__ = [
-    "attention",
-    "attention_specs",
-    "cross_attention_specs",
-    "dot_product_attention",
-    "keys_and_values",
-]
-
 
 def attention_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
-    d, n, k, h, w = (
-        config.d_model,
-        config.n_heads,
-        config.kv_heads,
-        config.head_width,
-        config.value_width,
-    )
-    # Queries start so that scores have the spread of 1/sqrt(H) whatever their scale is (T5's is 1).
-    query_init = (
-        scaled(make.weight, 1 / (config.attention_scale * math.sqrt(h)))
-        if config.attention_scale
-        else make.weight
-    )
+    d, n, k = config.d_model, config.n_heads, config.kv_heads
+    h, w = config.head_width, config.value_width
+    query_init = make.weight
+    if config.attention_scale:  # scores keep the variance that they have with 1/sqrt(H); T5's is 1
+        query_init = scaled(query_init, 1 / (config.attention_scale * math.sqrt(h)))
+    query, key = ("heads", "head_dim"), ("kv_heads", "head_dim")
     specs: Specs = {
-        "q": Spec((d, n, h), ("embed", "heads", "head_dim"), query_init, inputs=("embed",)),
-        "k": Spec((d, k, h), ("embed", "kv_heads", "head_dim"), make.weight, inputs=("embed",)),
-        "v": Spec((d, k, w), ("embed", "kv_heads", "head_dim"), make.weight, inputs=("embed",)),
-        "out": Spec(
-            (n, w, d), ("heads", "head_dim", "embed"), make.residual, inputs=("heads", "head_dim")
-        ),
+        "q": Spec((d, n, h), ("embed", *query), query_init, inputs=("embed",)),
+        "k": Spec((d, k, h), ("embed", *key), make.weight, inputs=("embed",)),
+        "v": Spec((d, k, w), ("embed", *key), make.weight, inputs=("embed",)),
+        "out": Spec((n, w, d), (*query, "embed"), make.residual, inputs=query),
     }
     if "qkv" in config.biased:
-        specs["q_bias"] = Spec((n, h), ("heads", "head_dim"), zeros)
-        specs |= {
-            f"{name}_bias": Spec((k, width), ("kv_heads", "head_dim"), zeros)
-            for name, width in (("k", h), ("v", w))
-        }
+        specs["q_bias"] = Spec((n, h), query, zeros)
+        specs["k_bias"] = Spec((k, h), key, zeros)
+        specs["v_bias"] = Spec((k, w), key, zeros)
     if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
     if config.query_key_norm != "none":
-        specs |= {
-            f"{name}_norm": _query_key_norm_spec(config, heads)
-            for name, heads in (("q", n), ("k", k))
-        }
+        whole = config.query_key_norm == "width"
+        specs["q_norm"] = scale_spec(config, (n * h if whole else h,))
+        specs["k_norm"] = scale_spec(config, (k * h if whole else h,))
     if config.attention_sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
 
 
 def cross_attention_specs(config: ModelConfig) -> Specs:
-    """The same rows, of which those of keys and values read the source."""
+    """The same rows; keys and values read the source."""
     specs = attention_specs(config)
     return specs | {name: replace(specs[name], reads="source") for name in ("k", "v")}
 
 
-def _query_key_norm_spec(config: ModelConfig, heads: int) -> Spec:
-    shape = {"head": (config.head_width,), "width": (heads * config.head_width,)}[
-        config.query_key_norm
-    ]
-    return scale_spec(config, shape)
-
-
 def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
-    """Queries or keys [B, T, N, H] after their norm, over each head or over all heads as one
-    (arXiv:2010.04245)."""
+    """Queries or keys [B, T, N, H] after their norm, per head or over all (arXiv:2010.04245)."""
     if config.query_key_norm == "none":
         return x
     rows = x if config.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
-    return rms_norm(rows, scale_of(config, params[f"{name}_norm"]), config.norm_eps).reshape(
-        x.shape
-    )
+    scale = scale_of(config, params[f"{name}_norm"])
+    return rms_norm(rows, scale, config.norm_eps).reshape(x.shape)
 
 
 def keys_and_values(
@@ -101,8 +66,7 @@ def keys_and_values(
     x: Float[Array, "B S D"],
     positions: Int[Array, "B S"] | None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]]:
-    """What attention looks at: [B, S, D] -> [B, S, K, H], [B, S, K, W]; keys are turned by their
-    positions, if given."""
+    """[B, S, D] -> [B, S, K, H], [B, S, K, W]; RoPE is applied to keys if `positions` are given."""
     k = _normed(params, config, "k", linear("BTD,DKH->BTKH", params, "k", x))
     v = linear("BTD,DKH->BTKH", params, "v", x)
     return (k if positions is None else rotate(config, k, positions)), v
@@ -118,17 +82,17 @@ def attention(
     request: Request = NOTHING,
     name: str = "attention",
 ) -> tuple[Float[Array, "B T D"], Captures]:
-    """Attention to the keys and values in `seen`, as far as `mask` lets it: [B, T, D] -> [B, T, D].
+    """Attention to the keys and values in `seen` under `mask`: [B, T, D] -> [B, T, D].
 
-    A key turns dropout on. The second result has the weights [B, N, T, S], before dropout, as
-    `name`_weights where the request wants them.
+    Dropout needs a key. The second result has the weights [B, N, T, S], before dropout, under
+    `name`_weights if the request wants them.
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if mask.relative:
         q = rotate(config, q, mask.queries.positions)
-    mask = mask._replace(
-        scale=config.attention_scale, soft_cap=config.attention_soft_cap, sinks=params.get("sinks")
-    )
+    scale, soft_cap = config.attention_scale, config.attention_soft_cap
+    scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
+    mask = mask._replace(scoring=scoring)
     weights_name = f"{name}_weights"
     captures: Captures = {}
     if request.wants(weights_name) or (key is not None and config.dropout > 0):
@@ -137,9 +101,7 @@ def attention(
     elif config.attention_kernel in ("auto", "xla"):
         out = plain(q, *seen, mask)
     else:
-        from jaxformer.layers.kernels import (
-            attend,
-        )  # the fused kernels are imported where one is chosen
+        from jaxformer.layers.kernels import attend  # only where a fused kernel is chosen
 
         out = attend(config.attention_kernel, q, *seen, mask)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), captures

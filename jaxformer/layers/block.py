@@ -1,11 +1,10 @@
-"""The one block: attention, attention to a source where the params have it, and feed-forward, each
-around a residual.
+"""The one block: attention, cross-attention if the params have it, and feed-forward, each with a
+residual connection.
 
 pre        x + f(norm(x))            sandwich   x + norm(f(norm(x)))
 post       norm(x + f(x))            output     x + norm(f(x))
 
-In sequence each sublayer reads the sum that the one before it left; in parallel all read x, and x
-gets the sum of all.
+With sequential residuals each sublayer reads the sum before it; with parallel ones all read x.
 """
 
 from collections.abc import Callable
@@ -30,26 +29,16 @@ from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.params import Params, Specs
 
-
-class Placement(NamedTuple):
-    """Where norms stand: before the sublayer, on what it gives, on the sum."""
-
-    before: bool = False
-    output: bool = False
-    after: bool = False
-
-
-PLACEMENTS = {
-    "pre": Placement(before=True),
-    "post": Placement(after=True),
-    "sandwich": Placement(before=True, output=True),
-    "output": Placement(output=True),
+PLACEMENTS = {  # norms before the sublayer, on its output, after the sum
+    "pre": {"before"},
+    "post": {"after"},
+    "sandwich": {"before", "output"},
+    "output": {"output"},
 }
 
 
 class EncoderOutput(NamedTuple):
-    """What cross-attention looks at: the encoder's output [B, S, D] (None where a page has its
-    keys), and how."""
+    """The encoder's output [B, S, D] (None if a layer cache has its keys), and the mask to it."""
 
     x: jax.Array | None
     mask: AttentionMask
@@ -58,15 +47,15 @@ class EncoderOutput(NamedTuple):
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     place = PLACEMENTS[config.norm_placement]
     specs: Specs = {}
-    sublayers = (
-        {"attention": attention_specs}
-        | ({"cross": cross_attention_specs} if cross else {})
-        | {"ffn": ffn_specs}
-    )
+    sublayers = {"attention": attention_specs, "cross": cross_attention_specs, "ffn": ffn_specs}
+    if not cross:
+        del sublayers["cross"]
     for name, make in sublayers.items():
-        specs |= {f"{name}_norm": norm_specs(config)} if place.before or place.after else {}
+        if place & {"before", "after"}:
+            specs[f"{name}_norm"] = norm_specs(config)
         specs[name] = make(config)
-        specs |= {f"{name}_output_norm": norm_specs(config)} if place.output else {}
+        if "output" in place:
+            specs[f"{name}_output_norm"] = norm_specs(config)
     return specs
 
 
@@ -80,10 +69,9 @@ def block(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """[B, T, D] -> [B, T, D], and the layer's page of the cache where one is given. A key turns
-    dropout on.
+    """[B, T, D] -> [B, T, D], with the layer's cache if one is given. Dropout needs a key.
 
-    Every sublayer returns its result and an `Aux`; what the request asks for is captured in it.
+    Every sublayer returns its output and an `Aux`, which holds what the request captures.
     """
     keys = iter((None,) * 5 if key is None else jax.random.split(key, 5 if source else 3))
     attention_key, cross_key = next(keys), next(keys) if source else None
@@ -91,22 +79,20 @@ def block(
 
     def attend(h: jax.Array) -> tuple[jax.Array, Aux]:
         nonlocal written
-        seen = keys_and_values(params["attention"], config, h, mask.queries.positions)
+        own = params["attention"]
+        seen = keys_and_values(own, config, h, mask.queries.positions)
         if layer_cache is not None:
             written = layer_cache.write(*seen)
             seen = written.k, written.v
-        out, weights = attention(
-            params["attention"], config, h, seen, near, attention_key, request, "attention"
-        )
+        out, weights = attention(own, config, h, seen, near, attention_key, request)
         return out, Aux(captures=weights)
 
     def attend_to_source(h: jax.Array) -> tuple[jax.Array, Aux]:
+        own = params["cross"]
         known = layer_cache.source if layer_cache is not None else None
-        seen = known or keys_and_values(params["cross"], config, source.x, None)  # type: ignore[union-attr, arg-type]
+        seen = known or keys_and_values(own, config, source.x, None)  # type: ignore[union-attr, arg-type]
         to_source: AttentionMask = source.mask  # type: ignore[union-attr]
-        out, weights = attention(
-            params["cross"], config, h, seen, to_source, cross_key, request, "cross"
-        )
+        out, weights = attention(own, config, h, seen, to_source, cross_key, request, "cross")
         return out, Aux(captures=weights)
 
     sublayers: dict[str, Callable[[jax.Array], tuple[jax.Array, Aux]]] = {
@@ -118,11 +104,12 @@ def block(
     parts: list[Aux] = []
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
-        out, aux = sublayer(norm(params[f"{name}_norm"], config, read) if place.before else read)
+        read = norm(params[f"{name}_norm"], config, read) if "before" in place else read
+        out, aux = sublayer(read)
         out, captured = request.apply(f"{'mlp' if name == 'ffn' else name}_out", out)
         parts += [aux, Aux(captures=captured)]
-        out = norm(params[f"{name}_output_norm"], config, out) if place.output else out
+        out = norm(params[f"{name}_output_norm"], config, out) if "output" in place else out
         total = total + dropout(out, config.dropout, next(keys))
-        total = norm(params[f"{name}_norm"], config, total) if place.after else total
+        total = norm(params[f"{name}_norm"], config, total) if "after" in place else total
     total, captured = request.apply("residual", total)
     return Output(total, written, merged([*parts, Aux(captures=captured)]))

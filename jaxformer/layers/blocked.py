@@ -23,45 +23,51 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
+
 QUERY_BLOCK = 128  # queries; 64 to 256 run within 10 % of it
 MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks
 
 OptionalIndex = jax.Array | None
 
 
-class Marks(NamedTuple):
-    """Where queries [B, T] and keys [B, S] are; None: positions count the tokens, all is one
-    segment, no window."""
+class Static(NamedTuple):
+    """What is known when the function is traced."""
+
+    causal: bool
+    window: int
+    scale: float
+
+
+class Sides(NamedTuple):
+    """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
+    each row is one segment."""
 
     q_positions: OptionalIndex
     k_positions: OptionalIndex
     q_segments: OptionalIndex
     k_segments: OptionalIndex
-    window: int | jax.Array | None
 
     def keys_end(self, causal: bool, stop: int, keys: int) -> int:
-        """How many keys the queries before `stop` may see at most."""
+        """Static many keys the queries before `stop` attend to at most."""
         by_index = causal and self.q_positions is None and self.k_positions is None
         return min(stop, keys) if by_index else keys
 
-    def mask(self, causal: bool, start: int, stop: int, keys: int) -> jax.Array:
-        """bool [B or 1, 1, 1, queries, keys]: who may look at whom."""
-        q = (
-            jnp.arange(start, stop)[None]
-            if self.q_positions is None
-            else self.q_positions[:, start:stop]
-        )
-        k = jnp.arange(keys)[None] if self.k_positions is None else self.k_positions[:, :keys]
-        back = q[:, :, None] - k[:, None, :]
-        allowed = back >= 0 if causal else jnp.ones(back.shape, bool)
-        if self.window is not None:
-            allowed &= (back if causal else jnp.abs(back)) < self.window
-        if self.q_segments is not None or self.k_segments is not None:
-            ones = jnp.ones((1, 1), jnp.int32)
-            q_seg = ones if self.q_segments is None else self.q_segments[:, start:stop]
-            k_seg = ones if self.k_segments is None else self.k_segments[:, :keys]
-            allowed &= (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] != 0)
+    def mask(self, static: Static, start: int, stop: int, keys: int) -> jax.Array:
+        """bool [B or 1, 1, 1, queries, keys], for queries `start` to `stop` and the first keys."""
+        queries = _part(self.q_positions, self.q_segments, start, stop)
+        seen = _part(self.k_positions, self.k_segments, 0, keys)
+        allowed = visible(AttentionMask(queries, seen, static.causal, static.window))
+        if allowed is None:
+            allowed = jnp.ones((1, stop - start, keys), bool)
         return allowed[:, None, None]
+
+
+def _part(positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int) -> TokenLayout:
+    return TokenLayout(
+        jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
+        None if segments is None else segments[:, start:stop],
+    )
 
 
 def blocked_attention(
@@ -75,23 +81,16 @@ def blocked_attention(
     window: int = 0,
     scale: float = 0.0,
 ) -> Float[Array, "B T N W"]:
-    """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] -> [B, T,
-    N, W].
+    """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
+    [B, T, N, W].
 
-    Positions and segments are int [B, T] of queries and [B, S] of keys: a query sees keys of its
-    own segment, at positions up to its own where `causal`, of which the last `window` where that is
-    not 0 (both ways where not causal); segment 0 is padding. Without positions a token's index is
-    its position, and blocks above the diagonal are left out. `scale` stands for 1/sqrt(H) where it
-    is not 0. The softmax is float32; a row that may see nothing gives 0.
+    Positions and segments are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`;
+    segment 0 is padding. Without positions a token's index is its position, and blocks above the
+    diagonal are skipped. `window` 0 is none; `scale` replaces 1/sqrt(H) unless it is 0. The softmax
+    is float32; a fully masked row gives 0.
     """
-    return _attention(
-        q,
-        k,
-        v,
-        Marks(*positions, *segments, window or None),
-        causal,
-        scale or 1 / math.sqrt(q.shape[-1]),
-    )
+    static = Static(causal, window, scale or 1 / math.sqrt(q.shape[-1]))
+    return _attention(q, k, v, Sides(*positions, *segments), static)
 
 
 def _heads_first(
@@ -109,78 +108,73 @@ def _heads_last(x: jax.Array) -> jax.Array:
 
 
 def _blocks(
-    length: int, keys: int, marks: Marks, causal: bool
+    length: int, keys: int, sides: Sides, static: Static
 ) -> Iterator[tuple[slice, slice, jax.Array]]:
-    """Slices of queries, slices of the keys they may see, and the mask between them."""
+    """Slices of queries, slices of the keys they attend to, and the mask between them."""
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
-        end = marks.keys_end(causal, stop, keys)
-        yield slice(start, stop), slice(0, end), marks.mask(causal, start, stop, end)
+        end = sides.keys_end(static.causal, stop, keys)
+        yield slice(start, stop), slice(0, end), sides.mask(static, start, stop, end)
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float
-) -> jax.Array:
-    return _forward(q, k, v, marks, causal, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sides: Sides, static: Static) -> jax.Array:
+    return _forward(q, k, v, sides, static)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks, causal: bool, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, sides: Sides, static: Static
 ) -> tuple[jax.Array, Any]:
-    queries, keys, values = _heads_first(q, k, v)
+    scale = static.scale
+    queries, keys, values = _heads_first(q, k, v)  # [B, K, G, T, H], [B, K, S, H], [B, K, S, W]
+    lowest, least = jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).tiny
     outs, log_sums = [], []
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks, causal):
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], sides, static):
         scores = _product("BKGTH,BKSH->BKGTS", queries[..., rows, :], keys[..., seen, :]) * scale
-        top = jnp.max(
-            scores, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min
-        )
+        # Subtracting the maximum of a row keeps exp finite; a fully masked row has no weights, and
+        # its total is kept above 0 so that it gives 0 / tiny = 0.
+        top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest)
         weights = jnp.where(mask, jnp.exp(scores - top), 0)
-        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), least)
         outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
-        log_sums.append(top + jnp.log(total))
+        log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
     out = _heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
-    return out, (q, k, v, marks, out, jnp.concatenate(log_sums, axis=-2))
+    return out, (q, k, v, sides, out, jnp.concatenate(log_sums, axis=-2))
 
 
 def _backward(
-    causal: bool, scale: float, saved: Any, d_out: jax.Array
+    static: Static, saved: Any, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, marks, out, log_sums = saved
-    q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier(
-        (q, k, v, out, log_sums, d_out)
-    )  # no weights before d_out is here
+    scale = static.scale
+    q, k, v, sides, out, log_sums = saved
+    # The barrier keeps XLA from computing weights before d_out is there: they would wait in memory.
+    q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier((q, k, v, out, log_sums, d_out))
     queries, keys, values = _heads_first(q, k, v)
     d_outs, outs = (_heads_first(a, k, v)[0] for a in (d_out, out))
+    # The softmax's gradient is weights * (d_weights - inner), where inner is the sum of
+    # weights * d_weights over the keys, which equals the sum of d_out * out over H.
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
     d_queries = []
     d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], marks, causal):
-        qs, ks, vs, ds = (
-            queries[..., rows, :],
-            keys[..., seen, :],
-            values[..., seen, :],
-            d_outs[..., rows, :],
-        )
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], sides, static):
+        qs, ds = queries[..., rows, :], d_outs[..., rows, :]
+        ks, vs = keys[..., seen, :], values[..., seen, :]
         scores = _product("BKGTH,BKSH->BKGTS", qs, ks) * scale
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
         d_scores = weights * (_product("BKGTH,BKSH->BKGTS", ds, vs) - inner[..., rows, :]) * scale
         d_queries.append(_product("BKGTS,BKSH->BKGTH", d_scores, ks))
+        # Keys beyond this block's end have no gradient from it: zeros up to S.
         rest = ((0, 0), (0, 0), (0, keys.shape[2] - seen.stop), (0, 0))
         d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", weights, ds), rest)
         d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), rest)
     d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
-    return (
-        d_q,
-        jnp.swapaxes(d_keys, 1, 2).astype(k.dtype),
-        jnp.swapaxes(d_values, 1, 2).astype(v.dtype),
-        None,
-    )
+    d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attention.defvjp(_forward, _backward)

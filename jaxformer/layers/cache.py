@@ -12,9 +12,8 @@ from jaxformer.layers.pattern import layer_configs
 
 
 class LayerCache(NamedTuple):
-    """One layer's part of a cache: keys [B, S, K, H] and values [B, S, K, W], where every slot's
-    token is, the next slot to write, and in an encoder-decoder the keys and values of the source.
-    """
+    """One layer's keys [B, S, K, H] and values [B, S, K, W], the layout of the slots, the next slot
+    to write, and in an encoder-decoder the keys and values of the source."""
 
     k: jax.Array
     v: jax.Array
@@ -28,12 +27,10 @@ class LayerCache(NamedTuple):
 
 @struct.dataclass
 class KVCache:
-    """Keys and values seen so far, one array [B, S, K, H] and one [B, S, K, W] a layer, and where
-    each slot's token is.
+    """Keys [B, S, K, H] and values [B, S, K, W] of each layer, and the layout [B, S] of the slots.
 
-    `layout` has [B, S] positions and segments; segment 0 is a slot not yet written, or padding.
-    `length` counts the slots written. `source` has each layer's keys and values of an
-    encoder-decoder's source, and `source_layout` its places.
+    Segment 0 is a slot that is not yet written, or padding. `length` counts the slots written.
+    `source` has each layer's keys and values of an encoder-decoder's source, at `source_layout`.
     """
 
     k: tuple[jax.Array, ...]
@@ -44,20 +41,13 @@ class KVCache:
     source_layout: TokenLayout | None = None
 
     def layer_cache(self, layer: int, layout: TokenLayout) -> LayerCache:
-        """Layer `layer`'s page, as it is for a call on the tokens at the cache's `layout`, which
-        came with `advance`."""
+        """The cache of one layer, for a call on the tokens at `layout`, given to `advance`."""
         at = self.length - layout.positions.shape[1]
-        return LayerCache(
-            self.k[layer],
-            self.v[layer],
-            self.layout,
-            at,
-            self.source[layer] if self.source else None,
-        )
+        source = self.source[layer] if self.source else None
+        return LayerCache(self.k[layer], self.v[layer], self.layout, at, source)
 
     def advance(self, layout: TokenLayout) -> "KVCache":
-        """The cache with slots taken for the tokens at `layout` [B, T]; their keys and values
-        follow layer by layer."""
+        """The cache with slots for the tokens at `layout` [B, T], which each layer then writes."""
         segments = jnp.ones_like(layout.positions) if layout.segments is None else layout.segments
         known = TokenLayout(
             _write(self.layout.positions, layout.positions, self.length),
@@ -74,17 +64,15 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -
     """A cache for `slots` tokens a row, in `dtype`."""
     blank = jnp.zeros((batch, slots), jnp.int32)
     layers = layer_configs(config, config.n_layers)
-    k = tuple(
-        jnp.zeros((batch, slots, layer.kv_heads, layer.head_width), dtype) for layer in layers
-    )
-    v = tuple(
-        jnp.zeros((batch, slots, layer.kv_heads, layer.value_width), dtype) for layer in layers
-    )
+
+    def zeros(heads: int, width: int) -> jax.Array:
+        return jnp.zeros((batch, slots, heads, width), dtype)
+
+    k = tuple(zeros(layer.kv_heads, layer.head_width) for layer in layers)
+    v = tuple(zeros(layer.kv_heads, layer.value_width) for layer in layers)
     return KVCache(k, v, TokenLayout(blank, blank), jnp.int32(0))
 
 
-def _write(layer_cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """`layer_cache` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
-    return jax.lax.dynamic_update_slice_in_dim(
-        layer_cache, new.astype(layer_cache.dtype), at, axis=1
-    )
+def _write(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    """`old` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
+    return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)

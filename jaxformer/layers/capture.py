@@ -1,9 +1,9 @@
-"""Captures: which intermediates of a model are wanted, and what takes the place of some of them.
+"""Captures: which intermediates of a model are returned, and which are replaced.
 
-A `Request` is passed down unchanged in meaning; what it asks for comes back in each block's `Aux`,
-so that scans, recomputation and every transform of JAX apply. Full names are stack.layer.what, as
-in "decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.models.inspect` describes
-each what. A block knows its own names alone ("mlp_out").
+A `Request` is passed down, and what it asks for comes back in each block's `Aux`, so that scans,
+recomputation and every transform of JAX apply. Full names are stack.layer.what, as in
+"decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.models.inspect` describes
+each what. A block knows only its own names ("mlp_out").
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Request:
     """Intermediates by name. An empty request is false and leaves the program as it is.
 
     `capture` holds names, full or without stack and layer, or patterns with *; `replace` maps full
-    names to an array that takes the place of the intermediate, or to a function of it. `stack` and
-    `layers` say which block reads the request. In a scan one program serves several layers, and
+    names to an array that replaces the intermediate, or to a function of it. `stack` and `layers`
+    are those of the block that reads the request. In a scan one program serves several layers, and
     `index` (a traced int32 scalar) is the number of the one that runs.
     """
 
@@ -42,8 +42,7 @@ class Request:
         return dataclasses.replace(self, stack=stack)
 
     def at(self, layers: Sequence[int], index: jax.Array | None = None) -> "Request":
-        """The request as one block reads it, which is the only one of `layers`, or in a scan the
-        layer `index`."""
+        """The request as one block reads it: the only one of `layers`, or in a scan `index`."""
         return dataclasses.replace(self, layers=layers, index=index)
 
     def wants(self, what: str) -> bool:
@@ -51,8 +50,7 @@ class Request:
         return any(self._returns(self._full(what, layer)) for layer in self.layers)
 
     def apply(self, what: str, value: jax.Array) -> tuple[jax.Array, Captures]:
-        """The value to go on with, which may be another than `value`, and what is captured of it,
-        by `what`."""
+        """`value` or what replaces it, and the capture of it by `what`, if it is wanted."""
         for layer in self.layers:
             name = self._full(what, layer)
             if name in self.replace:
@@ -73,8 +71,7 @@ class Request:
         return f"{self.stack}.{layer}.{what}"
 
     def _returns(self, name: str) -> bool:
-        """What is replaced comes back too, so that a name which the model does not have can be
-        told."""
+        """What is replaced comes back too, so that a name without an intermediate is found."""
         return name in self.replace or self.captures(name)
 
     def captures(self, name: str) -> bool:

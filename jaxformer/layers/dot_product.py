@@ -1,14 +1,12 @@
-"""Attention as plain mathematics, which every transform and device understands: the reference of
-all kernels."""
+"""Attention in plain jax.numpy, for every transform and device: the reference of all kernels."""
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxformer.layers.masks import AttentionMask, visible
+from jaxformer.layers.masks import AttentionMask, Scoring, visible
 
 
 def dot_product_attention(
@@ -26,73 +24,53 @@ def dot_product_attention(
     -> [..., T, N, W].
 
     N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a
-    row that may see nothing gives 0. `scale` stands for 1/sqrt(H) where it is not 0; `soft_cap` c
-    makes scores s c tanh(s / c) (arXiv:2408.00118); `bias` [..., N, T, S] is added to them; `sinks`
-    [N] are scores that take weight and give nothing (arXiv:2309.17453). (arXiv:1706.03762,
-    arXiv:2305.13245)
+    fully masked row gives 0. `scale` replaces 1/sqrt(H) unless it is 0; `soft_cap` c changes scores
+    s to c tanh(s / c) (arXiv:2408.00118); `bias` [..., N, T, S] is added to them; `sinks` [N] are
+    the scores of a key without a value (arXiv:2309.17453). (arXiv:1706.03762, arXiv:2305.13245)
     """
-    change = _Change(scale, soft_cap, bias, sinks)
-    return _values(_weights(q, k, mask, change), v)
+    return _values(_weights(q, k, mask, Scoring(scale, soft_cap, bias, sinks)), v)
 
 
-class _Change(NamedTuple):
-    scale: float
-    soft_cap: float
-    bias: jax.Array | None
-    sinks: jax.Array | None
-
-
-def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, change: _Change) -> jax.Array:
-    """The attention weights, float32 [..., K, N/K, T, S]."""
+def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scoring) -> jax.Array:
+    """The attention weights, float32 [..., K, G, T, S] with G = N/K."""
     *_, n, h = q.shape
-    heads = (k.shape[-2], n // k.shape[-2])
+    heads = (k.shape[-2], n // k.shape[-2])  # K, G
+    scale, cap, bias, sinks = scoring
     grouped = q.reshape(*q.shape[:-2], *heads, h)
     scores = jnp.einsum("...TKGH,...SKH->...KGTS", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * change.scale if change.scale else scores / math.sqrt(h)
-    if change.soft_cap:
-        scores = change.soft_cap * jnp.tanh(scores / change.soft_cap)
-    if change.bias is not None:
-        scores = scores + change.bias.reshape(
-            *change.bias.shape[:-3], *heads, *change.bias.shape[-2:]
-        )
+    scores = scores * scale if scale else scores / math.sqrt(h)
+    if cap:
+        scores = cap * jnp.tanh(scores / cap)
+    if bias is not None:
+        scores = scores + bias.reshape(*bias.shape[:-3], *heads, *bias.shape[-2:])
     if mask is not None:
         mask = mask[..., None, None, :, :]
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    if change.sinks is None:
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        sinks = jnp.broadcast_to(change.sinks.reshape(*heads, 1, 1), (*scores.shape[:-1], 1))
-        weights = jax.nn.softmax(
-            jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1), axis=-1
-        )[..., :-1]
+    if sinks is not None:  # one more key, whose weight is dropped after the softmax
+        sinks = jnp.broadcast_to(sinks.reshape(*heads, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    weights = weights if sinks is None else weights[..., :-1]
     return weights if mask is None else jnp.where(mask, weights, 0)
 
 
 def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """What the weights take of v: [..., K, N/K, T, S], [..., S, K, W] -> [..., T, N, W]."""
+    """[..., K, G, T, S], [..., S, K, W] -> [..., T, N, W]."""
     out = jnp.einsum("...KGTS,...SKH->...TKGH", weights.astype(v.dtype), v)
     return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
 
 def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """The reference."""
-    change = _Change(mask.scale, mask.soft_cap, mask.bias, mask.sinks)
-    return _values(_weights(q, k, visible(mask), change), v)
+    """`dot_product_attention` under an `AttentionMask`."""
+    return _values(_weights(q, k, visible(mask), mask.scoring), v)
 
 
 def attention_weights(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
     """The weights of `plain`, float32: q [B, T, N, H], k [B, S, K, H] -> [B, N, T, S]."""
-    change = _Change(mask.scale, mask.soft_cap, mask.bias, mask.sinks)
-    weights = _weights(q, k, visible(mask), change)
+    weights = _weights(q, k, visible(mask), mask.scoring)
     return weights.reshape(weights.shape[0], -1, *weights.shape[3:])
 
 
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """What `plain` does with its weights: [B, N, T, S], v [B, S, K, W] -> [B, T, N, W]."""
+    """`plain` from its weights on: [B, N, T, S], v [B, S, K, W] -> [B, T, N, W]."""
     return _values(weights.reshape(weights.shape[0], v.shape[2], -1, *weights.shape[2:]), v)
-
-
-def reference(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """The plain mathematics in float32, that every kernel is held against."""
-    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    return plain(q, k, v, mask)

@@ -1,4 +1,4 @@
-"""Tokens in: the embedding table, and what a stack adds to it."""
+"""Embeddings: the table of tokens, and what a stack adds to it."""
 
 import math
 
@@ -12,37 +12,35 @@ from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
-from jaxformer.params import Params, Spec, Specs, lookup
+from jaxformer.params import InitFunction, Params, Spec, Specs, lookup
 
 Tokens = Int[Array | np.ndarray, "B T"]
-WHOLE = ("batch", None, None)  # a row is wanted whole where its token is
+WHOLE = ("batch", None, None)  # each row whole on the device of its token
 
 
 def token_specs(config: ModelConfig) -> Specs:
     """The table of tokens [V, D], one for the whole model."""
     make = INITIALIZERS[config.init](config)
-    shape = (config.vocab_size, config.d_model)
-    return {
-        "tokens": Spec(shape, ("vocab", "embed"), make.embedding, inputs=("vocab",), lookup=True)
-    }
+    shape, axes = (config.vocab_size, config.d_model), ("vocab", "embed")
+    return {"tokens": Spec(shape, axes, make.embedding, inputs=("vocab",), lookup=True)}
 
 
 def embed_specs(config: ModelConfig) -> Specs:
-    """What a stack adds to the tokens: learned positions, types of tokens, a norm."""
+    """What a stack adds to the tokens: learned positions, token types, a norm."""
     make = INITIALIZERS[config.init](config)
-    table = {
-        "positions": (
-            config.position_offset + config.max_length if config.positions == "learned" else 0,
-            make.positions,
-        ),
-        "types": (config.token_types, make.embedding),
-    }
-    specs: Specs = {
-        name: Spec((size, config.d_model), (name, "embed"), init, inputs=(name,), lookup=True)
-        for name, (size, init) in table.items()
-        if size
-    }
-    return specs | ({"norm": norm_specs(config)} if config.embedding_norm else {})
+
+    def table(name: str, size: int, init: InitFunction) -> Spec:
+        return Spec((size, config.d_model), (name, "embed"), init, inputs=(name,), lookup=True)
+
+    specs: Specs = {}
+    if config.positions == "learned":
+        size = config.position_offset + config.max_length
+        specs["positions"] = table("positions", size, make.positions)
+    if config.token_types:
+        specs["types"] = table("types", config.token_types, make.embedding)
+    if config.embedding_norm:
+        specs["norm"] = norm_specs(config)
+    return specs
 
 
 def embed(
@@ -53,27 +51,18 @@ def embed(
     types: Tokens | None = None,
     key: jax.Array | None = None,
 ) -> Float[Array, "B T D"]:
-    """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. A key turns
-    dropout on."""
+    """[B, T] int -> [B, T, D] float32; `params` has the rows of both tables above. Dropout needs a
+    key."""
     x = lookup(params["tokens"], tokens, WHOLE)
     if config.embedding_scale == "sqrt":
         x = x * math.sqrt(config.d_model)
-    if config.positions in ADDED:
-        x = x + ADDED[config.positions](params, config, layout)
+    if config.positions == "learned":
+        x = x + lookup(params["positions"], layout.positions + config.position_offset, WHOLE)
+    if config.positions == "sinusoidal":
+        x = x + sinusoids(layout.positions, config.d_model, config.sinusoid_order)
     if config.token_types:
-        x = x + lookup(
-            params["types"], jnp.zeros_like(layout.positions) if types is None else types, WHOLE
-        )
+        types = jnp.zeros_like(layout.positions) if types is None else types
+        x = x + lookup(params["types"], types, WHOLE)
     if config.embedding_norm:
         x = norm(params["norm"], config, x)
     return dropout(x, config.dropout, key)
-
-
-ADDED = {
-    "learned": lambda params, config, layout: lookup(
-        params["positions"], layout.positions + config.position_offset, WHOLE
-    ),
-    "sinusoidal": lambda params, config, layout: sinusoids(
-        layout.positions, config.d_model, config.sinusoid_order
-    ),
-}

@@ -23,8 +23,7 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# Of the hidden layer, or of the gate where there is one (then its name is in `config_model.GATED`
-# too).
+# Activations of the hidden layer, or of the gate for the names in `config_model.GATED`.
 ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
     Activation,
     {
@@ -63,9 +62,8 @@ def ffn_specs(config: ModelConfig) -> Specs:
     specs: Specs = {"gate": into, "up": into} if config.gated else {"up": into}
     specs["down"] = Spec((f, d), ("mlp", "embed"), make.residual, inputs=("mlp",))
     if "ffn" in config.biased:
-        specs |= {
-            f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in ("gate", "up") if name in specs
-        }
+        hidden = ("gate", "up") if config.gated else ("up",)
+        specs |= {f"{name}_bias": Spec((f,), ("mlp",), zeros) for name in hidden}
         specs["down_bias"] = Spec((d,), ("residual",), zeros)
     return specs
 

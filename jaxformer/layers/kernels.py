@@ -17,13 +17,14 @@ from jaxformer.config_model import AttentionKernel, ModelConfig
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.positions import BIASES
 from jaxformer.settings import ConfigError, Table
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    how: Any = {"causal": mask.causal, "window": mask.window, "scale": mask.scale}
+    how: Any = {"causal": mask.causal, "window": mask.window, "scale": mask.scoring.scale}
     queries, keys = mask.queries, mask.keys
     if queries.ordered and keys.ordered:
         return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
@@ -32,7 +33,7 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    scale = mask.scale or None
+    scale = mask.scoring.scale or None
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=mask.causal, scale=scale, implementation="cudnn"
     )
@@ -41,7 +42,7 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax
 def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 
-    groups, scale = q.shape[2] // k.shape[2], mask.scale or 1 / math.sqrt(q.shape[-1])
+    groups, scale = q.shape[2] // k.shape[2], mask.scoring.scale or 1 / math.sqrt(q.shape[-1])
     heads_first = [
         jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))
     ]
@@ -57,7 +58,7 @@ def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.A
 
 
 class Case(NamedTuple):
-    """What a kernel's limits depend on."""
+    """A training run, as far as the choice of a kernel depends on it."""
 
     platform: str
     dtype: str
@@ -68,93 +69,93 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel, what it is for in one phrase, why it cannot serve a case (empty where it can), and
-    whether it can a call."""
+    """A kernel, its description, the features of `FEATURES` that it lacks, and why it cannot run on
+    a device (empty if it can)."""
 
     run: Kernel
     what: str
-    refuses: Callable[[Case], str]
-    serves: Callable[[AttentionMask], bool]
+    lacks: frozenset[str] = frozenset()
+    device: Callable[[Case], str] = lambda case: ""
+
+    def refuses(self, case: Case) -> str:
+        """Why the kernel cannot serve a training run; empty if it can."""
+        wanted = self.lacks & _features_of_run(case)
+        reasons = (f"it has no {name}, and {FEATURES[name]}" for name in FEATURES if name in wanted)
+        return self.device(case) or next(reasons, "")
+
+    def serves(self, mask: AttentionMask) -> bool:
+        """Whether the kernel can serve a call."""
+        return not self.lacks & _features_of_call(mask)
 
 
-def _lacks(case: Case) -> str:
-    """What no kernel but the plain one knows."""
+# What not every kernel has, and what asks for it in a training run.
+FEATURES = {
+    "segment ids": "these rows are packed or padded",
+    "lengths but multiples of 128": "data.sequence_length is none",
+    "window": "model.window is set",
+    "values of another width than the keys": "model.value_dim is set",
+    "positions but the index": "these rows have their own",
+    "dropout of attention weights": "model.dropout is set",
+    "bias of the scores": "model.positions adds one",
+    "soft-cap": "model.attention_soft_cap is set",
+    "sinks": "model.attention_sinks is set",
+}
+SCORES = frozenset({"dropout of attention weights", "bias of the scores", "soft-cap", "sinks"})
+FUSED = SCORES | {"window", "values of another width than the keys", "positions but the index"}
+
+
+def _features_of_run(case: Case) -> set[str]:
     model = case.model
-    settings = {
-        "dropout of attention weights": (
-            f"model.dropout is {model.dropout}" if model.dropout else ""
-        ),
-        "bias of the scores": (
-            f"model.positions is {model.positions!r}" if model.positions in ("alibi", "t5") else ""
-        ),
-        "soft-cap": "model.attention_soft_cap is set" if model.attention_soft_cap else "",
-        "sinks": "model.attention_sinks is set" if model.attention_sinks else "",
+    wanted = {
+        "segment ids": case.packed,
+        "lengths but multiples of 128": case.length % 128,
+        "window": model.window,
+        "values of another width than the keys": model.value_width != model.head_width,
+        "dropout of attention weights": model.dropout,
+        "bias of the scores": model.positions in BIASES,
+        "soft-cap": model.attention_soft_cap,
+        "sinks": model.attention_sinks,
     }
-    return next(
-        (f"it has no {what}, and {setting}" for what, setting in settings.items() if setting), ""
-    )
+    return {name for name, value in wanted.items() if value}
 
 
-def _fused_lacks(case: Case) -> str:
-    if case.model.window:
-        return "it has no window, and model.window is set"
-    if case.model.value_width != case.model.head_width:
-        return "its values are as wide as its keys, and model.value_dim is set"
-    return _lacks(case)
+def _features_of_call(mask: AttentionMask) -> set[str]:
+    sides, scoring = (mask.queries, mask.keys), mask.scoring
+    wanted = {
+        "segment ids": any(side.segments is not None for side in sides),
+        "lengths but multiples of 128": any(side.positions.shape[-1] % 128 for side in sides),
+        "window": mask.window,
+        "positions but the index": mask.causal and not all(side.ordered for side in sides),
+        "bias of the scores": scoring.bias is not None,
+        "soft-cap": scoring.soft_cap,
+        "sinks": scoring.sinks is not None,
+    }
+    return {name for name, value in wanted.items() if value}
 
 
-def _cudnn_refuses(case: Case) -> str:
+def _cudnn_device(case: Case) -> str:
     if case.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this device is a {case.platform}"
     if case.dtype not in ("bfloat16", "float16"):
         return f"it computes in 16 bits only, and model.dtype is {case.dtype}"
     if case.model.head_width % 8 or case.model.head_width > 256:
         return f"its head width is a multiple of 8 up to 256, not {case.model.head_width}"
-    if case.packed:
-        return "it knows no segment ids, and these rows are packed or padded"
-    return _fused_lacks(case)
+    return ""
 
 
-def _tpu_refuses(case: Case) -> str:
-    if case.platform != "tpu":
-        return f"it needs a TPU, and this device is a {case.platform}"
-    if case.length % 128:
-        return f"its sequences are multiples of 128, not {case.length}"
-    return _fused_lacks(case)
-
-
-def _has_plain_scores(mask: AttentionMask) -> bool:
-    return mask.bias is None and not mask.soft_cap and mask.sinks is None
-
-
-def _goes_by_order(mask: AttentionMask) -> bool:
-    """No window, and where it is causal no cache and no positions of its own: for kernels that know
-    the index alone."""
-    ordered = not mask.causal or (mask.queries.ordered and mask.keys.ordered)
-    return ordered and mask.window == 0 and _has_plain_scores(mask)
-
-
-def _goes_by_order_unpacked(mask: AttentionMask) -> bool:
-    return _goes_by_order(mask) and mask.queries.segments is None and mask.keys.segments is None
-
-
-def _goes_by_tiles(mask: AttentionMask) -> bool:
-    return _goes_by_order(mask) and all(
-        side.positions.shape[-1] % 128 == 0 for side in (mask.queries, mask.keys)
-    )
+def _tpu_device(case: Case) -> str:
+    return "" if case.platform == "tpu" else f"it needs a TPU, and this device is a {case.platform}"
 
 
 KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": KernelRow(
-            _cudnn, "fused cuDNN attention", _cudnn_refuses, _goes_by_order_unpacked
+        "cudnn": KernelRow(_cudnn, "cuDNN attention", FUSED | {"segment ids"}, _cudnn_device),
+        "tpu": KernelRow(
+            _tpu, "Pallas flash attention", FUSED | {"lengths but multiples of 128"}, _tpu_device
         ),
-        "tpu": KernelRow(_tpu, "Pallas flash attention", _tpu_refuses, _goes_by_tiles),
-        "blocked": KernelRow(
-            _blocked, "blocked attention with a saved log-sum-exp", _lacks, _has_plain_scores
-        ),
-        "xla": KernelRow(plain, "plain XLA attention", lambda case: "", lambda mask: True),
+        "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp", SCORES),
+        "xla": KernelRow(plain, "plain XLA attention"),
     },
     besides=("auto",),
 )
@@ -162,10 +163,8 @@ PREFERRED = {"gpu": ("cudnn", "xla"), "tpu": ("tpu", "xla"), "cpu": ("blocked", 
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Attention by the kernel of a name ("auto": plain), or the plain one for a call that it cannot
-    serve.
-
-    A kernel chosen for the batches of a run meets other calls too: a cache, padded prompts.
+    """Attention by the named kernel ("auto": plain), or by the plain one for a call that it does
+    not serve: one chosen for the batches of a run meets a cache and padded prompts too.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
     return (row.run if row.serves(mask) else plain)(q, k, v, mask)

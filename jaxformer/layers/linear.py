@@ -1,4 +1,4 @@
-"""What all linear layers share: how weights start, and a product with its bias."""
+"""What all linear layers share: initializers, a product with its bias, and dropout."""
 
 import math
 from collections.abc import Callable
@@ -26,8 +26,7 @@ from jaxformer.sharding import Axes
 
 
 class Initializers(NamedTuple):
-    """One initializer a role: ordinary weights, those that end in the residual stream, lookup
-    tables, learned positions."""
+    """Those of weights, projections into the residual stream, embeddings, learned positions."""
 
     weight: InitFunction
     residual: InitFunction
@@ -37,14 +36,12 @@ class Initializers(NamedTuple):
 
 def _gpt2(config: ModelConfig) -> Initializers:
     """N(0, 0.02), residual projections divided by sqrt(2 n_layers) (Radford et al. 2019)."""
-    return Initializers(
-        normal(0.02), normal(0.02 / math.sqrt(2 * config.n_layers)), normal(0.02), normal(0.02)
-    )
+    residual = normal(0.02 / math.sqrt(2 * config.n_layers))
+    return Initializers(normal(0.02), residual, normal(0.02), normal(0.02))
 
 
 def _truncated_normal(config: ModelConfig) -> Initializers:
-    """Variance 2 / (d_in + d_out) cut at three sigma; an embedding that is no output layer has
-    variance 1."""
+    """Variance 2 / (d_in + d_out) cut at three sigma; 1 for an embedding that is not tied."""
     embedding = truncated_normal if config.tied_head else unit_truncated_normal
     return Initializers(truncated_normal, truncated_normal, embedding, embedding)
 
@@ -53,9 +50,8 @@ def _xavier(config: ModelConfig) -> Initializers:
     """Uniform of variance 2 / (d_in + d_out) (Glorot and Bengio 2010); embeddings N(0, 1 / d_model)
     (arXiv:1706.03762).
 
-    Learned positions begin as sinusoids of that size, in which distances are the same everywhere:
-    looking at a neighbour is then learnt once, not at each position, which small masked models take
-    very long for.
+    Learned positions start as sinusoids of that size: attention to a neighbor is then learned once
+    for all positions, which takes small masked models very long otherwise.
     """
 
     def waves(key: jax.Array, spec: Spec) -> jax.Array:
@@ -85,8 +81,8 @@ def linear(
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a share `rate` of its elements zeroed and the rest scaled by 1 / (1 - rate); `x`
-    itself without a key."""
+    """`x` with a fraction `rate` of its elements zeroed and the rest divided by 1 - rate; without a
+    key `x` itself."""
     if key is None or rate == 0:
         return x
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)

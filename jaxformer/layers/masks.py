@@ -1,5 +1,4 @@
-"""Masks are positions and segments: who may look at whom follows from where each token is and what
-it belongs to.
+"""Masks as positions and segments: which keys a query attends to follows from where each token is.
 
 query at position 2 of segment 1, keys:   position  0 1 2 3 0 1
                                           segment   1 1 1 1 2 2
@@ -17,11 +16,11 @@ from flax import struct
 
 @struct.dataclass
 class TokenLayout:
-    """Where each token of a [B, T] batch is.
+    """The position and segment of each token of a [B, T] batch.
 
-    `positions` int32 counts from 0 in each segment; `segments` int32 is 0 for padding, None where a
-    row is one segment. `ordered` says at trace time that positions grow along the row within a
-    segment, so that kernels may go by the order.
+    `positions` int32 counts from 0 in each segment; `segments` int32 is 0 for padding, None if each
+    row is one segment. `ordered` is static: positions grow along each segment, so that kernels may
+    go by the order.
     """
 
     positions: jax.Array
@@ -29,48 +28,50 @@ class TokenLayout:
     ordered: bool = struct.field(pytree_node=False, default=False)
 
 
-class AttentionMask(NamedTuple):
-    """All that attention goes by besides queries, keys and values.
+class Scoring(NamedTuple):
+    """How scores are made of query-key products, as in `dot_product_attention`."""
 
-    `window` is the number of tokens back that a query sees, itself counted in (both ways where it
-    is not causal); 0 is all. Scores are products times `scale` (1/sqrt(H) where it is 0), capped to
-    `soft_cap` tanh(s / soft_cap) where that is given, plus `bias` [B or 1, N, T, S]. `sinks` [N]
-    are scores of a key with no value. Where queries and keys are not of one sequence, `relative` is
-    False: the distance between them means nothing.
+    scale: float = 0.0
+    soft_cap: float = 0.0
+    bias: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+class AttentionMask(NamedTuple):
+    """All that attention depends on besides queries, keys and values.
+
+    `window` is the number of tokens back that a query sees, including itself (on both sides if not
+    `causal`); 0 is all. `relative` is False if queries and keys are of different sequences, so that
+    distances between them mean nothing.
     """
 
     queries: TokenLayout
     keys: TokenLayout
     causal: bool = True
     window: int = 0
-    scale: float = 0.0
-    soft_cap: float = 0.0
-    bias: jax.Array | None = None
-    sinks: jax.Array | None = None
+    scoring: Scoring = Scoring()
     relative: bool = True
 
 
 def layout_of(
     tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None
 ) -> TokenLayout:
-    """The places of `tokens` [B, T]; positions not given count from the start of each segment, 0 on
-    padding."""
+    """The layout of `tokens` [B, T]; positions that are not given count from the start of each
+    segment, and are 0 on padding."""
+    if positions is not None:
+        return TokenLayout(positions, segments)
     index = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
-    if positions is None and segments is not None:
-        begins = jnp.concatenate(
-            [jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]],
-            axis=-1,
-        )
-        counted = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
-        return TokenLayout(jnp.where(segments != 0, counted, 0), segments, ordered=True)
-    return TokenLayout(
-        index if positions is None else positions, segments, ordered=positions is None
-    )
+    if segments is None:
+        return TokenLayout(index, ordered=True)
+    first = jnp.ones_like(segments[..., :1], bool)
+    begins = jnp.concatenate([first, segments[..., 1:] != segments[..., :-1]], axis=-1)
+    counted = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
+    return TokenLayout(jnp.where(segments != 0, counted, 0), segments, ordered=True)
 
 
 def visible(mask: AttentionMask) -> jax.Array | None:
-    """bool [B, T, S]: the keys of a query's own segment, none of them padding, on its side and in
-    its window; None: all."""
+    """bool [B, T, S]: the keys of a query's own segment, without padding, up to its position if
+    causal, and within the window if there is one. None: all."""
     queries, keys = mask.queries, mask.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
     allowed = back >= 0 if mask.causal else None
@@ -78,8 +79,9 @@ def visible(mask: AttentionMask) -> jax.Array | None:
         near = (back if mask.causal else jnp.abs(back)) < mask.window
         allowed = near if allowed is None else allowed & near
     if queries.segments is not None or keys.segments is not None:
-        q_seg = jnp.ones_like(queries.positions) if queries.segments is None else queries.segments
-        k_seg = jnp.ones_like(keys.positions) if keys.segments is None else keys.segments
+        one = jnp.ones((1, 1), jnp.int32)
+        q_seg = one if queries.segments is None else queries.segments
+        k_seg = one if keys.segments is None else keys.segments
         own = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
         allowed = own if allowed is None else allowed & own
     return allowed

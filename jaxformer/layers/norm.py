@@ -1,4 +1,4 @@
-"""Normalisation over the last axis, in float32 whatever the dtype of the input."""
+"""Normalization over the last axis, in float32 for every dtype of the input."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,20 +37,23 @@ def layer_norm(
 
 
 def scale_spec(config: ModelConfig, shape: tuple[int, ...]) -> Spec:
-    """The scale of a norm; rms1p keeps how far it is from 1."""
-    return Spec(shape, ("norm",), zeros if config.norm == "rms1p" else ones)
+    """The stored scale of a norm, which starts at 1 less the row's offset."""
+    return Spec(shape, ("norm",), zeros if NORMS[config.norm].offset else ones)
 
 
 def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
-    """What a norm multiplies by, of the leaf that `scale_spec` describes."""
-    return 1 + scale if config.norm == "rms1p" else scale
+    """The factor of a norm whose leaf is that of `scale_spec`."""
+    offset = NORMS[config.norm].offset
+    return offset + scale if offset else scale
 
 
 class NormRow(NamedTuple):
-    """A kind of norm: the specs of its leaves, and what it makes of x [..., D] with them."""
+    """A kind of norm: the specs of its leaves, the function of them, the config and x, and what is
+    added to stored scales, also to those of queries and keys."""
 
     specs: Callable[[ModelConfig], Specs]
     run: Callable[[Params, ModelConfig, jax.Array], jax.Array]
+    offset: int = 0
 
 
 def _rms_specs(config: ModelConfig) -> Specs:
@@ -74,7 +77,7 @@ NORMS: Table[NormRow] = Table(
     Normalization,
     {
         "rms": NormRow(_rms_specs, _rms),
-        "rms1p": NormRow(_rms_specs, _rms),
+        "rms1p": NormRow(_rms_specs, _rms, offset=1),
         "layer": NormRow(_layer_specs, _layer),
         "none": NormRow(lambda config: {}, lambda params, config, x: x),
     },

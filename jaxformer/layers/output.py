@@ -1,5 +1,4 @@
-"""What a model, a stack or a block returns: the residual stream, the cache, and all that comes out
-beside them."""
+"""What a model, a stack or a block returns: the residual stream, the cache, and the rest."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ AuxSums = dict[str, tuple[jax.Array, jax.Array]]
 
 @struct.dataclass
 class Aux:
-    """What a layer returns beside its result; empty unless a layer has something to say.
+    """What a layer returns beside its output; empty for most layers.
 
     `losses` are sums to add to the loss, as name -> (sum, weight), two float32 scalars (a router's
     balance); `metrics` are the same to be logged only. `captures` are the intermediates that a
@@ -27,8 +26,8 @@ class Aux:
 
 
 class Output(NamedTuple):
-    """`x` is the residual stream [B, T, D]; `cache` is the `KVCache` with these tokens in it, of a
-    block its `Page`, and None where none was given; `aux` is what else came out on the way."""
+    """`x` is the residual stream [B, T, D]; `cache` is the `KVCache` (of a block its `LayerCache`)
+    with these tokens in it, None if none was given; `aux` is the union of what the layers added."""
 
     x: jax.Array
     cache: Any

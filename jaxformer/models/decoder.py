@@ -1,4 +1,4 @@
-"""The decoder-only family (GPT, Llama): one stack in which each token sees those before it."""
+"""The decoder-only family (GPT, Llama): one stack with causal attention."""
 
 import jax
 
@@ -10,7 +10,7 @@ from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import compute_dtype, run_stack, stack_specs
+from jaxformer.models.stack import run_stack, stack_specs
 from jaxformer.params import Params, Specs
 
 
@@ -30,15 +30,14 @@ def hidden(
     cache: KVCache | None = None,
     key: jax.Array | None = None,
     request: Request = NOTHING,
+    causal: bool = True,
 ) -> Output:
-    """The residual stream before the head [B, T, D], and the cache with these tokens in it where
-    one is given."""
+    """The residual stream before the head [B, T, D], and the cache, if given, with these tokens."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
     x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
     if cache is not None:
         cache = cache.advance(inputs.layout)
-    mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
-    x = x.astype(compute_dtype(config))
-    return run_stack(
-        params, config, x, mask, cache=cache, key=layers_key, request=request.within("decoder")
-    )
+    keys = inputs.layout if cache is None else cache.layout
+    mask = AttentionMask(inputs.layout, keys, causal)
+    request = request.within(config.family)
+    return run_stack(params, config, x, mask, cache=cache, key=layers_key, request=request)

@@ -1,5 +1,5 @@
-"""The encoder-decoder family (the original Transformer, T5): a stack that reads the source both
-ways, and one that writes, each of its tokens seeing those before it and all of the source."""
+"""The encoder-decoder family (T5): a stack over the source, and a causal one with cross-attention
+to it over the target."""
 
 from dataclasses import replace
 
@@ -16,13 +16,12 @@ from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import compute_dtype, layers_of, run_stack, stack_specs
+from jaxformer.models.stack import layers_of, run_stack, stack_specs
 from jaxformer.params import Params, Specs, map_specs
 
 
 def specs(config: ModelConfig) -> Specs:
-    """Rows named embed (its tokens serve both sides), encoder, and as in a decoder blocks,
-    final_norm and the head's."""
+    """Rows named embed (its tokens serve both stacks), encoder, and those of a decoder."""
     extras = embed_specs(config)
     encoder = ({"embed": extras} if extras else {}) | stack_specs(config, config.encoder_layers)
     return {
@@ -40,25 +39,21 @@ def encode(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """What the encoder makes of the source: [B, S] -> [B, S, D]."""
+    """The output of the encoder for the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    tables = {"tokens": params["embed"]["tokens"]} | params["encoder"].get("embed", {})
+    own = params["encoder"]
+    tables = {"tokens": params["embed"]["tokens"]} | own.get("embed", {})
     layout: TokenLayout = inputs.source_layout  # type: ignore[assignment]
-    x = embed(tables, config, inputs.source, layout, None, embed_key).astype(compute_dtype(config))  # type: ignore[arg-type]
+    x = embed(tables, config, inputs.source, layout, None, embed_key)  # type: ignore[arg-type]
     mask = AttentionMask(layout, layout, causal=False)
-    return run_stack(
-        params["encoder"], config, x, mask, key=layers_key, request=request.within("encoder")
-    )
+    return run_stack(own, config, x, mask, key=layers_key, request=request.within("encoder"))
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, encoded once."""
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
-    configs = layer_configs(config, len(layers))
-    seen = tuple(
-        keys_and_values(layer["cross"], of_layer, x, None)
-        for layer, of_layer in zip(layers, configs, strict=True)
-    )
+    each = zip(layers, layer_configs(config, len(layers)), strict=True)
+    seen = tuple(keys_and_values(layer["cross"], own, x, None) for layer, own in each)
     return cache.replace(source=seen, source_layout=inputs.source_layout)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -70,11 +65,8 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D], and the cache with these tokens in it where
-    one is given.
-
-    With a cache the source is the one that it remembers.
-    """
+    """The residual stream before the head [B, T, D]. A cache that is given has the source already,
+    and is returned with these tokens."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     if cache is None:
         encoded, _, heard = encode(params, config, inputs, source_key, request)
@@ -82,9 +74,7 @@ def hidden(
     else:
         cache = cache.advance(inputs.layout)
         encoded, heard, source_layout = None, Aux(), cache.source_layout
-    x = embed(
-        params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key
-    ).astype(compute_dtype(config))
+    x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
     to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)  # type: ignore[arg-type]
     source = EncoderOutput(encoded, to_source)
     mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)

@@ -1,7 +1,6 @@
-"""What a model reads: tokens and where they are, and for an encoder-decoder the source and where
-that is."""
+"""The inputs of a model: tokens with their layout, and for an encoder-decoder the source too."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,8 +24,7 @@ class Inputs:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
-    """The inputs in a batch: tokens, and what it has of positions, segment_ids, token_types,
-    source, source_segment_ids."""
+    """The inputs in a batch: tokens, and those that it has of the other names below."""
     names = ("tokens", "positions", "segment_ids", "token_types", "source", "source_segment_ids")
     arrays = (None if batch.get(name) is None else jnp.asarray(batch[name]) for name in names)
     tokens, positions, segments, types, source, source_segments = arrays
@@ -35,38 +33,38 @@ def inputs_of(batch: Mapping[str, Any]) -> Inputs:
 
 
 def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:
-    """ConfigError for shapes that cannot be, a sequence beyond learned positions, a source that
-    lacks or is not wanted."""
-    tokens, source, problems = batch["tokens"], batch.get("source"), []
+    """Raises ConfigError for wrong shapes, and for inputs that the model lacks or does not read."""
+    problems = [*_wrong_shapes(config, batch), *_wrong_inputs(config, batch)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _wrong_shapes(config: ModelConfig, batch: Mapping[str, Any]) -> Iterator[str]:
+    tokens, source = batch["tokens"], batch.get("source")
+    bounded = config.positions == "learned" and batch.get("positions") is None
     for name, array in (("tokens", tokens), ("source", source)):
-        too_long = config.positions == "learned" and batch.get("positions") is None
-        if array is not None and (
-            array.ndim != 2 or (too_long and array.shape[1] > config.max_length)
-        ):
-            problems.append(
+        if array is None:
+            continue
+        if array.ndim != 2 or (bounded and array.shape[1] > config.max_length):
+            yield (
                 f"{name} of shape {list(array.shape)} must be [batch, length], and with learned"
-                f" positions no longer than model.max_length={config.max_length}: cut them, or make"
-                " the model with a larger table."
+                f" positions no longer than model.max_length={config.max_length}."
             )
-    for name, like in (
-        ("positions", tokens),
-        ("segment_ids", tokens),
-        ("token_types", tokens),
-        ("source_segment_ids", source),
-    ):
+    like_tokens = dict.fromkeys(("positions", "segment_ids", "token_types"), tokens)
+    for name, like in (like_tokens | {"source_segment_ids": source}).items():
         array = batch.get(name)
         if array is not None and (like is None or array.shape != like.shape):
             shape = "a source" if like is None else list(like.shape)
-            problems.append(f"{name} has shape {list(array.shape)}, and belongs to {shape}.")
-    if (config.family == "encoder_decoder") != (source is not None):
-        problems.append(
-            "an encoder-decoder reads source=[B, S] beside the target tokens."
-            if source is None
-            else f"source= is for an encoder-decoder, and model.family is {config.family!r}."
-        )
+            yield f"{name} has shape {list(array.shape)}, and belongs to {shape}."
+
+
+def _wrong_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> Iterator[str]:
+    tokens, source = batch["tokens"], batch.get("source")
+    if config.family == "encoder_decoder" and source is None:
+        yield "an encoder-decoder reads source=[B, S] beside the target tokens."
+    if config.family != "encoder_decoder" and source is not None:
+        yield f"source= is for an encoder-decoder, and model.family is {config.family!r}."
     if source is not None and source.ndim == 2 and source.shape[0] != tokens.shape[0]:
-        problems.append(f"source has {source.shape[0]} rows, and tokens {tokens.shape[0]}.")
+        yield f"source has {source.shape[0]} rows, and tokens {tokens.shape[0]}."
     if batch.get("token_types") is not None and not config.token_types:
-        problems.append("token_types need model.token_types, which is 0.")
-    if problems:
-        raise ConfigError("\n".join(problems))
+        yield "token_types need model.token_types, which is 0."

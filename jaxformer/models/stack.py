@@ -1,9 +1,8 @@
-"""A stack: blocks one after the other under one rule of who sees whom, and the norm behind them.
+"""A stack: blocks in sequence under one attention mask, and the final norm.
 
-The parameters of the blocks are one tree of stacked leaves [L, ...]. Where layers differ by a
-pattern (`layers/pattern.py`) so that their tables do, there is one such tree for each position in
-the pattern, named "0", "1", ...: of a pattern of P layers, layer i is entry i // P of the tree i %
-P.
+The parameters of the blocks are one tree of stacked leaves [L, ...]. If the tables of the layers
+differ by a pattern (`layers/pattern.py`), there is one such tree for each of its P positions, named
+"0", "1", ...: layer i is entry i // P of the tree i % P.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from jaxformer.config_model import ModelConfig
 from jaxformer.layers.block import EncoderOutput, block, block_specs
 from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.masks import AttentionMask, Scoring
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, period_of
@@ -31,16 +30,14 @@ REMAT = {
 
 
 def compute_dtype(config: ModelConfig) -> Any:
-    """The dtype of the products: `model.dtype`, where "auto" is bfloat16 on GPU and TPU and float32
-    on CPU."""
+    """The dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else bfloat16."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
-    """Rows named blocks (stacked by layer), relative_bias and final_norm, those that the config
-    has."""
+    """Rows named blocks (stacked by layer), and relative_bias and final_norm if there are any."""
     final = norm_specs(config) if config.norm_placement != "post" else {}
     blocks = _blocks_specs(config, layers, cross)
     table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
@@ -51,12 +48,13 @@ def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
     configs = layer_configs(config, layers)
     period = period_of(configs)
     tables = [block_specs(of_layer, cross) for of_layer in configs[:period]]
-    shapes = [
-        {path: (spec.shape, spec.axes) for path, spec in rows(table).items()} for table in tables
-    ]
-    if all(other == shapes[0] for other in shapes):
+    if all(_shapes(table) == _shapes(tables[0]) for table in tables):
         return stack(tables[0], layers)
     return {str(p): stack(table, len(configs[p::period])) for p, table in enumerate(tables)}
+
+
+def _shapes(table: Specs) -> dict[str, Any]:
+    return {path: (spec.shape, spec.axes) for path, spec in rows(table).items()}
 
 
 def _stacks(blocks: Params) -> list[Params]:
@@ -64,21 +62,17 @@ def _stacks(blocks: Params) -> list[Params]:
     return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
 
 
-def _depth(stacked: Params) -> int:
-    return int(jax.tree.leaves(stacked)[0].shape[0])
-
-
 def layers_of(blocks: Params | list[Params]) -> list[Params]:
-    """The params of each layer; a list is what they are already."""
+    """The params of each layer, or the list of them that is given."""
     if isinstance(blocks, list):
         return blocks
-    stacks = [unstack(stacked, _depth(stacked)) for stacked in _stacks(blocks)]
+    stacks = [unstack(stacked) for stacked in _stacks(blocks)]
     total, period = sum(len(layers) for layers in stacks), len(stacks)
     return [stacks[i % period][i // period] for i in range(total)]
 
 
 class _Call(NamedTuple):
-    """What all layers of a stack are called with."""
+    """The arguments that all layers of a stack share."""
 
     mask: AttentionMask
     source: EncoderOutput | None
@@ -97,10 +91,10 @@ def run_stack(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """[B, T, D] -> [B, T, D], and the cache with these tokens in it where one, advanced to them, is
-    given."""
+    """[B, T, D] -> [B, T, D] in the compute dtype; a cache that is given is advanced already."""
+    x = x.astype(compute_dtype(config))
     bias = score_bias(params.get("relative_bias"), config, mask.queries, mask.keys, mask.causal)
-    call = _Call(mask._replace(bias=bias), source, key, request)
+    call = _Call(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
     if cache is None and config.layer_loop == "scan":
         out = _scanned(params["blocks"], config, x, call)
     else:
@@ -113,8 +107,7 @@ def run_stack(
 def _layer(
     config: ModelConfig, call: _Call, request: Request, layer_cache: LayerCache | None = None
 ) -> Any:
-    """A layer as a function of (x, params, its number), with what the backward pass recomputes
-    said."""
+    """A layer as a function of (x, params, its number), under the policy of `model.remat`."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
         return block(params, config, x, call.mask, layer_cache, call.source, key, request)
@@ -140,34 +133,30 @@ def _unrolled(
     cache: KVCache | None,
 ) -> Output:
     layers, layer_caches, parts = layers_of(blocks), [], []
-    for i, (layer, of_layer) in enumerate(
-        zip(layers, layer_configs(config, len(layers)), strict=True)
-    ):
+    configs = layer_configs(config, len(layers))
+    for i, layer in enumerate(layers):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
-        x, layer_cache, aux = _layer(of_layer, call, call.request.at((i,)), layer_cache)(
-            x, layer, i
-        )
+        run = _layer(configs[i], call, call.request.at((i,)), layer_cache)
+        x, layer_cache, aux = run(x, layer, i)
         layer_caches.append(layer_cache)
         parts.append(_named(aux, call.request, i))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> Output:
-    """A scan over whole periods of the pattern, each of whose layers has its static config; the
-    rest is unrolled."""
+    """A scan over the whole periods of the pattern, then the remaining layers unrolled."""
     stacks = _stacks(blocks)
-    depth = sum(_depth(stacked) for stacked in stacks)
+    depth = sum(len(jax.tree.leaves(stacked)[0]) for stacked in stacks)
     configs = layer_configs(config, depth)
     period = period_of(configs)
     times = depth // period
-    numbers = [
-        range(p, times * period, period) for p in range(period)
-    ]  # of the layers at each position
+    numbers = [range(p, times * period, period) for p in range(period)]  # of each position's layers
 
     def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
         found = []
         for p, (layer, i) in enumerate(items):
-            x, _, aux = _layer(configs[p], call, call.request.at(numbers[p], i))(x, layer, i)
+            run = _layer(configs[p], call, call.request.at(numbers[p], i))
+            x, _, aux = run(x, layer, i)
             found.append(aux)
         return x, found
 
@@ -187,13 +176,11 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> 
 
 
 def _periods(stacks: list[Params], period: int, times: int) -> list[Params]:
-    """For each position the params of its layers, [times, ...]."""
+    """For each position of the pattern the params of its layers, [times, ...]."""
     if len(stacks) == period:
         return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks]
-    return [
-        jax.tree.map(lambda leaf, p=p: leaf[p : times * period : period], stacks[0])
-        for p in range(period)
-    ]
+    taken = [slice(p, times * period, period) for p in range(period)]
+    return [jax.tree.map(lambda leaf, part=part: leaf[part], stacks[0]) for part in taken]
 
 
 def _entry(stacked: Any, i: int) -> Any:

@@ -1,5 +1,4 @@
-"""A model of any family as pure functions: its table of parameters, its initial values, its
-logits."""
+"""A model of any family as pure functions: the table of parameters, initial values, logits."""
 
 import functools
 from typing import Any
@@ -28,29 +27,23 @@ OptionalSource = Int[Array | np.ndarray, "B S"] | None
 
 
 def specs(config: ModelConfig) -> Specs:
-    """The table of parameters. Raises ConfigError where the vocabulary or the number of classes is
-    not known."""
+    """The table of parameters. Raises ConfigError if the number of tokens or classes is 0."""
     if not config.vocab_size:
-        raise ConfigError(
-            "model.vocab_size=0 takes the tokenizer's size, and there is no tokenizer here: give"
-            " the number of tokens."
-        )
+        raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
     table: Specs = MODEL_FAMILIES[config.family].specs(config)
     return {name: rows for name, rows in table.items() if rows}
 
 
-_table = functools.lru_cache(specs)  # nobody changes it: for the check alone
+_table = functools.lru_cache(specs)  # only read
 
 
 def check_model(params: Params, config: ModelConfig) -> None:
-    """ConfigError that names every leaf of `params` that does not fit the config. Shapes alone are
-    read."""
+    """Raises ConfigError naming every leaf of `params` whose shape does not fit the config."""
     check_params(_table(config), params)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Initial parameters: a nested dict of float32 arrays, those of the blocks stacked by a leading
-    layer axis."""
+    """Initial parameters: a nested dict of float32 arrays; blocks have a leading layer axis."""
     return init_params(specs(config), key)
 
 
@@ -62,9 +55,8 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D], the cache with these tokens in it where one is
-    given, and what else came out: sums to add to the loss, metrics, and what the request captures.
-    """
+    """The residual stream before the head [B, T, D], the cache with these tokens if one is given,
+    and an `Aux`: sums to add to the loss, metrics, and captures."""
     out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
     return out
 
@@ -80,29 +72,23 @@ def forward(
     source_segment_ids: OptionalSource = None,
     token_types: OptionalTokens = None,
 ) -> Float[Array, "B *_ V"]:
-    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] where the head gives a class of
-    each row; without a head (`model.head="none"`) the residual stream [B, T, D].
+    """Logits: tokens [B, T] int -> [B, T, V] float32, or [B, C] with the head "classes", or the
+    residual stream [B, T, D] with the head "none".
 
     `segment_ids` [B, T] int: tokens attend only within their own number, 0 is padding. `positions`
     [B, T] int default to counting from the start of each segment. An encoder-decoder takes the
-    target as `tokens` and the `source` [B, S] with its own `source_segment_ids`, whose numbers are
-    those of the targets that see them. A pure function: jit (with `static_argnums=1`), grad, jvp,
-    vmap and the rest apply to it.
+    target as `tokens` and the `source` [B, S]; targets attend to the `source_segment_ids` of their
+    own number. A pure function: jit (with `static_argnums=1`), grad, jvp and vmap apply to it.
     """
-    batch = {
-        "tokens": tokens,
-        "segment_ids": segment_ids,
-        "positions": positions,
-        "token_types": token_types,
-    }
-    batch |= {"source": source, "source_segment_ids": source_segment_ids}
+    batch = dict(tokens=tokens, segment_ids=segment_ids, positions=positions, source=source)
+    batch |= dict(source_segment_ids=source_segment_ids, token_types=token_types)
     return logits_of(params, config, batch)[0]
 
 
 def logits_of(
     params: Params, config: ModelConfig, batch: dict[str, Any], request: Request = NOTHING
 ) -> tuple[jax.Array, Aux]:
-    """`forward` on its inputs by name, and what came out beside the logits."""
+    """`forward` on its inputs by name, with what the layers returned beside the logits."""
     check_model(params, config)
     check_inputs(config, batch)
     inputs = inputs_of(batch)

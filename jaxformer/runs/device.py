@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.layers import kernels
-from jaxformer.layers.dot_product import reference
-from jaxformer.layers.masks import AttentionMask, layout_of
+from jaxformer.layers.dot_product import plain
+from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.training.state import compiler_options
 
@@ -116,11 +116,10 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
         layout = layout_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
         errors = []
         for causal in sides:
-            mask = AttentionMask(
-                layout, layout, causal=causal, window=config.window, scale=config.attention_scale
-            )
+            scoring = Scoring(config.attention_scale)
+            mask = AttentionMask(layout, layout, causal, config.window, scoring)
             found = both(kernels.KERNELS[name].run, mask, arrays)
-            expected = both(reference, mask, [a.astype(jnp.float32) for a in arrays])
+            expected = both(plain, mask, [a.astype(jnp.float32) for a in arrays])
             pairs = zip(found, expected, strict=True)
             errors.append(
                 [

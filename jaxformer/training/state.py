@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxformer.mesh import parameter_sharding, replicated
-from jaxformer.params import Params, Spec, abstract, init_params
+from jaxformer.params import Params, Spec, init_params
 from jaxformer.settings import ConfigError
 
 # Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the
@@ -207,17 +207,13 @@ def mesh_of(state: Any) -> Mesh | None:
 def _shapes(
     tree: Any, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]
 ) -> TrainState:
-    params = (
-        abstract(tree)
-        if is_table(tree)
-        else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-    )
-    return jax.eval_shape(
-        lambda params: TrainState(
-            jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen
-        ),
-        params,
-    )
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:  # of a row of a table, or an array
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+
+    def start(params: Params) -> TrainState:
+        return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
+
+    return jax.eval_shape(start, jax.tree.map(shape, tree))
 
 
 def compiler_options() -> dict[str, int] | None:

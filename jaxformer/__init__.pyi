@@ -1,0 +1,52 @@
+from . import layers, tokenizer
+from .adapters import adapt
+from .checkpoints import Checkpoints
+from .config import RunConfig
+from .config_model import ModelConfig
+from .generation.beam import beam_search
+from .generation.decode import generate
+from .interop.pretrained import save_pretrained
+from .loading import Loaded, load
+from .mesh import make_mesh
+from .models.inspect import attention_maps, inspect
+from .models.transformer import forward, init, specs
+from .objectives import loss_of
+from .runs.config import load_config
+from .runs.run import Result, train
+from .settings import ConfigError
+from .training.evaluate import make_evaluate
+from .training.loop import Diverged, Interrupted, fit
+from .training.state import TrainState, init_state
+from .training.step import make_step
+
+__all__ = [
+    "Checkpoints",
+    "ConfigError",
+    "Diverged",
+    "Interrupted",
+    "Loaded",
+    "ModelConfig",
+    "Result",
+    "RunConfig",
+    "TrainState",
+    "adapt",
+    "attention_maps",
+    "beam_search",
+    "fit",
+    "forward",
+    "generate",
+    "init",
+    "init_state",
+    "inspect",
+    "layers",
+    "load",
+    "load_config",
+    "loss_of",
+    "make_evaluate",
+    "make_mesh",
+    "make_step",
+    "save_pretrained",
+    "specs",
+    "tokenizer",
+    "train",
+]
