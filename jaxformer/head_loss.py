@@ -1,7 +1,4 @@
-"""The losses and metrics that a model's heads are trained and evaluated by, as sums over a
-batch."""
-
-from typing import Any
+"""The loss and the metrics of a model's heads, as sums over a batch."""
 
 import jax
 import jax.numpy as jnp
@@ -28,31 +25,24 @@ def head_loss(
 
     `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row),
     and what else the model reads: segment_ids, token_types, source, source_segment_ids, all int.
-    "loss" is the objective; "nats", where label smoothing, the z-loss, next sentences [B, 1] or
-    losses of the layers make that another, is the plain cross-entropy. What the layers give beside
-    (a router's loss, metrics) is there by name. A key turns dropout on.
+    "loss" is the objective; "nats" is the plain cross-entropy, if label smoothing, the z-loss, next
+    sentences [B, 1] or losses of the layers make that another. Losses and metrics of the layers are
+    there by name. Dropout needs a key.
     """
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
-    extras: dict[str, Any] = {
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "soft_cap": config.logit_soft_cap,
-    }
-    layer = output_layer(params, config, readout(params, config, x, inputs.layout))
+    rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
     targets, weights = batch["targets"], batch["weights"]
-    objective, nats = cross_entropy(
-        layer.rows, layer.matrix, targets, weights, bias=layer.bias, **extras
-    )
+    extras = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    extras["soft_cap"] = config.logit_soft_cap
+    objective, nats = cross_entropy(rows, matrix, targets, weights, bias=bias, **extras)
     weight = weights.sum()
     if config.next_sentence:
-        layer = output_layer(
-            params, config, pooled(params, config, x, inputs.layout), "next_sentence"
-        )
-        # Added to the sum over tokens, by weights that say how many tokens a pair of sentences
-        # counts for.
+        y = pooled(params, config, x, inputs.layout)
+        rows, matrix, bias = output_layer(params, config, y, "next_sentence")
+        # Added to the sum over tokens; the weights are the tokens that a pair of sentences counts.
         targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
-        objective += cross_entropy(layer.rows, layer.matrix, targets, weights, bias=layer.bias)[0]
+        objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
     for total, own in aux.losses.values():
         objective += weight * total / own  # so that their means are added to the mean over tokens
     sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
@@ -62,16 +52,14 @@ def head_loss(
 
 
 def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
-    """Whether the likeliest class is the target: "accuracy", and of the pairs of sentences
-    "next_sentence_accuracy"."""
+    """ "accuracy" of the most likely class, and "next_sentence_accuracy" of pairs of sentences."""
     inputs = inputs_of(batch)
     x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]
     sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
     if config.next_sentence:
-        layer = output_layer(
-            params, config, pooled(params, config, x, inputs.layout), "next_sentence"
-        )
+        y = pooled(params, config, x, inputs.layout)
+        layer = output_layer(params, config, y, "next_sentence")
         follows = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch["next_sentence"]
         weights = batch["next_sentence_weights"]
         sums["next_sentence_accuracy"] = ((follows * weights).sum(), weights.sum())

@@ -1,8 +1,8 @@
-"""The loss of a language model, as sums over tokens that only the train step divides.
+"""Cross-entropy as sums over tokens, which only the train step divides.
 
-Few logits are computed the plain way, which every transform understands. Many are computed a tile
-of tokens at a time, and the gradients to the hidden states and the output layer are made in the
-same pass, so that the logits of all tokens are never in memory together.
+Few logits are computed at once, for every transform. Many are computed one tile of tokens at a
+time, with the gradients of the hidden states and the output layer in the same pass, so that the
+logits of all tokens are never in memory together.
 """
 
 import functools
@@ -16,19 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.params import CustomLeaf, contract, is_custom
 
-DENSE_LOGITS = 2**23  # up to this many a device are computed at once
-TILE_ROWS = {
-    "cpu": 512
-    # tokens of a tile on each device beyond that: enough to hide the sum over tiles behind the
-    # products
-}
+DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
+# Beyond that, the tokens of a tile on each device: enough that the products of a tile take longer
+# than adding its gradient of the matrix to the total.
+TILE_ROWS = {"cpu": 512}
 TILE_ROWS_ELSEWHERE = 8192
 
 ObjectiveAndNats = tuple[jax.Array, jax.Array]
 
 
 class Extras(NamedTuple):
-    """What the objective adds to the plain loss."""
+    """Options of `cross_entropy`."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -45,15 +43,14 @@ def cross_entropy(
     tile: int | None = None,
     **extras: float,
 ) -> ObjectiveAndNats:
-    """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32 [B,
-    T] -> two float32 scalars.
+    """Weighted sums over the tokens (objective, nats): [B, T, D], [V, D], int [B, T], float32
+    [B, T] -> two float32 scalars.
 
-    nats = sum w (lse - logit_y), lse = log sum exp of the logits x head^T + bias, carries no
-    gradient. `extras` are the fields of `Extras`, 0 where not given: the objective has
-    `label_smoothing` e in its targets, (1 - e) onehot + e / V (arXiv:1512.00567), and adds z_loss
-    lse^2 (arXiv:2204.02311); logits l become `soft_cap` tanh(l / soft_cap) where that is not 0.
-    `tile` is the number of positions computed at a time: all, where the logits are few, unless it
-    is given. Less than all means that the gradient is one of reverse mode only.
+    nats = sum w (lse - logit_y), with lse = log sum exp of the logits x head^T + bias, has no
+    gradient. The objective has `label_smoothing` e in its targets, (1 - e) onehot + e / V
+    (arXiv:1512.00567), and adds `z_loss` lse^2 (arXiv:2204.02311); with a `soft_cap` c, logits l
+    become c tanh(l / c). `tile` is the number of positions computed at a time; the default is all
+    if the logits are few. In tiles, the gradient is one of reverse mode only.
     """
     more = Extras(**{name: float(value) for name, value in extras.items()})
     if tile is None:
@@ -75,8 +72,8 @@ def _tile_length(rows: int, length: int, vocab: int) -> int:
 
 
 class _Shares(NamedTuple):
-    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the slope of the capped
-    logits, None uncapped."""
+    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the derivative of the
+    soft cap [B, T, V], None without one."""
 
     powers: jax.Array
     lse: jax.Array
@@ -93,11 +90,13 @@ def _logits(x: jax.Array, head: Any, bias: jax.Array | None) -> jax.Array:
 def _sums(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, extras: Extras
 ) -> tuple[jax.Array, jax.Array, _Shares]:
-    """(objective, nats, what the gradient needs) of all tokens at once, from their logits [B, T,
-    V]."""
+    """(objective, nats, what the gradient needs) of all tokens at once, from their logits
+    [B, T, V]."""
     vocab = logits.shape[-1]
     if extras.soft_cap:
         logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
+    # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
+    # gradient.
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     powers = jnp.exp(logits - top)
     log_total = jnp.log(jnp.sum(powers, axis=-1, keepdims=True))
@@ -105,6 +104,7 @@ def _sums(
     nats = lse - jnp.sum(jnp.where(_is_target(targets, vocab), logits, 0), axis=-1, keepdims=True)
     loss = nats
     if extras.label_smoothing:
+        # Cross-entropy is linear in the targets: (1 - e) that of onehot plus e that of 1 / V.
         even = lse - jnp.mean(logits, axis=-1, keepdims=True)
         loss = (1 - extras.label_smoothing) * nats + extras.label_smoothing * even
     if extras.z_loss:
@@ -115,13 +115,13 @@ def _sums(
 
 
 def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
-    """bool [B, T, V]: a comparison instead of a gather, so that a vocabulary over several devices
-    needs no exchange."""
+    """bool [B, T, V], by comparison: a gather from a vocabulary that is sharded over devices would
+    need communication."""
     return targets[..., None] == jnp.arange(vocab)
 
 
 def _tiles(a: jax.Array, tile: int) -> jax.Array:
-    """[B, T, ...] to [tiles, B, tile, ...], zeros after the end."""
+    """[B, T, ...] to [tiles, B, tile, ...], padded with zeros; their weight is 0."""
     padded = jnp.pad(a, ((0, 0), (0, -a.shape[1] % tile)) + ((0, 0),) * (a.ndim - 2))
     return jnp.moveaxis(padded.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
 
@@ -154,7 +154,11 @@ def _tiled_forward(
     extras: Extras,
     tile: int,
 ) -> tuple[ObjectiveAndNats, Any]:
-    """The sums, and d objective / dx, / dhead and / dbias, from one set of logits a tile."""
+    """The sums and their gradients by x, head and bias, from one set of logits per tile.
+
+    The objective is one scalar, so the backward pass only scales gradients that are made here,
+    where the logits of a tile [B, tile, V] are at hand. They are never stored or computed again.
+    """
     product = _custom_product if is_custom(head) else _matrix_product
     matrix = head.astype(x.dtype)
 
@@ -172,21 +176,25 @@ def _tiled_forward(
     zero = jnp.float32(0)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (_floats(head), bias))
     items = tuple(_tiles(a, tile) for a in (x, targets, weights))
+    # The carry holds the sums and the gradients of head and bias in float32, which every tile adds
+    # to; the gradient of x is one piece per tile, [tiles, B, tile, D] -> [B, T, D].
     (objective, nats, *slopes), d_x = jax.lax.scan(add, (zero, zero, *nothing), items)
     d_x = jnp.moveaxis(d_x, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
     return (objective, nats), (d_x, *slopes, head, bias)
 
 
 def _slope(shares: _Shares, target: jax.Array, weight: jax.Array, extras: Extras) -> jax.Array:
-    """d objective / d logits [B, T, V] before the cap, float32."""
+    """d objective / d logits [B, T, V] before the cap, float32.
+
+    With p = softmax(logits) = powers exp(-log_total), the derivative of lse is p, that of
+    z_loss lse^2 is 2 z_loss lse p, and that of the targets' part is the smoothed onehot.
+    """
     smoothing, z_loss, _ = extras
     vocab, each = shares.powers.shape[-1], weight[..., None]
-    toward = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0) + each * (
-        smoothing / vocab
-    )
-    slope = (
-        shares.powers * (each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)) - toward
-    )
+    onehot = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0)
+    toward = onehot + each * (smoothing / vocab)
+    of_lse = each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)
+    slope = shares.powers * of_lse - toward
     return slope if shares.slope is None else slope * shares.slope
 
 
@@ -194,16 +202,16 @@ Pull = Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
 
 
 def _matrix_product(rows: jax.Array, head: jax.Array, matrix: jax.Array) -> tuple[jax.Array, Pull]:
-    """The logits of a tile, and what takes their gradient to those of rows and, in float32, of the
-    matrix."""
+    """The logits of a tile, and the function from their gradient to that of rows and, in float32,
+    of the matrix."""
 
     def pull(d_logits: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         d_rows = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
+        # [B tile, V]^T [B tile, D] -> [V, D]
         flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (rows, d_logits))
-        numbers = (((0,), (0,)), ((), ()))
-        return d_rows, [
-            jax.lax.dot_general(d_flat, flat, numbers, preferred_element_type=jnp.float32)
-        ]
+        over_tokens, dtype = (((0,), (0,)), ((), ())), jnp.float32
+        d_matrix = jax.lax.dot_general(d_flat, flat, over_tokens, preferred_element_type=dtype)
+        return d_rows, [d_matrix]
 
     return _logits(rows, matrix, None), pull
 
@@ -211,8 +219,7 @@ def _matrix_product(rows: jax.Array, head: jax.Array, matrix: jax.Array) -> tupl
 def _custom_product(
     rows: jax.Array, head: CustomLeaf, matrix: CustomLeaf
 ) -> tuple[jax.Array, Pull]:
-    """The same of a weight that is no array, of whose parts those of a floating type have a
-    gradient."""
+    """`_matrix_product` of a custom leaf; its parts of a floating type have a gradient."""
     leaves, treedef = jax.tree.flatten(head)
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
@@ -238,24 +245,17 @@ def _tiled_backward(
     extras: Extras, tile: int, saved: Any, slopes: ObjectiveAndNats
 ) -> tuple[Any, ...]:
     d_x, d_head, d_bias, head, bias = saved
+    slope, given = slopes[0], iter(d_head)  # nats has no gradient
+    of_head = []
     leaves, treedef = jax.tree.flatten(head)
-    given = iter(d_head)
-    of_head = [
-        (
-            (slopes[0] * next(given)).astype(leaf.dtype)
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-            else np.zeros(leaf.shape, jax.dtypes.float0)
-        )
-        for leaf in leaves
-    ]
-    of_bias = None if bias is None else (slopes[0] * d_bias).astype(bias.dtype)
-    return (
-        (slopes[0] * d_x).astype(d_x.dtype),
-        jax.tree.unflatten(treedef, of_head),
-        of_bias,
-        None,
-        None,
-    )
+    for leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            of_head.append((slope * next(given)).astype(leaf.dtype))
+        else:  # float0 is JAX's type of the gradient of integers
+            of_head.append(np.zeros(leaf.shape, jax.dtypes.float0))
+    of_bias = None if bias is None else (slope * d_bias).astype(bias.dtype)
+    of_x = (slope * d_x).astype(d_x.dtype)
+    return of_x, jax.tree.unflatten(treedef, of_head), of_bias, None, None
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)

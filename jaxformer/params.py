@@ -144,12 +144,13 @@ def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
     """`f(dotted path, spec)` of every row, in the nesting of the table and of its custom leaves."""
 
     def apply(path: Any, spec: Spec) -> Any:
-        return f(_dotted(path), spec)
+        return f(dotted(path), spec)
 
     return jax.tree.map_with_path(apply, specs, is_leaf=_is_spec)  # type: ignore[no-any-return]
 
 
-def _dotted(path: Any) -> str:
+def dotted(path: Any) -> str:
+    """The path of a leaf as names joined by dots, as in "blocks.attention.q"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -164,7 +165,7 @@ def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:
             found[path] = entry
         else:
             parts = jax.tree.leaves_with_path(entry, is_leaf=_is_spec)
-            found |= {f"{path}.{_dotted(part)}": spec for part, spec in parts}
+            found |= {f"{path}.{dotted(part)}": spec for part, spec in parts}
     return found
 
 
@@ -207,7 +208,7 @@ def check_params(specs: Specs, params: Any) -> None:
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Dotted path to shape of a table or of params, a custom leaf as one."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: _is_spec(node) or is_custom(node))
-    return {_dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
+    return {dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
 
 
 def contract(

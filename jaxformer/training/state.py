@@ -1,5 +1,4 @@
-"""Everything a training run carries from step to step, for any parameters and any optax
-optimizer."""
+"""The state of a training run between steps, for any parameters and any optax optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxformer.mesh import parameter_sharding, replicated
-from jaxformer.params import Params, Spec, init_params
+from jaxformer.params import Params, Spec, dotted, init_params
 from jaxformer.settings import ConfigError
 
 # Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the
@@ -43,16 +42,16 @@ def init_state(
     seed: int = 0,
     trainable: Trainable = None,
 ) -> TrainState:
-    """The state before the first step, each leaf made where it lives.
+    """The state before the first step, each leaf made on its own devices.
 
     Args:
       tree: a table of specs (`jf.specs(config)`), whose initial values are drawn from `seed`, or
           params: any pytree of arrays. Params are copied, because a step donates its state.
       optimizer: any optax.GradientTransformation.
       mesh: the devices, from `jf.make_mesh`. Specs are placed by the names of their axes; params
-          that do not lie on the mesh yet are copied to each of its devices. None: the default
-          device, or where the params are.
-      seed: of the initial values.
+          that are not on the mesh yet are replicated on it. None: the default device, or where the
+          params are.
+      seed: seed of the initial values.
       trainable: which leaves learn (see `Trainable`); the others get no gradient and no moments.
 
     Raises:
@@ -61,17 +60,15 @@ def init_state(
     frozen = frozen_paths(tree, trainable)
 
     def make(params: Params | None) -> TrainState:
-        start = (
-            init_params(tree, jax.random.key(seed))
-            if params is None
-            else jax.tree.map(jnp.array, params)
-        )
-        return TrainState(jnp.int32(0), start, optimizer.init(learning(start, frozen)), frozen)
+        if params is None:
+            params = init_params(tree, jax.random.key(seed))
+        else:
+            params = jax.tree.map(jnp.array, params)
+        return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
 
-    given = None if is_table(tree) else tree
-    shardings = (
-        None if mesh is None and given is None else state_shardings(tree, optimizer, mesh, frozen)
-    )
+    given, shardings = None if is_table(tree) else tree, None
+    if mesh is not None or given is not None:
+        shardings = state_shardings(tree, optimizer, mesh, frozen)
     program = jax.jit(make, out_shardings=shardings, compiler_options=compiler_options())
     return program(given)  # type: ignore[no-any-return]
 
@@ -103,12 +100,12 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
         return tuple(dotted(path) for path, leaf in leaves if not getattr(leaf, "trainable", True))
     if callable(trainable):
         return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
+
+    def spread(keep: Any, branch: Any) -> Any:
+        return jax.tree.map(lambda _: bool(keep), branch)
+
     try:
-        kept = jax.tree.leaves(
-            jax.tree.map(
-                lambda keep, branch: jax.tree.map(lambda _: bool(keep), branch), trainable, tree
-            )
-        )
+        kept = jax.tree.leaves(jax.tree.map(spread, trainable, tree))
     except ValueError as error:
         raise ConfigError(
             "trainable does not fit the parameters: give a pytree of bools of their structure, in"
@@ -117,21 +114,16 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
     return tuple(dotted(path) for (path, _), keep in zip(leaves, kept, strict=True) if not keep)
 
 
-def dotted(path: Any) -> str:
-    """`blocks.attention.q`: the path of a leaf as names apart by dots."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
 def learning(params: Params, frozen: tuple[str, ...]) -> Params:
-    """`params` with None in place of the leaves that do not learn, so that no tree map of optax
-    reaches them."""
+    """`params` with None for the leaves that do not learn, which optax then does not see."""
     if not frozen:
         return params
     still = set(frozen)
-    kept: Params = jax.tree.map_with_path(
-        lambda path, leaf: None if dotted(path) in still else leaf, params
-    )
-    return kept
+
+    def keep(path: Any, leaf: Any) -> Any:
+        return None if dotted(path) in still else leaf
+
+    return jax.tree.map_with_path(keep, params)  # type: ignore[no-any-return]
 
 
 def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
@@ -150,18 +142,15 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
 def state_shardings(
     tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None, frozen: tuple[str, ...]
 ) -> TrainState:
-    """A sharding a leaf: a moment lies as the parameter at whose path its own path ends, all else
-    is on every device."""
+    """A sharding per leaf: a moment has that of the parameter whose path ends its own path, and all
+    else is replicated."""
     shapes = _shapes(tree, optimizer, frozen)
-    table = {
-        path: (tuple(leaf.shape), _place(leaf, mesh))
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-    whole: Sharding = (
-        replicated(mesh)
-        if mesh is not None
-        else _replicated_like(place for _, place in table.values())
-    )
+    leaves = jax.tree.leaves_with_path(tree)
+    table = {path: (tuple(leaf.shape), _place(leaf, mesh)) for path, leaf in leaves}
+    if mesh is not None:
+        whole: Sharding = replicated(mesh)
+    else:
+        whole = _replicated_like(place for _, place in table.values())
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
         for start in range(len(path) + 1):
@@ -174,8 +163,7 @@ def state_shardings(
 
 
 def _place(leaf: Any, mesh: Mesh | None) -> Sharding:
-    """Where a parameter goes: by its axes' names on the mesh, or where it is, or a copy on each
-    device of the mesh."""
+    """The sharding of a parameter: by the names of its axes, or as it is, or replicated."""
     if isinstance(leaf, Spec):
         return _default() if mesh is None else parameter_sharding(mesh, leaf.shape, leaf.axes)
     here = getattr(leaf, "sharding", None) or _default()
@@ -189,14 +177,13 @@ def _default() -> Sharding:
 
 
 def _replicated_like(shardings: Iterator[Sharding]) -> Sharding:
-    """A copy on each device that the parameters lie on."""
+    """Replicated on the devices of the parameters."""
     found = next((place for place in shardings if isinstance(place, NamedSharding)), None)
     return NamedSharding(found.mesh, PartitionSpec()) if found is not None else _default()
 
 
 def mesh_of(state: Any) -> Mesh | None:
-    """The mesh that the arrays of a state lie on; None where they lie on a device without one, or
-    are being traced."""
+    """The mesh of the arrays of a state; None without one, or while they are traced."""
     for leaf in jax.tree.leaves(state):
         place = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
@@ -217,9 +204,9 @@ def _shapes(
 
 
 def compiler_options() -> dict[str, int] | None:
-    """What the programs of a run are compiled with: on a CPU LLVM's first level, which makes them
-    as fast as its third.
+    """The options that the programs of a run are compiled with: on a CPU, LLVM's first level.
 
-    It takes a quarter less time for a step, and a fifth of the time for the initial values.
+    They run as fast as with its third; a step takes a quarter less time to compile, and the initial
+    values a fifth of the time.
     """
     return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None

@@ -26,6 +26,7 @@ Metrics = dict[str, jax.Array]
 # Sums over the examples of a batch and their weights. Only the step divides, once, over all
 # microbatches and devices.
 Sums = Mapping[str, tuple[Any, Any]]
+ScalarSums = dict[str, tuple[jax.Array, jax.Array]]
 
 # loss(params, batch, key) -> Sums. "loss" is minimized, each entry is logged as sum / weight; a key
 # turns dropout on.
@@ -52,8 +53,7 @@ class Step:
             return self._program(state)(state, batch)  # type: ignore[no-any-return]
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s that say where they
-        lie."""
+        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s with their shardings."""
         mesh = mesh_of(state)
         if mesh is None:
             return self._program(state).lower(state, batch)
@@ -64,7 +64,7 @@ class Step:
         leaves, structure = jax.tree.flatten(state)
         key = (structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
         if key not in self._programs:
-            # The new state lies where the old one does, so that it takes the old one's memory.
+            # The new state has the shardings of the old one, and so can take its memory.
             shardings = jax.tree.unflatten(structure, key[1])
             self._programs[key] = jax.jit(
                 self._advance,
@@ -127,16 +127,14 @@ def gradients(
     """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight)
     and divided once."""
 
-    def sums_of(
-        piece: Batch, key: jax.Array
-    ) -> tuple[Params, dict[str, tuple[jax.Array, jax.Array]]]:
-        def objective(learned: Params) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    learned = learning(state.params, state.frozen)
+
+    def sums_of(piece: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
+        def objective(learned: Params) -> tuple[jax.Array, ScalarSums]:
             sums = checked_sums(loss(merged(learned, state.params, state.frozen), piece, key))
             return sums["loss"][0], sums
 
-        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(
-            learning(state.params, state.frozen)
-        )
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
         return grads, sums
 
     def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
@@ -159,32 +157,24 @@ def gradients(
     return jax.tree.map(lambda total: total / weight, grads), means
 
 
-def checked_sums(sums: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """What a loss returned, as float32 scalars. Raises ConfigError where it is no table of (sum,
+def checked_sums(sums: Any) -> ScalarSums:
+    """The result of a loss as float32 scalars. Raises ConfigError unless it is a table of (sum,
     weight) with a "loss"."""
-    shape = "{'loss': (sum, weight), ...}, each a scalar"
+    form = "{'loss': (sum, weight), ...}, each a scalar"
     if not isinstance(sums, Mapping) or "loss" not in sums:
         found = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
-        raise ConfigError(f"the loss returned {found}, and must return {shape}.")
+        raise ConfigError(f"the loss returned {found}, and must return {form}.")
+    scalars = {}
     for name, entry in sums.items():
-        if (
-            not isinstance(entry, (tuple, list))
-            or len(entry) != 2
-            or any(jnp.ndim(part) for part in entry)
-        ):
-            shapes = (
-                [list(jnp.shape(part)) for part in entry]
-                if isinstance(entry, (tuple, list))
-                else type(entry).__name__
-            )
+        found = type(entry).__name__
+        if isinstance(entry, (tuple, list)):
+            found = str([list(jnp.shape(part)) for part in entry])
+        if found != "[[], []]":
             raise ConfigError(
-                f"the loss returned {name!r} as {shapes}, and must return {shape}: sum over the"
+                f"the loss returned {name!r} as {found}, and must return {form}: sum over the"
                 " examples."
             )
-    scalars = {
-        name: tuple(jnp.asarray(part, jnp.float32) for part in entry)
-        for name, entry in sums.items()
-    }
+        scalars[name] = tuple(jnp.asarray(part, jnp.float32) for part in entry)
     return scalars  # type: ignore[return-value]
 
 
