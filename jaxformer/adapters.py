@@ -1,8 +1,7 @@
-"""Transforms of the table of parameters: other leaves in the place of some, from which all else
-follows.
+"""Adapters: transforms of the table of parameters that replace some of its leaves.
 
-A leaf that is a `CustomLeaf` contracts itself wherever a weight is used; initial values, shardings,
-counts, decay and what trains are those of its `Spec`s.
+A `CustomLeaf` contracts itself wherever a weight is used; its initial values, shardings, counts,
+decay and trainability are those of its `Spec`s.
 """
 
 import fnmatch
@@ -15,14 +14,13 @@ from jaxformer.settings import ConfigError
 
 
 def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
-    """The table with other leaves in the place of some: `{pattern: make}`, e.g.
+    """The table with some leaves replaced by `{pattern: make}`, as in
     `{"blocks.attention.*": low_rank}`.
 
-    A pattern is one of fnmatch on the dotted path of a leaf, and the first that fits is taken.
+    A pattern is one of fnmatch on the dotted path of a leaf; the first that fits is used.
     `make(spec)` returns a pytree node whose leaves are `Spec`s (a `CustomLeaf`), or another `Spec`
-    (one that is not trainable). The spec of a leaf of stacked layers is given without the axis of
-    the layers, and what is made of it is stacked again. Raises ConfigError for a pattern that fits
-    no leaf.
+    (one that is not trainable). It gets the spec of stacked layers without their axis, and its
+    result is stacked again. Raises ConfigError for a pattern that fits no leaf.
     """
     paths = list(rows(specs))
     for pattern in changes:
@@ -33,11 +31,10 @@ def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
             )
 
     def changed(path: str, spec: Spec) -> Any:
-        make = next(
-            (changes[pattern] for pattern in changes if fnmatch.fnmatchcase(path, pattern)), None
-        )
-        if make is None:
+        fitting = [make for pattern, make in changes.items() if fnmatch.fnmatchcase(path, pattern)]
+        if not fitting:
             return spec
+        make = fitting[0]
         if spec.axes[:1] != ("layers",):
             return make(spec)
         return stack(make(replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])), spec.shape[0])

@@ -1,5 +1,4 @@
-"""Devices as a mesh, and the places of parameters and batches on it, by the rules of
-`sharding.py`."""
+"""The device mesh, and the shardings of parameters and batches on it by `sharding.py`."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +15,10 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool = False) -> Mesh:
-    """The mesh of all devices: axes data, fsdp and tensor, of these sizes; data=0 takes the devices
-    that are left.
+    """The mesh of all devices: axes data, fsdp and tensor of these sizes; data=0 takes the rest.
 
-    Explicit axes make a sharding part of each array's type, which the tests use to find a placement
-    that is nowhere said. Raises ConfigError if the sizes do not multiply to the number of devices.
+    Explicit axes make the sharding part of each array's type; the tests find missing placements by
+    them. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
     devices = jax.device_count()
     rows = data or max(devices // (fsdp * tensor), 1)
@@ -36,16 +34,18 @@ def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool =
 
 def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None:
     """ConfigError if a microbatch does not divide among the devices that hold different rows."""
-    rows, split = (
-        batch_size // microbatches,
-        math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"]),
-    )
+    rows, split = batch_size // microbatches, batch_devices(mesh)
     if rows % split:
         raise ConfigError(
             f"train.batch_size={batch_size} in {microbatches} microbatches gives {rows} rows at a"
             f" time, not divisible among mesh.data x mesh.fsdp = {split} devices: make"
             f" train.batch_size a multiple of {split * microbatches}."
         )
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """The number of devices that hold different rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
 
 
 def undivided(mesh: Mesh, shape: Sequence[int], axes: Axes) -> list[str]:
@@ -65,7 +65,7 @@ def parameter_sharding(mesh: Mesh, shape: Sequence[int], axes: Axes) -> NamedSha
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over all devices that hold different rows; whatever follows the first axis is whole."""
+    """Rows over the devices of the batch axes; all but the first axis of an array is whole."""
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"]))
 
 
@@ -77,13 +77,12 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
     """This process's rows of a batch (a pytree of arrays, rows first) as global arrays on the mesh,
     or on the device.
 
-    An array without axes is copied to every device. Raises ConfigError for rows that the devices
-    cannot share evenly.
+    An array without axes is replicated. Raises ConfigError for rows that the devices do not divide.
     """
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
     rows, whole = batch_sharding(mesh), replicated(mesh)
-    split = math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
+    split = batch_devices(mesh)
 
     def place(path: Any, array: Any) -> jax.Array:
         if isinstance(array, jax.Array) and array.sharding in (rows, whole):
@@ -95,8 +94,7 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
                 f" {split} devices that {' x '.join(ACTIVATION_RULES['batch'])} of the mesh counts:"
                 f" make it a multiple of {split}."
             )
-        return jax.make_array_from_process_local_data(
-            rows if np.ndim(array) else whole, np.asarray(array)
-        )
+        sharding = rows if np.ndim(array) else whole
+        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
 
     return jax.tree.map_with_path(place, batch)

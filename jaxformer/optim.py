@@ -1,5 +1,4 @@
-"""Optimizers and schedules, all from optax, chosen by name; which parameters decay follows from the
-table of specs."""
+"""Optimizers and schedules from optax, by name; the table of specs says which leaves decay."""
 
 import math
 from collections.abc import Callable
@@ -46,14 +45,11 @@ def _wsd(config: OptimizerConfig, steps: int) -> optax.Schedule:
     linear (arXiv:2404.06395)."""
     decay = max(round(config.wsd_decay_fraction * steps), 1)
     peak = config.learning_rate
-    return optax.linear_schedule(
-        peak, config.final_fraction * peak, decay, transition_begin=steps - decay
-    )
+    return optax.linear_schedule(peak, config.final_fraction * peak, decay, steps - decay)
 
 
 def _inverse_sqrt(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """peak * sqrt(w / (w + step)), w the warm-up steps: falls as 1/sqrt(step), equal to the peak
-    where the warm-up ends."""
+    """peak * sqrt(w / (w + step)) with w warm-up steps: the peak at the end of the warm-up."""
     w = max(config.warmup_steps, 1)
     return lambda step: config.learning_rate * jnp.sqrt(w / (w + step))
 
@@ -135,8 +131,7 @@ OPTIMIZERS: Table[Rule] = Table(
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, specs: Specs
 ) -> optax.GradientTransformation:
-    """Clip by global norm, the rule's direction, decoupled decay of the masked leaves, times minus
-    the learning rate."""
+    """Clipping by global norm, the update rule, decoupled weight decay, and the learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         OPTIMIZERS[config.name](config, specs),

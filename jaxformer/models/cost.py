@@ -1,4 +1,4 @@
-"""What a model costs, counted from its table of parameters."""
+"""Parameters and FLOPs of a model, counted from its table of parameters."""
 
 import math
 
@@ -12,12 +12,11 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) -> int:
-    """Of a forward and a backward pass over sequences of `length`: 6 a matrix parameter, and
-    attention counted in full.
+    """FLOPs of a forward and backward pass per token of sequences of `length`: 6 for each parameter
+    of a matrix, plus attention.
 
-    The convention of PaLM's appendix B (arXiv:2204.02311): lookups are free, and the half of the
-    attention scores that causality hides counts too. A token of an encoder-decoder is one of the
-    target, and carries its share of the source.
+    As in appendix B of PaLM (arXiv:2204.02311), lookups are free, and masked attention scores count
+    too. In an encoder-decoder the token is one of the target, with its share of the source.
     """
     source_length = source_length or length
     share = source_length / length  # source tokens a target token
@@ -30,8 +29,6 @@ def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) ->
     width = config.n_heads * (config.head_width + config.value_width)
     total += config.n_layers * length * width
     if config.family == "encoder_decoder":
-        total += (
-            config.encoder_layers * source_length * width * share
-            + config.n_layers * source_length * width
-        )
+        total += config.encoder_layers * source_length * width * share  # its own attention
+        total += config.n_layers * source_length * width  # cross-attention
     return round(6 * total)

@@ -1,5 +1,4 @@
-"""Evaluation of any sums over held-out batches: sums and weights are added up apart and divided
-once."""
+"""Evaluation over held-out batches: sums and weights are added separately and divided once."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -34,21 +33,20 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
                     found.append(program(params, placed))
             if len(found) > AHEAD:
                 jax.block_until_ready(found[-AHEAD - 1])
-        names = found[0] if found else {}
-        return {
-            name: (
-                math.fsum(float(one[name][0]) for one in found),
-                math.fsum(float(one[name][1]) for one in found),
+        result = {}
+        for name in found[0] if found else ():
+            each = [one[name] for one in found]
+            result[name] = (
+                math.fsum(float(total) for total, _ in each),
+                math.fsum(float(weight) for _, weight in each),
             )
-            for name in names
-        }
+        return result
 
     return totals
 
 
 def make_evaluate(sums: Loss, batches: Iterable[Batch]) -> Callable[[Any], dict[str, float]]:
-    """What `fit` takes as `evaluate`: the means of `sums` over held-out batches, as {"val_loss":
-    ..., ...}.
+    """The `evaluate` of `fit`: the means of `sums` over held-out batches, {"val_loss": ..., ...}.
 
     `sums` is a loss, or another function (params, batch, None) -> {name: (sum, weight)} with a
     "loss"; `batches` is read anew at each call, so give a list or another object that can be.
@@ -56,9 +54,7 @@ def make_evaluate(sums: Loss, batches: Iterable[Batch]) -> Callable[[Any], dict[
     totals = make_totals(sums)
 
     def evaluate(params: Any) -> dict[str, float]:
-        return {
-            f"val_{name}": total / (weight or 1)
-            for name, (total, weight) in totals(params, batches).items()
-        }
+        found = totals(params, batches).items()
+        return {f"val_{name}": total / (weight or 1) for name, (total, weight) in found}
 
     return evaluate
