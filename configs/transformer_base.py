@@ -30,7 +30,7 @@ config = replace(
         dropout=0.1,
         init="xavier",
     ),
-    data=replace(base.data, objective="pairs", sequence_length=512),
+    data=replace(base.data, objective="seq2seq", sequence_length=512),
     tokenizer=replace(base.tokenizer, vocab_size=37_000, training_bytes=1_000_000_000),
     optimizer=replace(
         base.optimizer,

@@ -32,7 +32,7 @@ config = replace(
         dropout=0.15,
         init="xavier",
     ),
-    data=replace(base.data, objective="pairs", sequence_length=128),
+    data=replace(base.data, objective="seq2seq", sequence_length=128),
     tokenizer=replace(base.tokenizer, vocab_size=6000),
     optimizer=replace(
         base.optimizer,

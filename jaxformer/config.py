@@ -6,6 +6,7 @@ The docstring below a field is its help text on the command line. Configs are ha
 
 import dataclasses
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -67,9 +68,27 @@ WordPatternName = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
 ObjectiveName = Annotated[
-    Literal["auto", "causal", "masked", "spans", "prefix", "pairs", "answers", "classes", "tags"],
+    Literal[
+        "auto",
+        "causal",
+        "mlm",
+        "span_corruption",
+        "prefix",
+        "seq2seq",
+        "sft",
+        "classes",
+        "token_classification",
+    ],
     TableAt("jaxformer.objectives.OBJECTIVES"),
 ]
+# Former names of objectives, which are still read.
+FORMER_OBJECTIVES = {
+    "masked": "mlm",
+    "spans": "span_corruption",
+    "pairs": "seq2seq",
+    "answers": "sft",
+    "tags": "token_classification",
+}
 
 OptimizerName = Annotated[
     Literal["adamw", "adafactor", "lion", "sgd", "muon"], TableAt("jaxformer.optim.OPTIMIZERS")
@@ -119,7 +138,7 @@ class DataConfig(Section):
     """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
     separates documents by segment ids; best_fit cuts no document that fits into a row."""
     objective: ObjectiveName = "auto"
-    """Training objective; auto selects causal, masked or spans by model.family."""
+    """Training objective; auto selects causal, mlm or span_corruption by model.family."""
     source_length: Natural = 0
     """Length of a row of sources in tokens, for an encoder-decoder; 0 uses data.sequence_length."""
     text_field: str = "text"
@@ -133,11 +152,11 @@ class DataConfig(Section):
     label_field: str = "label"
     """Field of a text's class, or of the list of tags of its words."""
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15
-    """Fraction of the tokens that the masked and spans objectives corrupt."""
+    """Fraction of the tokens that the objectives mlm and span_corruption corrupt."""
     span_length: Annotated[float, Bounds(1)] = 3.0
     """Mean length of a corrupted span in tokens."""
     mask_units: Literal["tokens", "words"] = "tokens"
-    """Unit that the masked objective hides: single tokens, or whole words."""
+    """Unit that the objective mlm hides: single tokens, or whole words."""
     undecodable: Undecodable = "refuse"
     """Handling of bytes that are not UTF-8: refuse stops with a message, replace inserts U+FFFD,
     skip omits the document."""
@@ -148,6 +167,17 @@ class DataConfig(Section):
     """Directory in which tokenized text is stored and found again."""
     prefetch: Natural = 2
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
+
+    def __post_init__(self) -> None:
+        if self.objective in FORMER_OBJECTIVES:
+            name = FORMER_OBJECTIVES[self.objective]
+            warnings.warn(
+                f"data.objective={self.objective!r} is now called {name!r}.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "objective", name)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

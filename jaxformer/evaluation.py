@@ -106,8 +106,8 @@ def translate_run(
     """
     run = _on_text(run_of(path), Path(path), validation)
     objective = objective_of(run.model, run.data)
-    if objective != "pairs":
-        only = "only a model of pairs translates"
+    if objective != "seq2seq":
+        only = "only a model trained with seq2seq translates"
         raise ConfigError(f"{path} learnt data.objective={objective}: {only}.")
     model = load(path, step)
     records = [piece.record for piece in corpus_of(run).validation_records()]

@@ -138,7 +138,7 @@ def run_of(path: str | Path) -> RunConfig:
         data=DataConfig(
             train="",
             sequence_length=length,
-            objective="pairs" if model.family == "encoder_decoder" else "auto",
+            objective="seq2seq" if model.family == "encoder_decoder" else "auto",
         ),
         tokenizer=TokenizerConfig(path=str(folder)),
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxformer.config import ConfigError, DataConfig, ModelConfig, ObjectiveName
+from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
 from jaxformer.data.rows import RowFormat
@@ -66,7 +66,7 @@ OBJECTIVES: Table[Objective] = Table(
         "causal": Objective(
             ("decoder",), "language", ("text",), shortest=1, can_be_cut=True, every_token=True
         ),
-        "masked": Objective(
+        "mlm": Objective(
             ("encoder",),
             "masked",
             ("text",),
@@ -75,7 +75,7 @@ OBJECTIVES: Table[Objective] = Table(
             missing=missing_marks,
             metrics=accuracy,
         ),
-        "spans": Objective(
+        "span_corruption": Objective(
             ("encoder_decoder",),
             "language",
             ("text",),
@@ -87,10 +87,10 @@ OBJECTIVES: Table[Objective] = Table(
         "prefix": Objective(
             ("encoder_decoder",), "language", ("text",), rows=PrefixRows, takes_packing=False
         ),
-        "pairs": Objective(
+        "seq2seq": Objective(
             ("encoder_decoder",), "language", ("source", "target"), template=PairTemplate
         ),
-        "answers": Objective(("decoder",), "language", ("source", "target"), template=SFTTemplate),
+        "sft": Objective(("decoder",), "language", ("source", "target"), template=SFTTemplate),
         "classes": Objective(
             ("encoder", "decoder"),
             "classes",
@@ -99,7 +99,7 @@ OBJECTIVES: Table[Objective] = Table(
             ClassTemplate,
             metrics=accuracy,
         ),
-        "tags": Objective(
+        "token_classification": Objective(
             ("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy
         ),
     },
@@ -228,6 +228,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     0 leaves one out. Raises ConfigError for an objective that there is not, and for an option that
     its loss does not have.
     """
+    objective = FORMER_OBJECTIVES.get(objective, objective)
     if objective not in OBJECTIVES:
         raise ConfigError(
             f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."

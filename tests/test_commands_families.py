@@ -54,7 +54,7 @@ def write_run(folder: Path, name: str) -> Path:
     pairs.write_text(
         "source\ttarget\n" + "".join(f"{source}\t{target}\n" for source, target in PAIRS)
     )
-    objective = "pairs" if name == "encoder_decoder" else "auto"
+    objective = "seq2seq" if name == "encoder_decoder" else "auto"
     data = replace(
         base.data,
         train=str(pairs),
@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "a translation by what is no translator": (
         "evaluate",
         ["masked", "--beams", "2"],
-        ["data.objective=masked", "pairs"],
+        ["data.objective=mlm", "seq2seq"],
     ),
     "a page that is too long": (
         "attention",

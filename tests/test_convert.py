@@ -56,7 +56,7 @@ KINDS = {
         "BertForSequenceClassification",
     ),
     "pairs": (
-        dict(data__train="pairs.tsv", data__objective="pairs", **T5),
+        dict(data__train="pairs.tsv", data__objective="seq2seq", **T5),
         "T5ForConditionalGeneration",
     ),
 }

@@ -281,7 +281,7 @@ def test_what_is_kept_is_found_again_only_for_the_same_records_and_objective(
     tmp_path: Path,
 ) -> None:
     lines = [{"source": "abc", "target": "x"}]
-    one_row(tmp_path, run_of(objective="pairs", sequence_length=16), lines)
+    one_row(tmp_path, run_of(objective="seq2seq", sequence_length=16), lines)
     fields = {"text_field": "source", "label_field": "target", "sequence_length": 16}
     for label in ("x", "y"):
         lines[0]["target"] = label * (1 + (label == "y"))
@@ -295,7 +295,7 @@ def test_what_is_kept_is_found_again_only_for_the_same_records_and_objective(
 
 
 def test_only_answers_are_learnt(tmp_path: Path) -> None:
-    run = run_of("decoder", objective="answers", sequence_length=16)
+    run = run_of("decoder", objective="sft", sequence_length=16)
     row, _, said = one_row(tmp_path, run, [{"source": "abc", "target": "xy"}])
     assert row["tokens"].tolist() == [*b"abcxy", *[0] * 11] and row["targets"].tolist() == [
         *b"bcxy",

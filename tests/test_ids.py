@@ -240,7 +240,7 @@ def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path:
     ):
         prepare(replace(run, tokenizer=TokenizerConfig(kind="bytes")))
     with pytest.raises(ConfigError, match=r"many\.npy holds token ids of text, .* reads records"):
-        prepare(run_of(made, made / "many.npy", tmp_path, objective="answers"))
+        prepare(run_of(made, made / "many.npy", tmp_path, objective="sft"))
     with pytest.raises(ConfigError, match=r"b\.npy\.gz is not a .*not compressed"):
         prepare(run_of(made, raw(b"ids", "b.npy.gz")(tmp_path), tmp_path))
 

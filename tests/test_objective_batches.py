@@ -36,18 +36,18 @@ RECORDS = [
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "causal": ("decoder", {}, {}),
     "causal best fit": ("decoder", {}, {"packing": "best_fit"}),
-    "masked": ("encoder", {"next_sentence": True, "token_types": 2}, {}),
-    "masked words": ("encoder", {}, {"mask_units": "words", "packing": "documents"}),
-    "masked best fit": ("encoder", {}, {"packing": "best_fit"}),
-    "spans": ("encoder_decoder", {}, {}),
+    "mlm": ("encoder", {"next_sentence": True, "token_types": 2}, {}),
+    "mlm words": ("encoder", {}, {"mask_units": "words", "packing": "documents"}),
+    "mlm best fit": ("encoder", {}, {"packing": "best_fit"}),
+    "span_corruption": ("encoder_decoder", {}, {}),
     "prefix": ("encoder_decoder", {}, {}),
-    "pairs": ("encoder_decoder", {}, {}),
-    "answers": ("decoder", {}, {}),
+    "seq2seq": ("encoder_decoder", {}, {}),
+    "sft": ("decoder", {}, {}),
     "classes": ("encoder", {"head": "classes", "token_types": 2}, {"pair_field": "target"}),
     "classes of a decoder": ("decoder", {"head": "classes"}, {}),
-    "tags": ("encoder", {"head": "tags"}, {"label_field": "tags"}),
+    "token_classification": ("encoder", {"head": "tags"}, {"label_field": "tags"}),
 }
-OF_RECORDS = ("pairs", "answers", "classes", "tags")
+OF_RECORDS = ("seq2seq", "sft", "classes", "token_classification")
 
 
 def prepared(case: str, folder: Path, **changes: Any) -> tuple[RunConfig, Any]:
@@ -118,7 +118,7 @@ def test_evaluation_is_the_same_each_time_and_is_filled_up_with_no_weight(
 
 
 def test_each_epoch_and_each_seed_masks_anew(tmp_path: Path) -> None:
-    run, corpus = prepared("masked words", tmp_path)
+    run, corpus = prepared("mlm words", tmp_path)
     size = len(corpus.train)
 
     def masks(seed: int, epoch: int) -> dict[bytes, bytes]:
@@ -135,8 +135,8 @@ def test_each_epoch_and_each_seed_masks_anew(tmp_path: Path) -> None:
 def test_auto_is_what_the_model_is_for(tmp_path: Path) -> None:
     for family, model, expected in (
         ("decoder", {}, "causal"),
-        ("encoder", {}, "masked"),
-        ("encoder_decoder", {}, "spans"),
+        ("encoder", {}, "mlm"),
+        ("encoder_decoder", {}, "span_corruption"),
     ):
         (tmp_path / "a.txt").write_text(TEXT)
         data = {
@@ -152,8 +152,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "a masked decoder": (
         "decoder",
         {},
-        {"objective": "masked"},
-        r"masked needs model\.family encoder and .*\(causal, answers\)",
+        {"objective": "mlm"},
+        r"mlm needs model\.family encoder and .*\(causal, sft\)",
     ),
     "a causal encoder": (
         "encoder",
@@ -171,19 +171,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "encoder_decoder",
         {},
         {"packing": "documents"},
-        r"packing=documents cannot .*objective=spans",
+        r"packing=documents cannot .*objective=span_corruption",
     ),
     "spans of whole documents": (
         "encoder_decoder",
         {},
         {"packing": "best_fit"},
-        r"packing=best_fit cannot .*=spans",
+        r"packing=best_fit cannot .*=span_corruption",
     ),
     "shorter rows of spans": (
         "encoder_decoder",
         {},
         {"length_warmup": "64; 10: 256"},
-        r"length_warmup='64; 10: 256' cannot .*=spans",
+        r"length_warmup='64; 10: 256' cannot .*=span_corruption",
     ),
     "sentences of documents": (
         "encoder",
@@ -200,20 +200,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "text for records": (
         "encoder_decoder",
         {},
-        {"objective": "pairs"},
+        {"objective": "seq2seq"},
         r"a\.txt is plain text, and data\.objective needs records",
     ),
     "a tokenizer without masks": (
         "encoder",
         {},
         {},
-        r"tokenizer\.path=.* has no \[CLS\], \[SEP\], \[MASK\], which .*=masked",
+        r"tokenizer\.path=.* has no \[CLS\], \[SEP\], \[MASK\], which .*=mlm",
     ),
     "a tokenizer without sentinels": (
         "encoder_decoder",
         {},
         {},
-        r"has no <extra_id_0> and so on, which .*=spans needs",
+        r"has no <extra_id_0> and so on, which .*=span_corruption needs",
     ),
     "a text for no other": (
         "encoder",

@@ -225,7 +225,7 @@ def test_each_way_to_part_a_text_is_as_likely() -> None:
 def test_spans_without_room_are_one_message(places: TokenStore) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"sequence_length=113 has no room .* hides 85 in 28 spans, .* at least 114",
+        match=r"sequence_length=113 has no room .* 85 tokens in 28 spans .* at least 114",
     ):
         cut_rows(
             SpanRows,

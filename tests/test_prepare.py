@@ -345,7 +345,7 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["--shard", "3/3"], "'3/3' is no share: write I/N"),
         (["--shard", "0/2", "--verify"], "--verify reads what all tasks have made"),
-        (["--data.objective", "answers"], "reads records"),
+        (["--data.objective", "sft"], "reads records"),
         (["--data.weights", "1 2"], "data.weights"),
         (["--data.train", "none.txt"], "none.txt"),
         (["--data.train", " ; "], "data.train names no source"),

@@ -217,7 +217,7 @@ T5 = dict(
     [
         (SMALL | LLAMA | dict(max_length=40), 40, "auto"),
         (SMALL | LLAMA | dict(max_length=4096), 1024, "auto"),
-        (SMALL | T5 | dict(max_length=40), 40, "pairs"),
+        (SMALL | T5 | dict(max_length=40), 40, "seq2seq"),
     ],
     ids=["short", "long", "of a source"],
 )

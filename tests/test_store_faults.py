@@ -168,7 +168,7 @@ def test_tokens_are_no_records(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"out holds tokens of text, and data\.objective reads records"
     ):
-        prepare(run_of(tmp_path, str(tmp_path / "out"), objective="answers"))
+        prepare(run_of(tmp_path, str(tmp_path / "out"), objective="sft"))
 
 
 def test_text_for_validation_beside_several_texts_is_taken_once(tmp_path: Path) -> None:

@@ -65,14 +65,13 @@ class SpanRows(SourceRows):
         if (needed := hidden + spans + len(self.start)) > length:
             raise ConfigError(
                 f"data.sequence_length={length} has no room for the targets of"
-                f" data.objective=spans: a source of {source_length} tokens hides {hidden} in"
-                f" {spans} spans, so set data.sequence_length to at least {needed}, or"
-                " data.source_length lower."
+                f" data.objective=span_corruption, {hidden} tokens in {spans} spans of a source of"
+                f" {source_length}: set it to at least {needed}, or lower data.source_length."
             )
         if spans > len(self.sentinels):
             raise ConfigError(
-                f"data.objective=spans hides {spans} spans in a source of {source_length} tokens,"
-                f" and the tokenizer has {len(self.sentinels)} sentinels (<extra_id_0>, ...): raise"
+                f"data.objective=span_corruption hides {spans} spans in a source of {source_length}"
+                f" tokens, and the tokenizer has {len(self.sentinels)} sentinels (<extra_id_0>, ...): raise"
                 " data.span_length, or lower data.source_length."
             )
 
