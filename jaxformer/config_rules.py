@@ -1,21 +1,20 @@
 """Combinations of model settings that are refused, each with its reason and the remedy."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxformer.settings import divisors
 
-if TYPE_CHECKING:
-    from jaxformer.config_model import ModelConfig
+ModelConfig = Any  # of `config_model.py`, which imports this module
 
 
-def model_conflicts(config: "ModelConfig") -> list[str]:
+def model_conflicts(config: ModelConfig) -> list[str]:
     """A message for each rule that `config` breaks."""
     heads = list(_heads(config))
     return [*heads, *([] if heads else _rotation(config)), *_family(config), *_positions(config)]
 
 
-def _heads(config: "ModelConfig") -> Iterator[str]:
+def _heads(config: ModelConfig) -> Iterator[str]:
     width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
     if not config.head_dim and width % heads:
         yield (
@@ -29,7 +28,7 @@ def _heads(config: "ModelConfig") -> Iterator[str]:
         )
 
 
-def _rotation(config: "ModelConfig") -> Iterator[str]:
+def _rotation(config: ModelConfig) -> Iterator[str]:
     width, fraction = config.head_width, config.rope_fraction
     rotates_pairs = 0 < config.rotated_width <= width // 2 * 2
     if config.positions == "rope" and not rotates_pairs:
@@ -39,7 +38,7 @@ def _rotation(config: "ModelConfig") -> Iterator[str]:
         )
 
 
-def _family(config: "ModelConfig") -> Iterator[str]:
+def _family(config: ModelConfig) -> Iterator[str]:
     family, output, layers = config.family, config.output, config.n_encoder_layers
     if family == "encoder" and output == "language":
         yield "head='language' needs another model.family: an encoder sees the next token."
@@ -61,7 +60,7 @@ def _family(config: "ModelConfig") -> Iterator[str]:
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
 
 
-def _positions(config: "ModelConfig") -> Iterator[str]:
+def _positions(config: ModelConfig) -> Iterator[str]:
     positions, scaling, pattern = config.positions, config.rope_scaling, config.window_pattern
     rope, offset, theta = positions == "rope", config.position_offset, config.rope_window_theta
     factor, distance = config.rope_factor, config.relative_distance

@@ -1,13 +1,14 @@
 """A run's config.json has a version: older ones are read, newer ones and unknown names refused."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jaxformer as jf
 from jaxformer import config_json
-from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, RunConfig
 from jaxformer.config_json import VERSION, from_json, to_json
 
 RUN = RunConfig(model=jf.ModelConfig(n_layers=3))
@@ -81,3 +82,22 @@ def test_what_is_no_config_is_refused_in_words(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         from_json(text, "here")
     assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize("former", FORMER_OBJECTIVES)
+def test_the_former_name_of_an_objective_is_read_and_said(former: str, tmp_path: Path) -> None:
+    name = FORMER_OBJECTIVES[former]
+    file = tmp_path / "own.py"
+    file.write_text("from jaxformer.config import RunConfig\nconfig = RunConfig()\n")
+    old = to_json(RunConfig(data=DataConfig(objective=name))).replace(f'"{name}"', f'"{former}"')
+    reads = {
+        "in Python": lambda: RunConfig(data=DataConfig(objective=former)),
+        "config.json": lambda: from_json(old, "here"),
+        "the command line": lambda: jf.load_config(file, [f"data.objective={former}"]),
+        "arguments": lambda: parse(RunConfig(), ["--data.objective", former], "train.py"),
+    }
+    for where, read in reads.items():
+        with pytest.warns(FutureWarning, match=rf"{former}' is now called '{name}'"):
+            assert read().data.objective == name, where
+    config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
+    assert jf.loss_of(former, config).__wrapped__ is jf.loss_of(name, config).__wrapped__

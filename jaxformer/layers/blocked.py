@@ -39,7 +39,7 @@ class Static(NamedTuple):
     scale: float
 
 
-class Sides(NamedTuple):
+class Coordinates(NamedTuple):
     """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
     each row is one segment."""
 
@@ -90,7 +90,7 @@ def blocked_attention(
     is float32; a fully masked row gives 0.
     """
     static = Static(causal, window, scale or 1 / math.sqrt(q.shape[-1]))
-    return _attention(q, k, v, Sides(*positions, *segments), static)
+    return _attention(q, k, v, Coordinates(*positions, *segments), static)
 
 
 def _heads_first(
@@ -108,14 +108,14 @@ def _heads_last(x: jax.Array) -> jax.Array:
 
 
 def _blocks(
-    length: int, keys: int, sides: Sides, static: Static
+    length: int, keys: int, coordinates: Coordinates, static: Static
 ) -> Iterator[tuple[slice, slice, jax.Array]]:
     """Slices of queries, slices of the keys they attend to, and the mask between them."""
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
-        end = sides.keys_end(static.causal, stop, keys)
-        yield slice(start, stop), slice(0, end), sides.mask(static, start, stop, end)
+        end = coordinates.keys_end(static.causal, stop, keys)
+        yield slice(start, stop), slice(0, end), coordinates.mask(static, start, stop, end)
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -123,18 +123,20 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sides: Sides, static: Static) -> jax.Array:
-    return _forward(q, k, v, sides, static)[0]
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, coordinates: Coordinates, static: Static
+) -> jax.Array:
+    return _forward(q, k, v, coordinates, static)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, sides: Sides, static: Static
+    q: jax.Array, k: jax.Array, v: jax.Array, coordinates: Coordinates, static: Static
 ) -> tuple[jax.Array, Any]:
     scale = static.scale
     queries, keys, values = _heads_first(q, k, v)  # [B, K, G, T, H], [B, K, S, H], [B, K, S, W]
     lowest, least = jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).tiny
     outs, log_sums = [], []
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], sides, static):
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
         scores = _product("BKGTH,BKSH->BKGTS", queries[..., rows, :], keys[..., seen, :]) * scale
         # Subtracting the maximum of a row keeps exp finite; a fully masked row has no weights, and
         # its total is kept above 0 so that it gives 0 / tiny = 0.
@@ -144,14 +146,14 @@ def _forward(
         outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
         log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
     out = _heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
-    return out, (q, k, v, sides, out, jnp.concatenate(log_sums, axis=-2))
+    return out, (q, k, v, coordinates, out, jnp.concatenate(log_sums, axis=-2))
 
 
 def _backward(
     static: Static, saved: Any, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     scale = static.scale
-    q, k, v, sides, out, log_sums = saved
+    q, k, v, coordinates, out, log_sums = saved
     # The barrier keeps XLA from computing weights before d_out is there: they would wait in memory.
     q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier((q, k, v, out, log_sums, d_out))
     queries, keys, values = _heads_first(q, k, v)
@@ -161,7 +163,7 @@ def _backward(
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
     d_queries = []
     d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], sides, static):
+    for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
         qs, ds = queries[..., rows, :], d_outs[..., rows, :]
         ks, vs = keys[..., seen, :], values[..., seen, :]
         scores = _product("BKGTH,BKSH->BKGTS", qs, ks) * scale
