@@ -152,7 +152,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_only_the_first_character_is_a_byte_order_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(reading, "PACKED_BLOCK_BYTES", 1)
     assert documents(write(tmp_path / "a.txt", "\ufeff\ufeffa\ufeffb").pieces()) == [
         "\ufeffa\ufeffb"
     ]
@@ -294,7 +294,7 @@ def test_a_file_without_permission_is_one_message(
         list(source.pieces())
 
 
-def test_a_survey_is_read_again_only_when_a_file_changes(
+def test_a_scan_is_read_again_only_when_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a.txt", "abc<|endoftext|>dé")

@@ -74,7 +74,7 @@ def test_how_far_a_long_document_is_can_be_told(
 def test_files_without_text_are_units_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     text = written(tmp_path, files=2)
     (text / "0a.jsonl").touch()
     (text / "0b.txt").write_text(" \n<|endoftext|>\n")

@@ -183,7 +183,7 @@ def test_text_for_validation_beside_several_texts_is_taken_once(tmp_path: Path) 
 def test_tasks_have_like_shares_and_as_many_as_units_read_one_each(
     tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     run, pieces = run_of(tmp_path, str(written(tmp_path, files=4))), Source.pieces
     read: set[str] = set()
 
