@@ -186,7 +186,7 @@ def _print_ids(ids: Ids) -> int:
 def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
     """Writes ids as they come; NumPy's header has room for the length, which is known at the
     end."""
-    from jaxformer.data.writing import replacing
+    from jaxformer.files import replacing
 
     dtype, count = tokenizer.dtype, 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
