@@ -196,7 +196,7 @@ def test_a_directory_that_cannot_take_tokens_is_refused_before_any_work(
     (tmp_path / "run" / "tokenizer.json").write_text("mine")
     for output, message in (
         (tmp_path / "file", "file cannot be used (File exists): name one that is new"),
-        (tmp_path / "file" / "below", "below is no directory that can be used (Not a directory)"),
+        (tmp_path / "file" / "below", "below cannot be used (Not a directory)"),
         (
             tmp_path / "run",
             (

@@ -116,10 +116,8 @@ def evaluation_batches(
         name = "the held-out part of data.train"
         if data.validation:
             name = f"data.validation={data.validation}"
-        raise ConfigError(
-            f"{name} has {rows.tokens} tokens: at least 2 are needed to predict one. Give more"
-            " text."
-        )
+        told = "at least 2 are needed to predict one. Give more text"
+        raise ConfigError(f"{name} has {rows.tokens} tokens: {told}.")
     return EvaluationBatches(rows, batch_size, process_index, process_count)
 
 
@@ -129,8 +127,7 @@ def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
 
 def _share(batch_size: int, processes: int) -> int:
     if batch_size % processes:
-        raise ConfigError(
-            f"train.batch_size={batch_size} is not divisible by the {processes} processes of the"
-            f" run: set it to a multiple of {processes}."
-        )
+        told = f"is not divisible by the {processes} processes of the run"
+        remedy = f"set it to a multiple of {processes}"
+        raise ConfigError(f"train.batch_size={batch_size} {told}: {remedy}.")
     return batch_size // processes

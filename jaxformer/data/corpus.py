@@ -57,8 +57,7 @@ class Corpus:
     stores: dict[SideName, list[TokenStore]]
 
     def validation_text(self) -> Iterator[str]:
-        """The text of the validation tokens, in pieces; none for an objective that does not predict
-        every token."""
+        """The text of the validation tokens, in pieces, where an objective predicts each."""
         for store in self.stores["validation"] if self.task.every_token else ():
             for start in range(0, store.tokens, BLOCK_TOKENS):
                 yield self.tokenizer.decode(store.read(start, start + BLOCK_TOKENS))
@@ -161,8 +160,7 @@ def tokenizer_of(
 
 
 def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> None:
-    """Raises ConfigError for a tokenizer (that of tokenizer.path=`path`, if any) that does not
-    suit a task, or a model of `vocab_size` entries."""
+    """Raises ConfigError for a tokenizer (of `path`, if any) that a task or model cannot use."""
     task.check_tokenizer(tokenizer, path)
     if 0 < vocab_size < tokenizer.vocab_size:
         raise ConfigError(
@@ -199,8 +197,7 @@ def in_order(labels: Iterable[str]) -> tuple[str, ...]:
 
 
 def gzip_bits_per_byte(texts: Iterable[str]) -> float:
-    """Bits that `gzip -9` takes for each byte of the texts, one after the other; nan where there
-    are none."""
+    """Bits that `gzip -9` takes for each byte of the texts together; nan for none."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     size = packed = 0
     for text in texts:
@@ -242,10 +239,8 @@ def _example_rows(
     if template.packs:
         log(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
     if rows.cut:
-        log(
-            f"{split.name}: {rows.cut:,} of {len(store):,} examples are longer than a row, and are"
-            " cut at the end"
-        )
+        which = f"{rows.cut:,} of {len(store):,} examples"
+        log(f"{split.name}: {which} are longer than a row, and are cut at the end")
     return rows
 
 

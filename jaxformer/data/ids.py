@@ -49,10 +49,8 @@ class IdFiles(Source):
     def made_by(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError where there is none."""
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{self} holds token ids, and tokenizer.path is empty: set it to the tokenizer.json"
-                " that the ids were made with."
-            )
+            told = "holds token ids, and tokenizer.path is empty: set it to their tokenizer.json"
+            raise ConfigError(f"{self} {told}.")
         return self.tokenizer
 
 
@@ -68,10 +66,8 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
     except OSError as error:
         raise unreadable(f"{setting}: {spec}", error) from None
     if len(fields) > 1:
-        raise ConfigError(
-            f"{setting}: {spec} holds token ids of text, and data.objective reads records: name"
-            " their source."
-        )
+        told = "holds token ids of text, and data.objective reads records: name their source"
+        raise ConfigError(f"{setting}: {spec} {told}.")
     return IdFiles(setting, spec, files, fields)
 
 
@@ -104,9 +100,8 @@ def id_store(
             raise _changed(file)
         made = _finished(folder, closed, thorough)
         if not made and thorough:
-            raise ConfigError(
-                f"{source}: {file.path} has no index of documents: leave out --verify to make it."
-            )
+            told = "has no index of documents: leave out --verify to make it"
+            raise ConfigError(f"{source}: {file.path} {told}.")
         if not made:
             with claimed(folder, log):
                 made = _finished(folder, closed) or _index(source, file, folder)
@@ -147,9 +142,8 @@ def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
         progress.tell()
     if doubtful and array.count >= FEWEST_TO_DOUBT:
         raise ConfigError(
-            f"{source}: every second id of {array.path} is 0, as if they were uint32, and a .bin "
-            f"file of a tokenizer of {tokenizer.vocab_size:,} entries holds uint16: write it so, "
-            "or as .npy."
+            f"{source}: every second id of {array.path} is 0, as if they were uint32, and a .bin"
+            f" file of {tokenizer.vocab_size:,} entries holds uint16: write it so, or as .npy."
         )
     documents += last != tokenizer.end_token
     return Scan(digest.hexdigest(), documents, size)
@@ -190,9 +184,8 @@ def _open(source: IdFiles, file: SourceFile) -> IdArray:
             array = IdArray(path, dtype, 0, size // dtype.itemsize)
             if size % dtype.itemsize:
                 raise ConfigError(
-                    f"{where} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin "
-                    "file holds raw ids, of uint16 for a tokenizer of up to 65,536 entries, else "
-                    "uint32."
+                    f"{where} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin"
+                    " file holds raw ids, uint16 for up to 65,536 entries, else uint32."
                 )
     except OSError as error:
         raise unreadable(path, error) from None
@@ -205,14 +198,11 @@ def _npy_array(path: Path, where: str) -> IdArray:
     try:
         found = np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
-        raise ConfigError(
-            f"{where} is no .npy array of integers ({error}): write it by numpy.save."
-        ) from None
+        told = f"is no .npy array of integers ({error}): write it by numpy.save"
+        raise ConfigError(f"{where} {told}.") from None
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ConfigError(
-            f"{where} is an array of {found.dtype} of shape {found.shape}: token ids are one row of"
-            " integers, as `jaxformer tokenizer encode --output` writes them."
-        )
+        told = f"is an array of {found.dtype} of shape {found.shape}: token ids are one row"
+        raise ConfigError(f"{where} {told} of integers.")
     return IdArray(path, found.dtype, found.offset, len(found))
 
 
@@ -227,14 +217,13 @@ def _check(source: IdFiles, array: IdArray, start: int, ids: np.ndarray) -> None
         return
     place = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
     raw = "" if array.path.suffix.lower() == ".npy" else f", read as {array.dtype.name},"
+    found = f"id {int(ids[place])} at place {start + place:,} of {array.path}{raw}"
     raise ConfigError(
-        f"{source}: id {int(ids[place])} at place {start + place:,} of {array.path}{raw} is not in "
-        f"the vocabulary of tokenizer.path, which has {size:,} entries: name the tokenizer that "
-        "made the ids."
+        f"{source}: {found} is not in the vocabulary of tokenizer.path, which has {size:,} entries:"
+        " name the tokenizer that made the ids."
     )
 
 
 def _changed(file: SourceFile) -> ConfigError:
-    return ConfigError(
-        f"{file.path} changed while it was read: run again when it no longer changes."
-    )
+    told = "changed while it was read: run again when it no longer changes"
+    return ConfigError(f"{file.path} {told}.")

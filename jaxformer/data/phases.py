@@ -19,8 +19,7 @@ def phases(setting: str, text: str) -> list[tuple[int, str]]:
         if not colon or not value.strip() or number < 0 or (found and number <= found[-1][0]):
             raise ConfigError(
                 f"{setting}={text!r}: {entry.strip()!r} is not allowed there. Write the first"
-                " value, and then each change as STEP: VALUE, steps ascending from 1, separated by"
-                " ';'."
+                " value, and then '; STEP: VALUE' for each change, steps ascending from 1."
             )
         found.append((number, value.strip()))
     return found

@@ -99,10 +99,7 @@ def prepare_share(
         _require_sources([*train, *held])
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
-        log(
-            "each task reads all text to train the tokenizer: with --tokenizer.path it reads only"
-            " its own part"
-        )
+        log("each task reads all text to train the tokenizer; with --tokenizer.path only its part")
         sides = find_sides(data, settings, task, kept / SCANS, log)
         tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
@@ -135,8 +132,7 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
 
 
 def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
-    """Raises ConfigError where a directory was prepared of other text, or with another
-    tokenizer."""
+    """Raises ConfigError for a directory that other text, or another tokenizer, made."""
     try:
         manifest = read_object(output / MANIFEST)
         before = [entry["spec"] for entry in manifest["train"]]
@@ -146,10 +142,8 @@ def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
     if before != specs:
         other = f"of other text ({'; '.join(before)})"
     if other:
-        raise ConfigError(
-            f"--output {output} was prepared {other}: name a new directory, so that nothing is"
-            " lost."
-        )
+        told = f"was prepared {other}: name a new directory, so that nothing is lost"
+        raise ConfigError(f"--output {output} {told}.")
 
 
 def _require_sources(sources: Iterable[Source]) -> None:
@@ -166,10 +160,8 @@ def _require_sources(sources: Iterable[Source]) -> None:
 
 def _require_text(task: Task) -> None:
     if len(task.fields) > 1:
-        raise ConfigError(
-            f"data.objective={task.name} reads records, which training encodes itself:"
-            " jaxformer prepare tokenizes text."
-        )
+        told = "reads records, which training encodes itself: jaxformer prepare tokenizes text"
+        raise ConfigError(f"data.objective={task.name} {told}.")
 
 
 def _summary(split: Split, store: TokenStore) -> TextSummary:

@@ -55,10 +55,8 @@ class Written:
             if untouched or digest(path) == self.digest:
                 return found
             how = "its checksum is another"
-        raise ConfigError(
-            f"{path} was altered since it was written ({how}): restore it, or remove it to have it"
-            " made again from the text."
-        )
+        remedy = "restore it, or remove it to have it made again from the text"
+        raise ConfigError(f"{path} was altered since it was written ({how}): {remedy}.")
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,7 @@ class Shard:
 
     @classmethod
     def finished(cls, folder: Path, index: int, thorough: bool = False) -> "Shard | None":
-        """The shard of this number, None where it is not complete. Raises ConfigError if it was
-        altered."""
+        """The shard of this number, None where it is not complete."""
         try:
             shard = cls.of(folder, read_object(folder / f"{index:05d}.json"))
         except WRONG_RECORD:
@@ -117,8 +114,7 @@ class Shard:
         return self.path.with_suffix(f".{kind}")
 
     def checked(self, thorough: bool = False) -> "Shard | None":
-        """The shard with its files as they are now, None where one is gone. Raises ConfigError for
-        one that was altered."""
+        """The shard with its files as they are now, None where one is gone."""
         try:
             files = {
                 kind: written.checked(self.file(kind), thorough)

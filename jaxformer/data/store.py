@@ -172,8 +172,7 @@ class TokenStore:
 
 
 def most_maps() -> int | None:
-    """How many files a store keeps mapped: a quarter of the files that this process may have open,
-    None for no limit."""
+    """A quarter of the files that this process may have open, None for no limit."""
     if sys.platform == "win32":
         return None
     import resource

@@ -42,13 +42,11 @@ class Prepared(Source):
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
-    """The sources that `data.train` or `data.validation` names, separated by ';'. Raises
-    ConfigError where there is no such source."""
+    """The sources that `data.train` or `data.validation` names. Raises ConfigError."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
-        raise ConfigError(
-            f"{setting} names no source: give a file, a directory, a glob, or a named source."
-        )
+        told = "names no source: give a file, a directory, a glob, or a named source"
+        raise ConfigError(f"{setting} {told}.")
     policy = ErrorPolicy(data.undecodable, data.malformed)
     found: list[Source] = []
     for spec in specs:
@@ -60,8 +58,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
             if not texts:
                 raise ConfigError(
                     f"{setting}: {folder} was prepared without text for validation: prepare it"
-                    " with data.validation, or leave data.validation empty to hold out a part of"
-                    " data.train."
+                    " with data.validation, or leave data.validation empty."
                 )
             found += texts
         else:
@@ -83,8 +80,7 @@ def _is_prepared(folder: Path) -> bool:
 
 
 def find_held(data: DataConfig, train: list[Source], fields: Fields) -> list[Source]:
-    """The sources that `data.validation` names, or else what was prepared for validation beside the
-    texts for training."""
+    """The sources of `data.validation`, or else what was prepared for it beside `train`."""
     setting = "data.validation"
     if data.validation:
         return find_texts(data, setting, fields)
@@ -108,10 +104,8 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
             f" version writes ({error}): prepare the text again."
         ) from None
     if len(fields) > 1:
-        raise ConfigError(
-            f"{setting}: {folder} holds tokens of text, and data.objective reads records: name"
-            " their source."
-        )
+        told = "holds tokens of text, and data.objective reads records: name their source"
+        raise ConfigError(f"{setting}: {folder} {told}.")
     return [
         Prepared(setting, spec, (), folder=folder, scanned=found, tokenizer=made_by)
         for spec, found in scans
@@ -135,8 +129,7 @@ def store_of(
     log: Log,
     thorough: bool = False,
 ) -> TokenStore:
-    """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is
-    there, and makes nothing. Raises ConfigError for a store that cannot be used."""
+    """The tokens of a text, in `folder` or where it is prepared; `thorough` only checks them."""
     names = [directory_of(part, tokenizer) for part in found.parts]
     if isinstance(source, IdFiles):
         return id_store(source, found, [folder / name for name in names], thorough, log)
@@ -162,10 +155,8 @@ def _group_stores(
     missing = [part for part, store in zip(found.parts, stores, strict=True) if store is None]
     size = sum(part.bytes for part in missing)
     if missing and thorough:
-        raise ConfigError(
-            f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
-            " make them."
-        )
+        told = f"{len(missing)} of {count} parts are not prepared"
+        raise ConfigError(f"{source}: {told}: leave out --verify to make them.")
     if missing:
         parts = f", {len(missing)} of {count} parts" * (count > 1)
         log(f"{source}: tokenizing {megabytes(size)}{parts}")
@@ -189,11 +180,9 @@ def build_part(
     part: tuple[int, int],
     log: Log,
 ) -> None:
-    """Makes the part (number from 0, of how many) of a text's shards, independently of the other
-    parts.
+    """Makes the part (number from 0, of how many) of a text's shards, independently of others.
 
-    Parts are of file groups where there are enough of them, so that each reads only its own;
-    otherwise of the shards in each group.
+    Parts are file groups where there are enough of them, otherwise shards of each group.
     """
     index, count = part
     groups = list(enumerate(file_groups(source)))
@@ -223,14 +212,11 @@ def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
 
 
 def _require_text_of(part: Scan, store: TokenStore, directory: Path, source: Source) -> None:
-    """Raises ConfigError, and removes the store, where files changed between their scan and their
-    tokens."""
+    """Removes the store, and raises ConfigError, where files changed after their scan."""
     if (part.documents, part.bytes) != (store.documents, store.bytes):
         shutil.rmtree(directory, ignore_errors=True)
-        raise ConfigError(
-            f"{source}: its files changed while they were tokenized: run again when they no longer"
-            " change."
-        )
+        told = "its files changed while they were tokenized: run again when they no longer change"
+        raise ConfigError(f"{source}: {told}.")
 
 
 def write_prepared(
@@ -254,15 +240,14 @@ def directory_of(part: Scan, tokenizer: Tokenizer) -> str:
 def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool) -> TokenStore:
     if source.tokenizer != tokenizer.fingerprint():
         raise ConfigError(
-            f"{source.setting}: {source.folder} was made by another tokenizer than the run's, which"
-            " is that of tokenizer.path, or else of the first prepared directory: prepare all"
-            " texts with one tokenizer."
+            f"{source.setting}: {source.folder} was made by another tokenizer than the run's (of"
+            " tokenizer.path, or else of the first prepared directory): prepare all with one."
         )
     if (store := TokenStore.open(source.folder / name, thorough)) is not None:
         return store
+    lacks = f"is not complete, {missing_of(source.folder / name)} is missing"
     raise ConfigError(
-        f"{source.setting}: {source.folder / name} is not complete,"
-        f" {missing_of(source.folder / name)} is missing: copy the directory again, or run the"
+        f"{source.setting}: {source.folder / name} {lacks}: copy the directory again, or run the"
         " `jaxformer prepare --output` that made it once more."
     )
 

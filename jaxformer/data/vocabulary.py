@@ -22,8 +22,7 @@ SAMPLE_CHARACTERS = 1 << 12
 def given_tokenizer(
     settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None
 ) -> Tokenizer | None:
-    """The tokenizer that needs no text: of a file, of what was `prepared`, or of bytes; None where
-    one is to be trained."""
+    """The tokenizer of a file, of what was `prepared`, or of bytes; None where it needs text."""
     if settings.path and not os.path.exists(os.path.expanduser(settings.path)):
         raise ConfigError(
             f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of"
@@ -37,15 +36,12 @@ def given_tokenizer(
 def make_tokenizer(
     settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of a run, made or found. A BPE is trained on the text for training; characters
-    are those of all text."""
+    """The tokenizer of a run, made or found: a BPE of text for training, characters of all."""
     train, every = sides["train"], [*sides["train"], *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
     if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory"
-            " again."
-        )
+        told = f"has no {TOKENIZER_FILE}, with which it was prepared: copy the directory again"
+        raise ConfigError(f"{prepared[0]} {told}.")
     if given := given_tokenizer(settings, specials, *prepared[:1]):
         return given
     summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))

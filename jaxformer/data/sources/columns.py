@@ -20,29 +20,17 @@ BUFFER_BYTES = 1 << 20
 RecordBatches = Callable[[Path, Fields], Iterator["pyarrow.RecordBatch"]]
 
 
-def parquet_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .parquet file, of which only the columns of `fields` are read."""
-    return _column_records(file.path, _parquet_batches, fields, handler)
-
-
-def arrow_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of an Arrow file in the streaming format."""
-    return _column_records(file.path, _arrow_batches, fields, handler)
-
-
-def _column_records(
-    path: Path, batches: RecordBatches, fields: Fields, handler: ErrorHandler
-) -> Iterator[Record]:
-    """Raises ConfigError with the row, counted from 1."""
-    rows = _rows(path, batches, fields, handler)
-    return checked_records(rows, dict, fields, handler, f"{path}, row")
+def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
+    """The records of a .parquet file, or of an Arrow file in the streaming format."""
+    batches = _parquet_batches if file.format == "parquet" else _arrow_batches
+    rows = _rows(file.path, batches, fields, handler)
+    return checked_records(rows, dict, fields, handler, f"{file.path}, row")
 
 
 def _rows(
     path: Path, batches: RecordBatches, fields: Fields, handler: ErrorHandler
 ) -> Iterator[tuple[int, Any]]:
-    """The number of each row, and pairs of names and values; without rows of which a value is
-    skipped."""
+    """The number of each row, and its names and values; without rows that are skipped."""
     names, number = list(dict.fromkeys(field.name for field in fields)), 0
     with _arrow_errors(path):
         for batch in batches(path, fields):
@@ -95,15 +83,12 @@ def _arrow_errors(path: Path) -> Iterator[None]:
     try:
         import pyarrow
     except ModuleNotFoundError:
-        raise ConfigError(
-            f"{path} is read by pyarrow, which is not installed: pip install 'jaxformer[parquet]'."
-        ) from None
+        told = "needs pyarrow, which is not installed"
+        raise ConfigError(f"{path} {told}: pip install 'jaxformer[parquet]'.") from None
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno:
             raise unreadable(path, error) from None
-        raise ConfigError(
-            f"{path} is truncated or damaged, or not a {path.suffix} file ({error}): make or fetch"
-            " it again."
-        ) from None
+        told = f"{path} is truncated or damaged, or not a {path.suffix} file ({error})"
+        raise ConfigError(f"{told}: make or fetch it again.") from None

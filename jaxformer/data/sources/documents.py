@@ -18,8 +18,8 @@ Repair = Callable[[bytes, int], str]
 
 
 def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """The documents of a text file, separated by a literal <|endoftext|> (with one line break on
-    either side). Documents that are only white space are omitted."""
+    """The documents of a text file that are not blank, separated by a literal <|endoftext|> (with
+    one line break on either side)."""
     if handler.policy.undecodable == "skip":
         return _decodable_documents(file.path, handler)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxformer.config import ConfigError
 from jaxformer.data.sources import hub, standard_input
 from jaxformer.data.sources.packages import NAMED_SOURCES
-from jaxformer.data.sources.reading import PACKED, SourceFile
+from jaxformer.data.sources.reading import PACKED, SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
@@ -26,24 +26,15 @@ FORMATS = {
 }
 
 # Suffixes of files that are certainly not text, and what to do about them.
-NOT_TEXT = {
+REMEDIES = {
     ".json": "write one JSON object on each line of a .jsonl file",
     ".csv": "write the columns to a .tsv, .jsonl or .parquet file",
-    **dict.fromkeys(
-        (".arrow", ".feather"),
-        "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'",
-    ),
-    **dict.fromkeys(
-        (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z"),
-        "unpack it, or compress the text as .gz or .zst",
-    ),
-    **dict.fromkeys((".npz", ".pt", ".pdf"), "give the text that it was made from"),
-    **dict.fromkeys(
-        (".bin", ".npy"),
-        "data.train and data.validation take token ids, named by themselves and not compressed; "
-        "otherwise give the text that they were made from",
-    ),
+    ".arrow .feather": "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'",
+    ".zip .tar .tgz .bz2 .xz .7z": "unpack it, or compress the text as .gz or .zst",
+    ".npz .pt .pdf": "give the text that it was made from",
+    ".bin .npy": "token ids are data.train or data.validation by themselves, and not compressed",
 }
+NOT_TEXT = {suffix: remedy for suffixes, remedy in REMEDIES.items() for suffix in suffixes.split()}
 
 # Files of token ids, which `ids.find_ids` reads.
 ID_SUFFIXES = (".npy", ".bin")
@@ -114,15 +105,12 @@ def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str
 
 
 def _below(root: Path, setting: str) -> list[Path]:
-    """Every file below a directory in the order of relative paths. Links are followed once, hidden
-    files and directories are not read."""
+    """Every file below a directory, sorted, without hidden ones; links are followed once."""
     found: list[Path] = []
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(
-            f"{setting}: {error.filename} cannot be read: {error.strerror}. Check its permissions."
-        )
+        raise unreadable(f"{setting}: {error.filename}", error)
 
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
@@ -135,16 +123,13 @@ def _below(root: Path, setting: str) -> list[Path]:
 
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
-    """The file of that name; or the sorted files that a glob finds, and the directory of its fixed
-    part."""
+    """The file of that name; or the fixed part of a glob, and the sorted files that it finds."""
     path = Path(os.path.expanduser(spec))
     if path.is_file():
         return None, [path]
     if path.exists():
-        raise ConfigError(
-            f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text"
-            " into it."
-        )
+        told = "is neither a file nor a directory: give -, and pipe the text into it"
+        raise ConfigError(f"{setting}: {path} {told}.")
     seen_from = f"(seen from {os.getcwd()})"
     if not glob.has_magic(spec):
         raise ConfigError(
@@ -156,10 +141,8 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
         return root, found
     if matches:
         some = ", ".join(sorted(map(str, matches))[:3])
-        raise ConfigError(
-            f"{setting}: the glob {spec!r} matches directories only ({some}): end it as in"
-            f" '{spec}/*.txt'."
-        )
+        told = f"matches directories only ({some}): end it as in '{spec}/*.txt'"
+        raise ConfigError(f"{setting}: the glob {spec!r} {told}.")
     told = _similar(root)
     if root.is_dir():
         seen = [path for path in root.iterdir() if path.is_file() and not path.name.startswith(".")]
@@ -181,8 +164,7 @@ def _similar(path: Path) -> str:
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
-    """The files with their names within `root`, which neither compression nor other files
-    change."""
+    """The files with their names within `root`, which do not depend on compression."""
     if root is None:
         return tuple(files)
     named: dict[str, SourceFile] = {}
@@ -190,10 +172,8 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
         name = file.path.relative_to(root.absolute()).as_posix()
         name = name[: -len(file.path.suffix)] if file.path.suffix.lower() in PACKED else name
         if name in named:
-            raise ConfigError(
-                f"{setting}: {named[name].path} and {file.path} are the same but for compression:"
-                " keep one."
-            )
+            both = f"{named[name].path} and {file.path}"
+            raise ConfigError(f"{setting}: {both} are the same but for compression: keep one.")
         named[name] = replace(file, name=name)
     return tuple(named.values())
 
@@ -209,8 +189,7 @@ def _source_file(path: Path, setting: str) -> SourceFile:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that tells a file's format, in lower case: the last one, or that before .gz or
-    .zst."""
+    """The last suffix of a file, or the one before .gz or .zst, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if len(suffixes) > 1 and suffixes[-1] in PACKED:
         return suffixes[-2]

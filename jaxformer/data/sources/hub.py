@@ -30,29 +30,23 @@ class Wanted(NamedTuple):
 
 
 def dataset_files(spec: str, setting: str) -> list[Path]:
-    """The Arrow files of a data set, which the `datasets` library downloads or converts if they are
-    not there yet. Raises ConfigError."""
+    """The Arrow files of a data set, which the library `datasets` downloads or converts."""
     where = f"{setting}={spec}"
     parts = spec.removeprefix(PREFIX).split(":")
     if len(parts) > 3 or not all(parts) or "[" in spec:
-        raise ConfigError(
-            f"{where} names no data set, or a part of a split: {GRAMMAR}. A split is read whole."
-        )
+        told = f"names no data set, or a part of a split: {GRAMMAR}. A split is read whole"
+        raise ConfigError(f"{where} {told}.")
     try:
         import datasets
     except ModuleNotFoundError:
-        raise ConfigError(
-            f"{where} is read by the library `datasets`, which is not installed: pip install"
-            " 'jaxformer[datasets]'."
-        ) from None
+        told = "needs the library `datasets`, which is not installed"
+        raise ConfigError(f"{where} {told}: pip install 'jaxformer[datasets]'.") from None
     config, split = parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None
     found = _loaded(datasets, Wanted(parts[0], config, split), where)
     files = [Path(entry["filename"]) for entry in found.cache_files]
     if not files:
-        raise ConfigError(
-            f"{where} is empty, or in memory only: save it by save_to_disk, and name that"
-            " directory."
-        )
+        remedy = "save it by save_to_disk, and name that directory"
+        raise ConfigError(f"{where} is empty, or in memory only: {remedy}.")
     return files
 
 
@@ -70,9 +64,8 @@ def _loaded(library: ModuleType, wanted: Wanted, where: str) -> "datasets.Datase
     except ConnectionError as error:
         raise ConfigError(
             f"{where}: the Hugging Face hub cannot be reached ({error}), and"
-            f" {library.config.HF_DATASETS_CACHE} holds no copy of {wanted.name!r}: run once on a"
-            " machine with a network and the same HF_HOME, or save the data set there by"
-            " save_to_disk and give that directory, as in 'datasets:DIRECTORY'."
+            f" {library.config.HF_DATASETS_CACHE} holds no copy of {wanted.name!r}: run once with a"
+            " network and the same HF_HOME, or give what save_to_disk wrote, 'datasets:DIRECTORY'."
         ) from None
     except Exception as error:  # the library's own, Arrow's, and those of its HTTP client
         raise ConfigError(
@@ -90,18 +83,15 @@ def _saved(
         own = wanted.split if found.split is None else str(found.split)
         splits, split = {own: found}, wanted.split or own
     if wanted.config or split not in splits:
-        raise ConfigError(
-            f"{where}: {wanted.name} was written by save_to_disk, and has the splits"
-            f" {', '.join(map(str, splits))} and no configurations: write"
-            f" 'datasets:{wanted.name}:SPLIT'."
-        )
+        told = f"has the splits {', '.join(map(str, splits))} and no configurations"
+        remedy = f"write 'datasets:{wanted.name}:SPLIT'"
+        raise ConfigError(f"{where}, written by save_to_disk, {told}: {remedy}.")
     return splits[split]
 
 
 @contextlib.contextmanager
 def _hub_if_it_answers(library: ModuleType) -> Iterator[None]:
-    """Makes the library use its local copies only where the hub does not answer; by itself it would
-    try for half a minute."""
+    """Makes the library use only its local copies where the hub does not answer in time."""
     import huggingface_hub
 
     before = library.config.HF_HUB_OFFLINE

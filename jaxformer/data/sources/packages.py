@@ -48,10 +48,8 @@ def packages(where: str, fields: Fields) -> tuple[SourceFile, ...]:
     In the order by hash the files of each package are spread evenly from 0 to 1.
     """
     if [field.kind for field in fields] != ["text", "label"]:
-        raise ConfigError(
-            f"{where} holds pieces of code and their packages: set data.objective=classes"
-            " (model.head=classes)."
-        )
+        remedy = "set data.objective=classes (model.head=classes)"
+        raise ConfigError(f"{where} holds pieces of code and their packages: {remedy}.")
     found: dict[str, list[SourceFile]] = {}
     for file in standard_library(where, ()):
         package, _, inner = file.name.partition("/")
@@ -84,8 +82,7 @@ def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPie
 
 
 def snippets(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """Pieces of 10 to 40 lines of a module and the name of its package; lines that contain the
-    name are removed."""
+    """Pieces of 10 to 40 lines of a module, without those that name its package, and the name."""
     package = file.name.partition("/")[0]
     text = "".join(piece for piece, _ in python_document(file, handler))
     lines = [line for line in text.splitlines(keepends=True) if package.lower() not in line.lower()]

@@ -83,8 +83,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 
 def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | None]]:
-    """(number from 1, text without its line break) of each line; the text of a line that is
-    skipped is None."""
+    """(number from 1, text without its line break) of each line; None for text that is skipped."""
     number, offset = 1, 0
     for raw in _whole_lines(path):
         lines: list[str | None]
@@ -113,8 +112,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[bytes]:
-    """Decompresses a sequence of gzip members or zstd frames. Raises ConfigError for data that is
-    damaged or cut short."""
+    """Decompresses a sequence of gzip members or zstd frames."""
     fresh, errors = _unpacker(suffix)
     unpacker = None
     for block in blocks:
@@ -123,9 +121,8 @@ def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[byte
             try:
                 yield unpacker.decompress(block)
             except errors as error:
-                raise ConfigError(
-                    f"{path} is damaged, or not a {suffix} file ({error}): make or fetch it again."
-                ) from None
+                told = f"{path} is damaged, or not a {suffix} file ({error})"
+                raise ConfigError(f"{told}: make or fetch it again.") from None
             block = b""
             if unpacker.eof:  # what follows is padding, or the next member
                 block, unpacker = unpacker.unused_data.lstrip(b"\0"), None

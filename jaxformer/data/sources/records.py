@@ -40,8 +40,7 @@ def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Ite
 
 
 def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .tsv file: columns separated by tabs, never quoted, named by the first
-    line."""
+    """The records of a .tsv file: columns separated by tabs, named by the first line."""
     lines = text_lines(file.path, handler)
     if (first := next(lines, None)) is None:
         return iter(())
@@ -52,11 +51,9 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
         found = line.split("\t")
         if len(found) != len(names):
             listed = ", ".join(map(repr, names))
-            raise RecordError(
-                "lines with another number of columns",
-                f" has {len(found)} columns, and the first line names {len(names)} ({listed}):"
-                " separate the columns of each line by single tabs.",
-            )
+            told = f"{len(found)} columns, and the first line names {len(names)} ({listed})"
+            remedy = "separate columns by single tabs"
+            raise RecordError("lines with another number of columns", f" has {told}: {remedy}.")
         return dict(zip(names, found, strict=True))
 
     # A line of tabs alone is a record of empty fields.
@@ -83,8 +80,7 @@ def checked_records(
     handler: ErrorHandler,
     where: str,
 ) -> Iterator[Record]:
-    """The fields of each row, which comes with its number; `parse` makes an object of it, or raises
-    RecordError. A blank text that is the only field is no record."""
+    """The fields of each numbered row, of which `parse` makes an object or raises RecordError."""
     alone = [field.kind for field in fields] == ["text"]
     for number, row in rows:
         try:
@@ -147,10 +143,8 @@ def _record(found: Any, fields: Fields) -> Record:
     }
     if len({*counts.values()}) > 1:
         told = " and ".join(f"the field {name!r} {count}" for name, count in counts.items())
-        raise RecordError(
-            "records with more tags than words, or fewer",
-            f": {told} entries: give one tag for each word.",
-        )
+        reason = "records with more tags than words, or fewer"
+        raise RecordError(reason, f": {told} entries: give one tag for each word.")
     return record
 
 
@@ -169,18 +163,15 @@ def _value(found: Any, field: RecordField) -> Value:
     value = convert(found[name])
     if value is None:
         given = "null" if found[name] is None else type(found[name]).__name__
-        raise RecordError(
-            f"records whose field {name!r} is {given}",
-            f": the field {name!r} is {given}, not {expected};"
-            f" see {field.setting or 'data.objective'}.",
-        )
+        told = f"field {name!r} is {given}"
+        message = f": the {told}, not {expected}; see {field.setting or 'data.objective'}."
+        raise RecordError(f"records whose {told}", message)
     try:
         (value if isinstance(value, str) else "".join(value)).encode()
     except UnicodeEncodeError as error:
-        raise RecordError(
-            "records with half a surrogate pair",
-            f": the field {name!r} holds half a surrogate pair ({error}), which is no character.",
-        ) from None
+        told = "half a surrogate pair"
+        message = f": the field {name!r} holds {told} ({error}), which is no character."
+        raise RecordError(f"records with {told}", message) from None
     return value
 
 
@@ -209,8 +200,7 @@ def _tags(value: Any) -> Value | None:
     return _each(_label, value)
 
 
-# For each kind of field: what makes a value of what JSON holds, None where it cannot, and what it
-# takes, for messages.
+# For each kind of field: what converts a value of JSON (None if it cannot), and what that expects.
 CONVERTERS: dict[Kind, tuple[Callable[[Any], Value | None], str]] = {
     "text": (_text, "a string"),
     "label": (_label, "a string or a whole number"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.sources.columns import arrow_records, parquet_records
+from jaxformer.data.sources.columns import column_records
 from jaxformer.data.sources.documents import TextPiece, in_pieces, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import find_files
@@ -37,8 +37,8 @@ RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]
     "jsonl": json_records,
     "tsv": tsv_records,
     "parallel": parallel_records,
-    "parquet": parquet_records,
-    "arrow": arrow_records,
+    "parquet": column_records,
+    "arrow": column_records,
     **NAMED_RECORDS,
 }
 
@@ -129,8 +129,7 @@ class Source:
         return {file.name: file.place for file in self.files if file.place is not None}
 
     def signature(self) -> str:
-        """Changes when the path, the size or the modification time of a file does; reads no
-        content."""
+        """A digest of the paths, sizes and modification times of the files, which are not read."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
         return fingerprint(self.fields, astuple(self.policy), files)
 
@@ -164,14 +163,11 @@ def _check(file: SourceFile, where: str, fields: Fields) -> None:
     if file.format in TEXTS and len(fields) > 1:
         raise ConfigError(
             f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}:"
-            " give a .jsonl, .tsv or .parquet file with these fields, or line-aligned files as in"
-            " 'train.{de,en}'."
+            " give a .jsonl, .tsv or .parquet file, or line-aligned files as in 'train.{de,en}'."
         )
     if file.format == "parallel" and count != len(fields):
-        raise ConfigError(
-            f"{where} names {count} line-aligned files, and data.objective takes {len(fields)}:"
-            f" {wanted}."
-        )
+        takes = f"data.objective takes {len(fields)}: {wanted}"
+        raise ConfigError(f"{where} names {count} line-aligned files, and {takes}.")
 
 
 def fingerprint(*summary: object) -> str:

@@ -37,10 +37,8 @@ def _spooled(stream: BinaryIO, where: str, folder: Path, suffix: str) -> Path:
             digest.update(block)
             file.write(block)
         if not file.tell():
-            raise ConfigError(
-                f"{where} is standard input, which is empty: pipe text into it, for one setting"
-                " only."
-            )
+            told = "is standard input, which is empty: pipe text into it, for one setting only"
+            raise ConfigError(f"{where} {told}.")
     path = folder / f"{digest.hexdigest()}{suffix}"
     if path.exists():  # keeps its modification time, and with it what was made of it
         draft.unlink()
