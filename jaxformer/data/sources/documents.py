@@ -1,14 +1,15 @@
 """Reads plain text as documents, which <|endoftext|> separates, in pieces of bounded size."""
 
 import codecs
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.reading import SourceFile, is_blank, read_blocks
 
-SEPARATOR = "<|endoftext|>"
-LONGEST_SEPARATOR = len(SEPARATOR) + 4  # with a line break on either side
+SEPARATOR = re.compile(r"(<\|endoftext\|>)(?:\r?\n)?")
+LONGEST_SEPARATOR = len("\r\n<|endoftext|>\r\n")
 PIECE_CHARACTERS = 1 << 16
 
 # A piece of a document, and whether the document ends with it.
@@ -90,24 +91,20 @@ def _documents(path: Path, handler: ErrorHandler, repair: Repair) -> Iterator[Te
         elif number:
             handler.blank(f"{path}, document {number}")
 
-    for text in _decoded(path, repair):
-        whole, held = _split_off(held + text)
+    for text, final in _decoded(path, repair):
+        whole, held = _split_off(held + text, final)
         for document in whole:
             yield from closed(document, count and count + 1)
             begun, count = False, count + 1
-        # The end of what is held may be the beginning of a separator.
-        *ready, held = _cut_up(held, spare=LONGEST_SEPARATOR)
-        begun = begun or bool(ready)
-        yield from ((piece, False) for piece in ready)
-    *whole, last = held.split(SEPARATOR)  # one at the very end of the file is still there
-    for document in whole:
-        yield from closed(_without_last_break(document), count and count + 1)
-        begun, count = False, count + 1
-    yield from closed(last, 0 if count else 1)
+        if not final:  # the end of what is held may be the beginning of a separator
+            *ready, held = _cut_up(held, spare=LONGEST_SEPARATOR)
+            begun = begun or bool(ready)
+            yield from ((piece, False) for piece in ready)
+    yield from closed(held, 0 if count else 1)
 
 
-def _decoded(path: Path, repair: Repair) -> Iterator[str]:
-    """The text of a file, a block at a time, without a byte order mark."""
+def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
+    """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
     held, offset = b"", 0
 
     def decoded(raw: bytes, final: bool) -> tuple[str, bytes]:
@@ -121,24 +118,22 @@ def _decoded(path: Path, repair: Repair) -> Iterator[str]:
     for block in read_blocks(path):
         raw = held + block
         text, held = decoded(raw, False)
-        yield text
+        yield text, False
         offset += len(raw) - len(held)
-    yield decoded(held, True)[0]
+    yield decoded(held, True)[0], True
 
 
-def _split_off(text: str) -> tuple[list[str], str]:
-    """The documents that a separator ends, and the rest. A separator counts once the two
-    characters after it, which may be a line break, are there."""
+def _split_off(text: str, final: bool) -> tuple[list[str], str]:
+    """The documents that a separator ends, and the rest."""
     documents, start = [], 0
-    while (found := text.find(SEPARATOR, start)) >= 0 and found + len(SEPARATOR) + 2 <= len(text):
-        documents.append(_without_last_break(text[start:found]))
-        start = found + len(SEPARATOR)
-        start += 2 if text.startswith("\r\n", start) else text.startswith("\n", start)
+    for match in SEPARATOR.finditer(text):
+        # The two characters after a separator may be a line break that belongs to it.
+        if final or match.end(1) + 2 <= len(text):
+            document, start = text[start : match.start()], match.end()
+            documents.append(
+                document[:-1].removesuffix("\r") if document[-1:] == "\n" else document
+            )
     return documents, text[start:]
-
-
-def _without_last_break(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def _cut_up(text: str, spare: int = 0) -> list[str]:
