@@ -240,8 +240,9 @@ def directory_of(part: Scan, tokenizer: Tokenizer) -> str:
 def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool) -> TokenStore:
     if source.tokenizer != tokenizer.fingerprint():
         raise ConfigError(
-            f"{source.setting}: {source.folder} was made by another tokenizer than the run's (of"
-            " tokenizer.path, or else of the first prepared directory): prepare all with one."
+            f"{source.setting}: {source.folder} was made by another tokenizer than the run's, which"
+            " is that of tokenizer.path, or else of the first prepared directory: prepare all"
+            " texts with one tokenizer."
         )
     if (store := TokenStore.open(source.folder / name, thorough)) is not None:
         return store

@@ -77,11 +77,10 @@ def _saved(
     found: "datasets.Dataset | datasets.DatasetDict", wanted: Wanted, where: str
 ) -> "datasets.Dataset":
     """One split of what save_to_disk wrote: a data set, or a dictionary of them."""
-    if isinstance(found, dict):
-        splits, split = found, wanted.split or "train"
-    else:
-        own = wanted.split if found.split is None else str(found.split)
-        splits, split = {own: found}, wanted.split or own
+    splits, split = found, wanted.split or "train"
+    if not isinstance(found, dict):
+        split = wanted.split or str(found.split or "")
+        splits = {str(found.split or split): found}
     if wanted.config or split not in splits:
         told = f"has the splits {', '.join(map(str, splits))} and no configurations"
         remedy = f"write 'datasets:{wanted.name}:SPLIT'"

@@ -32,7 +32,7 @@ def standard_library(where: str, fields: Fields) -> tuple[SourceFile, ...]:
         wanted = " and ".join(map(str, fields))
         raise ConfigError(f"{where} is plain text, and data.objective needs records of {wanted}.")
     root = Path(sysconfig.get_path("stdlib"))
-    found = {}
+    found: dict[str, Path] = {}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
