@@ -39,9 +39,7 @@ class Template(abc.ABC):
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """The ids of each record's parts, which here are texts; a new label gets the next
         number."""
-        columns = zip(*records, strict=True)
-        texts = (self.tokenizer.encode_batch(list(map(str, column))) for column in columns)
-        return zip(*texts, strict=True)
+        return zip(*(self.ids(records, field) for field in range(len(records[0]))), strict=True)
 
     @abc.abstractmethod
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
@@ -51,6 +49,9 @@ class Template(abc.ABC):
     @abc.abstractmethod
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         """The arrays of one example, cut to what a row holds."""
+
+    def ids(self, records: list[Record], field: int) -> list[list[int]]:
+        return self.tokenizer.encode_batch([str(record[field]) for record in records])
 
     def with_types(self, row: NumpyBatch, *lengths: int) -> NumpyBatch:
         """A row with the types of its tokens, where the model has any: 0 for the tokens of the
