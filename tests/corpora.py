@@ -22,7 +22,7 @@ def quiet(line: str) -> None:
 
 def prepare(run: RunConfig, log: Log = quiet, labels: tuple[str, ...] = ()) -> data.Corpus:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    options = {"seed": run.run.seed, "vocab_size": size, "labels": labels, "say": log}
+    options = {"seed": run.run.seed, "vocab_size": size, "labels": labels, "log": log}
     return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
 
 

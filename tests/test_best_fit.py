@@ -56,7 +56,7 @@ def test_no_token_is_lost_or_there_twice_and_only_what_is_longer_than_a_row_is_c
 ) -> None:
     ends = np.cumsum(sizes)
     fit = BestFit(ends, capacity)
-    held = [list(fit.stretches(row)) for row in range(len(fit))]
+    held = [list(fit.pieces(row)) for row in range(len(fit))]
     found = sorted(stretch for row in held for stretch in row)
     assert all(sum(end - begin for begin, end in row) <= capacity for row in held) and all(held)
     whole = []
@@ -94,8 +94,7 @@ def test_rows_are_full_whatever_the_documents_and_do_not_depend_on_chance() -> N
         first, again = BestFit(ends, capacity), BestFit(ends, capacity)
         assert first.filled > 0.999
         assert all(
-            list(first.stretches(row)) == list(again.stretches(row))
-            for row in range(0, len(first), 97)
+            list(first.pieces(row)) == list(again.pieces(row)) for row in range(0, len(first), 97)
         )
 
 

@@ -361,15 +361,15 @@ DATASETS = {
     ),
     "a split of files": (
         "files:none",
-        r'files:none cannot be had .*Unknown split "none".*\'train\'.* To choose, write',
+        r'files:none cannot be loaded .*Unknown split "none".*\'train\'.* To choose, write',
     ),
     "a configuration": (
         "files:none:train",
-        r"files:none:train cannot be had .* Available: \['default'\]",
+        r"files:none:train cannot be loaded .* Available: \['default'\]",
     ),
     "nothing": (
         "empty",
-        r"empty cannot be had from the library `datasets`: .*doesn't contain any data files",
+        r"empty cannot be loaded by the library `datasets`: .*doesn't contain any data files",
     ),
     "too much": ("a:b:c:d", r"names no data set, or a part of a split: write 'datasets:NAME'"),
 }

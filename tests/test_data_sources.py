@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, Undecodable
 from jaxformer.data.sources import Piece, Source, find_source, reading
+from jaxformer.data.sources import documents as document_reader
+from jaxformer.data.sources.documents import text_documents
 from jaxformer.data.sources.error_policy import ErrorHandler, ErrorPolicy, Skipped
-from jaxformer.data.sources.reading import SourceFile, text_documents
+from jaxformer.data.sources.reading import SourceFile
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.splits import Scan, Split, scan
 
@@ -74,12 +76,12 @@ def test_documents_and_pieces_do_not_depend_on_how_the_file_is_read(
 ) -> None:
     text = f"{line}<|endoftext|>{line}".join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE_CHARACTERS", 8)
+        patch.setattr(document_reader, "PIECE_CHARACTERS", 8)
         raw = text.encode()
-        patch.setattr(reading, "read_blocks", lambda path: iter([raw]))
+        patch.setattr(document_reader, "read_blocks", lambda path: iter([raw]))
         whole = list(text_documents(SourceFile(Path("whole"), "text"), ErrorHandler()))
         patch.setattr(
-            reading,
+            document_reader,
             "read_blocks",
             lambda path: (raw[i : i + block] for i in range(0, len(raw), block)),
         )
@@ -110,9 +112,9 @@ def test_bytes_that_are_no_text_are_replaced_or_their_documents_left_out(
     told: dict[Undecodable, Skipped] = {"replace": Skipped(), "skip": Skipped()}
     found: dict[Undecodable, list[str]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE_CHARACTERS", 8)
+        patch.setattr(document_reader, "PIECE_CHARACTERS", 8)
         patch.setattr(
-            reading,
+            document_reader,
             "read_blocks",
             lambda path: (raw[i : i + block] for i in range(0, len(raw), block)),
         )
@@ -152,7 +154,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_only_the_first_character_is_a_byte_order_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(reading, "READ_BYTES", 1)
     assert documents(write(tmp_path / "a.txt", "\ufeff\ufeffa\ufeffb").pieces()) == [
         "\ufeffa\ufeffb"
     ]
@@ -209,7 +211,9 @@ def test_stdlib_is_the_running_pythons_own_code_without_its_tests() -> None:
 def test_bad_bytes_in_the_standard_library_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(b"caf\xe9 = 1")
     (tmp_path / "b.py").write_bytes(b"x = 1\r\n")
-    files = tuple(SourceFile(tmp_path / name, "python", name) for name in ("a.py", "b.py"))
+    files = tuple(
+        SourceFile(tmp_path / name, "python", name, place=0.0) for name in ("a.py", "b.py")
+    )
     assert list(Source("data.train", "stdlib", files).pieces()) == [
         Piece("x = 1\r\n", "b.py", True)
     ]
@@ -294,7 +298,7 @@ def test_a_file_without_permission_is_one_message(
         list(source.pieces())
 
 
-def test_a_survey_is_read_again_only_when_a_file_changes(
+def test_a_scan_is_read_again_only_when_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a.txt", "abc<|endoftext|>dé")

@@ -29,7 +29,7 @@ from jaxformer.data import (
     TokenStore,
     gzip_bits_per_byte,
     open_or_build,
-    store,
+    shards,
     tokenizing,
     vocabulary,
 )
@@ -170,8 +170,8 @@ def test_a_copied_store_is_read_through_once(
     open_or_build(tmp_path / "first", lambda: pieces_of(["abc"]), BYTES)
     shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
     read: list[str] = []
-    digest = store.digest
-    monkeypatch.setattr(store, "digest", lambda path: read.append(path.name) or digest(path))
+    digest = shards.digest
+    monkeypatch.setattr(shards, "digest", lambda path: read.append(path.name) or digest(path))
     for _ in range(2):
         assert TokenStore.open(tmp_path / "second")
         assert sorted(read) == ["00000.documents", "00000.tokens"]
@@ -297,7 +297,7 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     ends = np.arange(1000, size, 1000).astype(np.int64)
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
     return TokenStore(
-        [store.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
+        [shards.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
     )
 
 

@@ -133,7 +133,7 @@ def test_text_for_validation_is_prepared_beside_that_for_training(tmp_path: Path
 def test_tasks_train_the_same_tokenizer_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     train, bpe = str(written(tmp_path)), TokenizerConfig(vocab_size=300)
     prepare_text(run_of(tmp_path, train, bpe), tmp_path / "whole", False, quiet)
     said: list[str] = []
@@ -156,7 +156,7 @@ def test_tasks_train_the_same_tokenizer_where_there_is_none(
 def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
     unit_bytes: int, tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(splits, "GROUP_BYTES", unit_bytes)
     monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
     train = str(written(tmp_path))
     prepare_text(run_of(tmp_path, train), tmp_path / "whole", False, quiet)
@@ -171,7 +171,7 @@ def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
 
 
 def test_a_task_reads_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     read: set[str] = set()
     pieces = Source.pieces
 
@@ -241,7 +241,7 @@ def test_tasks_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> Non
 def test_only_what_changed_is_tokenized_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     text = written(tmp_path)
     run = run_of(tmp_path, str(text))
     first = prepare_text(run, None, False, quiet)

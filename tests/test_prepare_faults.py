@@ -19,7 +19,7 @@ from jaxformer.cli import main
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
 from jaxformer.data.sources import Piece, Source
-from jaxformer.data.sources.reading import in_pieces
+from jaxformer.data.sources.documents import in_pieces
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -74,7 +74,7 @@ def test_how_far_a_long_document_is_can_be_told(
 def test_files_without_text_are_units_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     text = written(tmp_path, files=2)
     (text / "0a.jsonl").touch()
     (text / "0b.txt").write_text(" \n<|endoftext|>\n")
@@ -146,8 +146,7 @@ def test_a_full_disk_is_one_message_and_the_work_goes_on(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (
-        "00000.tokens cannot be written: File too large. Make room or name another directory"
-        in told
+        "00000.tokens cannot be written (File too large): make room, or choose another path" in told
     )
     assert not list(tmp_path.rglob("*.tmp")) and main(arguments) == 0
 
@@ -164,7 +163,7 @@ def test_a_copied_store_on_a_disk_that_cannot_be_written_is_read(
         monkeypatch.setattr(os, name, read_only)
     assert prepare(run_of(tmp_path, str(tmp_path / "second"))).train.documents
     with pytest.raises(
-        ConfigError, match=r"00000\.tokens cannot be written: Read-only file system"
+        ConfigError, match=r"00000\.tokens cannot be written \(Read-only file system\)"
     ):
         open_or_build(tmp_path / "third", lambda: [Piece("a", "0", True)], byte_tokenizer())
 
@@ -196,11 +195,8 @@ def test_a_directory_that_cannot_take_tokens_is_refused_before_any_work(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tokenizer.json").write_text("mine")
     for output, message in (
-        (
-            tmp_path / "file",
-            "file is no directory that can be used (File exists): name one that is new",
-        ),
-        (tmp_path / "file" / "below", "below is no directory that can be used (Not a directory)"),
+        (tmp_path / "file", "file cannot be used (File exists): name one that is new"),
+        (tmp_path / "file" / "below", "below cannot be used (Not a directory)"),
         (
             tmp_path / "run",
             (

@@ -39,7 +39,7 @@ def test_text_is_another_when_its_borders_or_names_are(tmp_path: Path) -> None:
     assert len(set(found)) == 5 and scanned(tmp_path / "again", variants[0]).content == found[0]
 
 
-def test_what_was_left_out_is_told_again_of_a_survey_that_is_found(tmp_path: Path) -> None:
+def test_what_was_left_out_is_told_again_of_a_scan_that_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\nno record\n{"text": " "}\n')
     source = find_source(str(path), "data.train", TEXT, ErrorPolicy(malformed="skip"))
@@ -54,7 +54,7 @@ def test_what_was_left_out_is_told_again_of_a_survey_that_is_found(tmp_path: Pat
 def test_units_are_as_many_neighbours_as_fit_or_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 100)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 100)
     for number, size in enumerate((60, 40, 1, 0, 99, 500, 0, 50, 51)):
         (tmp_path / f"{number}.txt").write_text("x" * size)
     groups = file_groups(find_source(str(tmp_path), "data.train"))
@@ -109,7 +109,7 @@ def test_a_tokenizer_is_found_only_by_all_that_it_was_made_of(
 def test_a_text_of_several_units_is_another_when_any_of_them_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     text = written(tmp_path, files=3)
     found = [prepare(run_of(tmp_path, str(text))).train.fingerprint]
     for name in ("0", "2"):

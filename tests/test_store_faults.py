@@ -12,7 +12,7 @@ from corpora import prepare, prepare_share, prepare_text
 from test_prepare import contents, quiet, run_of, written
 
 from jaxformer.config import ConfigError
-from jaxformer.data import TokenStore, open_or_build, splits, store, texts, tokenizing
+from jaxformer.data import TokenStore, open_or_build, shards, splits, texts, tokenizing
 from jaxformer.data.sources import Piece, Source
 from jaxformer.data.tokenizing import ProgressNotes, build_shards
 from jaxformer.tokenizer import byte_tokenizer
@@ -108,10 +108,10 @@ def test_a_manifest_must_be_written_once_but_need_not_be_renewed(
     for path in tmp_path.iterdir():
         os.utime(path)
 
-    def full(path: Path) -> None:
+    def full(path: Path, text: str) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr(store, "replacing", full)
+    monkeypatch.setattr(shards, "write_text", full)
     assert TokenStore.open(tmp_path)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no room"):
@@ -183,7 +183,7 @@ def test_text_for_validation_beside_several_texts_is_taken_once(tmp_path: Path) 
 def test_tasks_have_like_shares_and_as_many_as_units_read_one_each(
     tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "UNIT_BYTES", 1)
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
     run, pieces = run_of(tmp_path, str(written(tmp_path, files=4))), Source.pieces
     read: set[str] = set()
 

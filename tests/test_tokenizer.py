@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources import reading
+from jaxformer.data.sources import documents
 from jaxformer.tokenizer import (
     END_OF_TEXT,
     MARKS,
@@ -186,15 +186,15 @@ WORDS = st.builds("{}{}{}".format, st.text("ab.!'é", max_size=5), st.sampled_fr
 def test_a_document_in_pieces_encodes_as_the_whole(words: list[str]) -> None:
     text = "".join(words)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE_CHARACTERS", 32)
-        pieces = list(reading.in_pieces(text))
+        patch.setattr(documents, "PIECE_CHARACTERS", 32)
+        pieces = list(documents.in_pieces(text))
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(len(piece) <= 64 for piece, _ in pieces)
     assert [token for piece, _ in pieces for token in BPE.encode(piece)] == BPE.encode(text)
 
 
 def test_a_document_without_a_place_to_cut_is_cut_all_the_same() -> None:
-    pieces = [piece for piece, _ in reading.in_pieces("x" * 1_000_000)]
+    pieces = [piece for piece, _ in documents.in_pieces("x" * 1_000_000)]
     assert (
         "".join(pieces) == "x" * 1_000_000 and max(map(len, pieces)) <= 2 * reading.PIECE_CHARACTERS
     )

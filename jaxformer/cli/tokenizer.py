@@ -186,22 +186,20 @@ def _print_ids(ids: Ids) -> int:
 def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
     """Writes ids as they come; NumPy's header has room for the length, which is known at the
     end."""
-    from jaxformer.data.writing import replacing
+    from jaxformer.files import replacing
 
     dtype, count = tokenizer.dtype, 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-    try:
-        with replacing(path) as file:
-            np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
-            while some := [*itertools.islice(ids, IDS_PER_LINE)]:
-                file.write(np.array(some, dtype).tobytes())
-                count += len(some)
-            file.seek(0)
-            np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): name another --output."
-        ) from None
+    advice = "name another --output"
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written (no such directory): {advice}.")
+    with replacing(path, advice) as file:
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
+        while some := [*itertools.islice(ids, IDS_PER_LINE)]:
+            file.write(np.array(some, dtype).tobytes())
+            count += len(some)
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
     return count
 
 

@@ -1,4 +1,4 @@
-"""A batch is a function of the seed and the step: rows in a shuffled order that nobody holds in
+"""A batch is a function of the seed and the step: rows in a shuffled order that is never held in
 memory."""
 
 import itertools
@@ -13,12 +13,12 @@ from jaxformer.data.rows import NumpyBatch, Rows
 
 
 class Batches:
-    """`batches[step]` is this process's share of the global batch of that step: its rows
+    """`batches[step]` is this process's part of the global batch of that step: its rows
     process_index::process_count.
 
     Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. While
-    data.length_warmup says that rows are shorter, a batch is as many more of them. Raises
-    ConfigError where a source cannot fill one row, or the batch cannot be shared evenly.
+    data.length_warmup makes rows shorter, a batch has as many more of them. Raises ConfigError
+    where a source cannot fill one row, or the batch cannot be divided evenly.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class Batches:
     ) -> None:
         for name, part in rows.sources(data.train):
             if part.tokens < part.window:
+                most = data.sequence_length - part.window + part.tokens
                 raise ConfigError(
                     f"data.train={name} has {part.tokens:,} tokens, and a row of"
                     f" data.sequence_length={data.sequence_length:,} takes {part.window:,}: give"
-                    " more text, or set data.sequence_length to at most"
-                    f" {data.sequence_length - part.window + part.tokens:,}."
+                    f" more text, or set data.sequence_length to at most {most:,}."
                 )
         share = _share(batch_size, process_count)
         self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
         self._prefetch = data.prefetch
-        # Neighbouring seeds are mixed apart, because grain numbers epochs by seed + 1, seed + 2 and
-        # so on.
+        # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
+        # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
         made = rows.order(order, batch_size).random_map(rows.row, seed=chance)
         made = made[process_index::process_count]
@@ -68,31 +68,29 @@ class Batches:
         return iterator
 
     def _cut(self, step: int, batch: NumpyBatch) -> NumpyBatch:
-        """The arrays [B, T] as [B T / t, t] for the t of a step. Part c of row b becomes row c B +
-        b, so that the rows of a process, and of a microbatch, are parts of the rows that would be
-        theirs.
+        """Arrays [B, T] as [B T / t, t] for the row length t of a step.
+
+        Part c of row b becomes row c B + b. So a process, which has every n-th row, and a
+        microbatch hold parts of the same rows as without the cut.
         """
         length = length_at(self.lengths, step)
-        parts = {
-            name: array.reshape(len(array), -1, length).swapaxes(0, 1)
-            for name, array in batch.items()
-        }
-        return {
-            name: np.ascontiguousarray(part.reshape(-1, length)) for name, part in parts.items()
-        }
+
+        def cut(array: np.ndarray) -> np.ndarray:
+            parts = array.reshape(len(array), -1, length).swapaxes(0, 1)  # [T / t, B, t]
+            return np.ascontiguousarray(parts.reshape(-1, length))
+
+        return {name: cut(array) for name, array in batch.items()}
 
 
 class EvaluationBatches:
-    """Batches of all rows in order; the last is filled up with rows of zeros, so of weight 0."""
+    """Batches of all rows in order; the last is filled with rows of zeros, which have weight 0."""
 
     def __init__(
         self, rows: Rows, batch_size: int, process_index: int = 0, process_count: int = 1
     ) -> None:
-        self._rows = rows
-        self._batch_size = batch_size
+        self._rows, self._batch_size = rows, batch_size
         self._share = _share(batch_size, process_count)
-        self._process = process_index
-        self._processes = process_count
+        self._process, self._processes = process_index, process_count
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
@@ -115,15 +113,11 @@ def evaluation_batches(
 ) -> EvaluationBatches:
     """All rows as batches of one shape, in order. Raises ConfigError where there is none."""
     if not len(rows):
-        name = (
-            f"data.validation={data.validation}"
-            if data.validation
-            else "the held-out part of data.train"
-        )
-        raise ConfigError(
-            f"{name} has {rows.tokens} tokens: at least 2 are needed to predict one. Give more"
-            " text."
-        )
+        name = "the held-out part of data.train"
+        if data.validation:
+            name = f"data.validation={data.validation}"
+        told = "at least 2 are needed to predict one. Give more text"
+        raise ConfigError(f"{name} has {rows.tokens} tokens: {told}.")
     return EvaluationBatches(rows, batch_size, process_index, process_count)
 
 
@@ -133,8 +127,7 @@ def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
 
 def _share(batch_size: int, processes: int) -> int:
     if batch_size % processes:
-        raise ConfigError(
-            f"train.batch_size={batch_size} is not divisible by the {processes} processes of the"
-            f" run: set it to a multiple of {processes}."
-        )
+        told = f"is not divisible by the {processes} processes of the run"
+        remedy = f"set it to a multiple of {processes}"
+        raise ConfigError(f"train.batch_size={batch_size} {told}: {remedy}.")
     return batch_size // processes

@@ -1,4 +1,4 @@
-"""Packing that cuts no document it need not: best-fit decreasing over lengths
+"""Packing that cuts no document that fits in a row: best-fit decreasing over lengths
 (arXiv:2404.10830)."""
 
 from collections.abc import Iterator
@@ -11,35 +11,39 @@ from jaxformer.data.store import TokenStore
 
 
 class BestFit:
-    """Which stretches of a store each row holds: whole documents, or parts of one that is longer
-    than `capacity`.
+    """Which pieces of a store each row holds: whole documents, or parts of one that is longer than
+    `capacity`.
 
-    A longer document fills rows of its own, and what is left of it is packed as the others are.
-    `ends` [documents] are the places after each document, ascending from 1; `filled` is the part of
+    A longer document fills rows of its own, and the rest of it is packed like the others. `ends`
+    [documents] are the places after each document, ascending from 1; `filled` is the fraction of
     the rows that holds tokens.
     """
 
     def __init__(self, ends: np.ndarray, capacity: int) -> None:
         sizes = np.diff(ends, prepend=0)
-        begins, (whole, rest) = ends - sizes, np.divmod(sizes, capacity)
-        firsts = np.cumsum(whole) - whole
+        begins = ends - sizes
+        # [documents]: how many whole rows each document fills, and how many tokens remain
+        whole, rest = np.divmod(sizes, capacity)
         self._capacity = capacity
-        self._full = (
-            np.repeat(begins - firsts * capacity, whole) + np.arange(whole.sum()) * capacity
-        )
+        # The whole rows of a document begin at begin, begin + capacity, ...: with f whole rows
+        # before it, row f + i begins at (begin - f capacity) + (f + i) capacity.
+        before = np.cumsum(whole) - whole
+        rows_before = np.repeat(begins - before * capacity, whole)
+        self._full = rows_before + np.arange(whole.sum()) * capacity
         kept = rest > 0
         sizes = rest[kept].astype(np.min_scalar_type(capacity))
         rows = best_fit(sizes, capacity)
+        # Pieces sorted by row: those of row r are _bounds[r] to _bounds[r + 1].
         order = np.argsort(rows, kind="stable")
         self._begins, self._sizes = (ends - rest)[kept][order], sizes[order]
-        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        self._bounds = np.append(0, np.cumsum(np.bincount(rows)))
         self.filled = float(ends[-1] / (len(self) * capacity))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1 + len(self._full)
 
-    def stretches(self, row: int) -> Iterator[tuple[int, int]]:
-        """(first place, place after the last) of each stretch of a row."""
+    def pieces(self, row: int) -> Iterator[tuple[int, int]]:
+        """(first place, place after the last) of each piece of a row."""
         packed = len(self._bounds) - 1
         if row >= packed:
             begin = int(self._full[row - packed])
@@ -50,17 +54,16 @@ class BestFit:
 
 
 class BestFitRows(Rows):
-    """Every token of a store is a target once, its input the one before it; the store's first
-    follows an end token.
+    """Every token of a store is a target once, and its input is the one before it; the store's
+    first follows an end token.
 
-    A row is a `BestFit` row: each stretch is a segment, and what it leaves free is padded (token 0,
+    A row is a `BestFit` row: each piece is a segment, and the rest of the row is padded (token 0,
     weight 0, segment 0).
     """
 
     def __init__(self, store: TokenStore, data: DataConfig, end_token: int) -> None:
         self.store, self.length = store, data.sequence_length
-        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
-        self.fingerprint = store.fingerprint
+        self.take_counts(store)
         self._fit, self._end = BestFit(store.ends(), self.length), np.array([end_token], np.int32)
         self.filled = self._fit.filled
 
@@ -68,9 +71,7 @@ class BestFitRows(Rows):
         return len(self._fit)
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        parts = [
-            self._with_one_before(begin, end) for begin, end in self._fit.stretches(int(index))
-        ]
+        parts = [self._with_one_before(begin, end) for begin, end in self._fit.pieces(int(index))]
         targets = np.concatenate([part[1:] for part in parts])
         row = {
             "tokens": np.concatenate([part[:-1] for part in parts]),
@@ -81,15 +82,13 @@ class BestFitRows(Rows):
         return padded(row, dict.fromkeys(row, self.length))
 
     def _with_one_before(self, begin: int, end: int) -> np.ndarray:
-        return (
-            self.store.read(begin - 1, end)
-            if begin
-            else np.concatenate([self._end, self.store.read(0, end)])
-        )
+        if begin:
+            return self.store.read(begin - 1, end)
+        return np.concatenate([self._end, self.store.read(0, end)])
 
 
 def numbered(sizes: list[int]) -> np.ndarray:
-    """The segments of stretches of these sizes, from 1: int32."""
+    """The segments of pieces of these sizes, from 1: int32 [sum of sizes]."""
     return np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
 
 
@@ -97,25 +96,27 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each piece, from 0: the largest pieces go first, each to the fullest row that has
     room for it.
 
-    `sizes` [N] are from 1 to `capacity`. Pieces of a size, and rows with as much room, are dealt
-    with together, so that the time follows how many sizes there are.
+    `sizes` [N] are from 1 to `capacity`. Pieces of one size are placed together, and so are rows
+    with equal room, so the time depends on the number of different sizes.
     """
+    # A stable sort by capacity - size is one by descending size; the small type makes it a radix
+    # sort. counts [capacity + 1] is how many pieces have each size.
     order = np.argsort((capacity - sizes).astype(np.min_scalar_type(capacity)), kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1)
-    placed = np.empty(len(sizes), np.int64)
+    placed = np.empty(len(sizes), np.int64)  # the row of each piece, in that order
     open_rows = _OpenRows(capacity)
     done = 0
     for size in np.flatnonzero(counts)[::-1].tolist():
         stop = done + int(counts[size])
         while done < stop:
+            # A row that takes a piece is then the fullest with room for the next one, as long as it
+            # has room: so each of the rows with least room takes as many pieces as fit, `each`.
             space = open_rows.least(size)
-            each = (
-                space // size
-            )  # a row that takes one is the fullest that has room for the next, while it has
+            each = space // size
             rows = open_rows.take(space, -(-(stop - done) // each))
             number = min(stop - done, each * len(rows))
             placed[done : done + number] = np.repeat(rows, each)[:number]
-            full, odd = divmod(number, each)
+            full, odd = divmod(number, each)  # the last row may take fewer, `odd`
             open_rows.put(space - each * size, rows[:full])
             open_rows.put(space - odd * size, rows[full:])
             done += number
@@ -125,17 +126,17 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenRows:
-    """Rows by the room that they have left; new ones are always to be had."""
+    """Rows by the room that they have left; there are always new ones."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows: dict[int, list[np.ndarray]] = {}
-        self._some = 1 << capacity  # bit r is set where rows have room for r; new rows have `room`
+        self._rows: dict[int, list[np.ndarray]] = {}  # by room, arrays of row numbers
+        self._some = 1 << capacity  # bit r is set where rows have room r; new ones have `capacity`
         self._capacity, self._made = capacity, 0
 
     def least(self, size: int) -> int:
         """The least room that some row has and that is enough for `size`."""
-        enough = self._some >> size
-        return size + (enough & -enough).bit_length() - 1
+        enough = self._some >> size  # bit r stands for room size + r
+        return size + (enough & -enough).bit_length() - 1  # x & -x is the lowest bit of x
 
     def take(self, space: int, number: int) -> np.ndarray:
         """Rows with that much room, `number` or as many as there are."""

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.examples import ExampleStore, open_or_encode
@@ -16,7 +16,7 @@ from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint
-from jaxformer.data.splits import Sides, Split
+from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.templates import Template
@@ -37,15 +37,15 @@ from jaxformer.tokenizer import Tokenizer
 # Tokens of a text that are decoded at a time.
 BLOCK_TOKENS = 1 << 20
 
-SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+SIDES: tuple[SideName, ...] = get_args(SideName)
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The data of a run as rows; `validation` is None where nothing is held out.
 
-    `task` is what is learnt of it; `labels` are the names of classes or tags, in the order of their
-    numbers; `stores` are the tokens of each side's texts, none of them for records.
+    `labels` are the names of classes or tags, in the order of their numbers; `stores` are the
+    tokens of each side's texts, none for records.
     """
 
     tokenizer: Tokenizer
@@ -54,11 +54,10 @@ class Corpus:
     train: Rows
     validation: Rows | None
     sides: Sides
-    stores: dict[str, list[TokenStore]]
+    stores: dict[SideName, list[TokenStore]]
 
     def validation_text(self) -> Iterator[str]:
-        """The text that the validation tokens stand for, in pieces; none where they are not each
-        told from the last."""
+        """The text of the validation tokens, in pieces, where an objective predicts each."""
         for store in self.stores["validation"] if self.task.every_token else ():
             for start in range(0, store.tokens, BLOCK_TOKENS):
                 yield self.tokenizer.decode(store.read(start, start + BLOCK_TOKENS))
@@ -81,25 +80,32 @@ def prepare(
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
-    the tokenizer has to fit in; 0 takes any. `labels` are those of a model that knows some already,
+    the tokenizer has to fit in; 0 takes any. `labels` are those of a model that has some already,
     in place of the training data's. Raises ConfigError for data that cannot be used.
     """
     cache = Path(os.path.expanduser(data.cache_dir))
     sides = find_sides(data, settings, task, cache / SCANS, log)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
-    stores: dict[str, list[TokenStore]] = {side: [] for side in sides}
-    rows: dict[str, list[Rows]] = {}
+    stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
+    rows: dict[SideName, list[Rows]] = {}
     if task.template:
         template = task.template(task.format, tokenizer)
-        examples = _example_stores(sides, task.name, template, cache / "stores", log)
+        examples = {
+            side: [_example_store(split, task, template, cache / "stores", log) for split in splits]
+            for side, splits in sides.items()
+        }
         met = {label for store in examples["train"] for label in store.labels}
         labels = labels or in_order(met)
-        rows = _example_rows(sides, examples, template, labels, seed, log)
+        for side, splits in sides.items():
+            pairs = zip(splits, examples[side], strict=True)
+            rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
     else:
         stores = text_stores(sides, tokenizer, cache / "stores", log)
         for side, several in stores.items():
             rows[side] = [task.rows(store, data, task.format, tokenizer) for store in several]
-    train, validation = (_mixed(sides[side], rows[side], data) for side in SIDES)
+    train = _mixed(sides["train"], rows["train"], data)
+    equal = replace(data, weights="", epochs="")  # these are shares of what is trained on
+    validation = _mixed(sides["validation"], rows["validation"], equal)
     if train is None:
         raise ConfigError(f"data.train={data.train} holds nothing to train on.")
     return Corpus(tokenizer, task, labels, train, validation, sides, stores)
@@ -112,42 +118,36 @@ def find_sides(
     scanned: Path,
     log: Log = lambda line: None,
 ) -> Sides:
-    """What is for training, and what is held out; every text is read once, so that a fault shows
-    before any work.
-
-    What was read before is found again in the folder `scanned`.
-    """
+    """What is for training, and what is held out. Every text is read once, so that errors show
+    before any work; its scan is kept in the directory `scanned`."""
     fraction = data.validation_fraction
-    train, held_out = find_named(data, settings, task)
-    texts = [(source, scan_of(source, scanned, log)) for source in train]
-    held = [(source, scan_of(source, scanned, log)) for source in held_out]
+    train, held = (
+        [(source, scan_of(source, scanned, log)) for source in sources]
+        for sources in find_named(data, settings, task)
+    )
     if held or not fraction:
-        return {
-            "train": [Split(*text) for text in texts],
-            "validation": [Split(*text) for text in held],
-        }
-    return {side: [Split(*text, side, fraction) for text in texts] for side in SIDES}
+        whole = {"train": train, "validation": held}
+        return {side: [Split(*text) for text in whole[side]] for side in SIDES}
+    return {side: [Split(*text, side, fraction) for text in train] for side in SIDES}
 
 
 def find_named(
     data: DataConfig, settings: TokenizerConfig, task: Task
 ) -> tuple[list[Source], list[Source]]:
-    """The texts for training and those for validation that the settings name, not yet read."""
+    """The texts for training and those for validation that the settings name, not yet read.
+
+    Raises ConfigError where there are token ids, and tokenizer.path names no tokenizer.
+    """
     sources = find_texts(data, "data.train", task.fields)
     check_shares([source.spec for source in sources], data)
     held = find_held(data, sources, task.fields)
-    return _with_tokenizer(sources, settings), _with_tokenizer(held, settings)
-
-
-def _with_tokenizer(sources: list[Source], settings: TokenizerConfig) -> list[Source]:
-    """The sources, those of token ids with the tokenizer that tokenizer.path names.
-
-    Raises ConfigError where there are ids, and no such tokenizer.
-    """
-    if not any(isinstance(source, IdFiles) for source in sources):
-        return sources
-    given = given_tokenizer(settings, ()) if settings.path else None
-    return [source.of(given) if isinstance(source, IdFiles) else source for source in sources]
+    if any(isinstance(source, IdFiles) for source in [*sources, *held]):
+        given = given_tokenizer(settings, ()) if settings.path else None
+        sources, held = (
+            [source.of(given) if isinstance(source, IdFiles) else source for source in several]
+            for several in (sources, held)
+        )
+    return sources, held
 
 
 def tokenizer_of(
@@ -160,9 +160,7 @@ def tokenizer_of(
 
 
 def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> None:
-    """Raises ConfigError for a tokenizer (that of tokenizer.path=`path`, if any) that a task, or a
-    model of `vocab_size` entries, cannot do with.
-    """
+    """Raises ConfigError for a tokenizer (of `path`, if any) that a task or model cannot use."""
     task.check_tokenizer(tokenizer, path)
     if 0 < vocab_size < tokenizer.vocab_size:
         raise ConfigError(
@@ -173,39 +171,33 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
 
 def text_stores(
     sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log
-) -> dict[str, list[TokenStore]]:
+) -> dict[SideName, list[TokenStore]]:
     """The tokens of each side's texts. A text that is on both sides is tokenized once."""
     whole: dict[int, TokenStore] = {}
-    found: dict[str, list[TokenStore]] = {}
+    found: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
-        found[side] = []
         for split in splits:
-            key = id(split.source)
-            whole[key] = whole.get(key) or store_of(
-                split.source, split.scan, tokenizer, folder, log
-            )
+            source, key = split.source, id(split.source)
+            whole[key] = whole.get(key) or store_of(source, split.scan, tokenizer, folder, log)
             store = split.of(whole[key])
             found[side].append(store)
-            summary = (
-                f"{store.tokens:,} tokens, {store.documents:,} documents, {megabytes(store.bytes)}"
-                " of text"
-            )
-            log(f"{split.name}: {summary} of {split.source.spec} ({split.rule()})")
+            counts = f"{store.tokens:,} tokens, {store.documents:,} documents"
+            size = f"{megabytes(store.bytes)} of text"
+            log(f"{split.name}: {counts}, {size} of {source.spec} ({split.rule()})")
     return found
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
     """Labels in the order of their numbers: whole numbers by value, then the rest by name."""
-    return tuple(
-        sorted(
-            labels, key=lambda label: (0, int(label), label) if label.isdecimal() else (1, 0, label)
-        )
-    )
+
+    def rank(label: str) -> tuple[bool, int, str]:
+        return not label.isdecimal(), int(label) if label.isdecimal() else 0, label
+
+    return tuple(sorted(labels, key=rank))
 
 
 def gzip_bits_per_byte(texts: Iterable[str]) -> float:
-    """Bits that `gzip -9` takes for each byte of the texts, one after the other; nan where there
-    are none."""
+    """Bits that `gzip -9` takes for each byte of the texts together; nan for none."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     size = packed = 0
     for text in texts:
@@ -215,67 +207,46 @@ def gzip_bits_per_byte(texts: Iterable[str]) -> float:
     return 8 * (packed + len(packer.flush())) / size if size else float("nan")
 
 
-def _example_rows(
-    sides: Sides,
-    stores: dict[str, list[ExampleStore]],
-    template: Template,
-    labels: tuple[str, ...],
-    seed: int,
-    log: Log,
-) -> dict[str, list[Rows]]:
-    """The rows of each side's records, their labels numbered in the order of `labels`."""
-    rows: dict[str, list[Rows]] = {side: [] for side in SIDES}
-    for side in SIDES:
-        for store, split in zip(stores[side], sides[side], strict=True):
-            if labels:
-                store.number_as(labels, str(split.source))
-            made = ExampleRows(store, template, seed)
-            if template.packs:
-                log(f"{split.name}: packed in {len(made):,} rows, {made.filled:.0%} of them filled")
-            if made.cut:
-                log(
-                    f"{split.name}: {made.cut:,} of {len(store):,} examples are longer than a row,"
-                    " and are cut at the end"
-                )
-            rows[side].append(made)
-    return rows
-
-
-def _example_stores(
-    sides: Sides, name: str, template: Template, folder: Path, log: Log
-) -> dict[str, list[ExampleStore]]:
-    """The examples of each side's records, made or found; `name` is the objective's."""
-    found: dict[str, list[ExampleStore]] = {side: [] for side in SIDES}
-    for side in SIDES:
-        for split in sides[side]:
-            found[side].append(_example_store(split, name, template, folder, log))
-    return found
-
-
 def _example_store(
-    split: Split, objective: str, template: Template, folder: Path, log: Log
+    split: Split, task: Task, template: Template, folder: Path, log: Log
 ) -> ExampleStore:
+    """The examples of a split, made or found."""
     made_by = template.tokenizer.fingerprint()
-    directory = folder / fingerprint(FORMAT, split.identity(), made_by, objective)
+    directory = folder / fingerprint(FORMAT, split.identity(), made_by, task.name)
     began = time.perf_counter()
     found = ExampleStore.open(directory)
     if not found:
         log(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
     store = found or open_or_encode(directory, split.pieces, template.encode, log)
     how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
-    summary = (
-        f"{store.tokens:,} tokens, {store.documents:,} examples, {megabytes(store.bytes)} of text"
-    )
-    log(f"{split.name}: {summary}, {how}")
+    counts = f"{store.tokens:,} tokens, {store.documents:,} examples"
+    log(f"{split.name}: {counts}, {megabytes(store.bytes)} of text, {how}")
     return store
 
 
+def _example_rows(
+    split: Split,
+    store: ExampleStore,
+    template: Template,
+    labels: tuple[str, ...],
+    seed: int,
+    log: Log,
+) -> ExampleRows:
+    """The rows of a split's examples, their labels numbered in the order of `labels`."""
+    if labels:
+        store.number_as(labels, str(split.source))
+    rows = ExampleRows(store, template, seed)
+    if template.packs:
+        log(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
+    if rows.cut:
+        which = f"{rows.cut:,} of {len(store):,} examples"
+        log(f"{split.name}: {which} are longer than a row, and are cut at the end")
+    return rows
+
+
 def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | None:
-    """The rows of several texts as those of one, in the shares that the settings give where they
-    are for training."""
+    """The rows of several texts as those of one, in the shares that `data` gives."""
     if len(rows) < 2:
         return rows[0] if rows else None
     named = [(split.source.spec, each) for split, each in zip(splits, rows, strict=True)]
-    return Mixture(
-        named, data if splits[0].name == "train" else replace(data, weights="", epochs="")
-    )
+    return Mixture(named, data)

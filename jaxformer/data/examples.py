@@ -9,19 +9,21 @@ label), by number.
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxformer.config import ConfigError
+from jaxformer.data.directories import claimed
+from jaxformer.data.shards import MANIFEST, WRONG_RECORD
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import in_batches
-from jaxformer.data.writing import claimed, replacing
+from jaxformer.files import read_object, replacing, write_text
 from jaxformer.settings import Log
 
-# The sequences of one example; of one with a label, or with tags, the last is their numbers.
+# The sequences of one example; the last part of one with a label, or with tags, is their numbers.
 Parts = tuple[Sequence[int], ...]
 
 # Names of labels and their numbers, in the order in which they are met.
@@ -29,17 +31,29 @@ Labels = dict[str, int]
 EncodeRecords = Callable[[list[Record], Labels], Iterable[Parts]]
 
 
-class ExampleStore:
-    """The examples of a split. `labels` are those met in it, in that order."""
+@dataclass(frozen=True)
+class ExampleCounts:
+    """The manifest: tokens, examples, bytes of text, sequences of each example, and the labels in
+    the order in which they were met."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        self.directory = directory
-        self.tokens, self.documents, self.bytes, self.parts = (
-            int(manifest[name]) for name in ("tokens", "documents", "bytes", "parts")
-        )
-        self.labels: tuple[str, ...] = tuple(manifest["labels"])
+    tokens: int
+    documents: int
+    bytes: int
+    parts: int
+    labels: tuple[str, ...]
+
+
+class ExampleStore:
+    """The examples of a split."""
+
+    def __init__(self, directory: Path, counts: ExampleCounts) -> None:
+        self.directory, self.fingerprint = directory, directory.name
+        self.labels = tuple(counts.labels)
+        self.tokens, self.documents, self.bytes = counts.tokens, counts.documents, counts.bytes
+        self.parts = counts.parts
         self._tokens, self._bounds = (
-            _mapped(directory / f"{name}.npy") for name in ("tokens", "bounds")
+            _mapped(directory / "tokens.npy"),
+            _mapped(directory / "bounds.npy"),
         )
         self._numbers: np.ndarray | None = None
 
@@ -47,12 +61,11 @@ class ExampleStore:
     def open(cls, directory: Path) -> "ExampleStore | None":
         """The store in a directory, or None where it is not complete."""
         try:
-            found = cls(directory, json.loads((directory / "manifest.json").read_text()))
-        except (OSError, ValueError, KeyError, TypeError):
+            found = cls(directory, ExampleCounts(**read_object(directory / MANIFEST)))
+        except (OSError, *WRONG_RECORD):
             return None
-        return (
-            found if len(found._tokens) == found.tokens and len(found) == found.documents else None
-        )
+        whole = len(found._tokens) == found.tokens and len(found) == found.documents
+        return found if whole else None
 
     def __len__(self) -> int:
         return (len(self._bounds) - 1) // self.parts
@@ -70,15 +83,15 @@ class ExampleStore:
         return np.diff(self._bounds).reshape(-1, self.parts)
 
     def number_as(self, labels: tuple[str, ...], where: str) -> None:
-        """Gives each label its place in `labels` from here on. Raises ConfigError for one that is
-        not among them."""
+        """Numbers each label by its place in `labels` from here on. Raises ConfigError for one that
+        is not among them."""
         unknown = sorted({*self.labels} - {*labels})
         if unknown:
-            shown = ", ".join(map(repr, unknown[:5]))
+            shown, known = ", ".join(map(repr, unknown[:5])), ", ".join(labels[:20])
             raise ConfigError(
                 f"{where} has labels that the training data has not: {shown}. It knows"
-                f" {', '.join(labels[:20])}{', ...' * (len(labels) > 20)}: give training data that"
-                " has all of them, or leave these out."
+                f" {known}{', ...' * (len(labels) > 20)}: add training data with all of them, or"
+                " remove these."
             )
         # A word's further pieces have the number -1, which reads the last entry and stays -1.
         self._numbers = np.array([*map(labels.index, self.labels), -1], np.int32)
@@ -95,39 +108,31 @@ def open_or_encode(
     if store := ExampleStore.open(directory):
         return store
     with claimed(directory, log):
-        if store := ExampleStore.open(directory):
-            return store
-        labels: Labels = {}
-        tokens, counts = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
-        size = documents = parts = 0
-        for batch in in_batches(records(), lambda piece: len(piece.text)):
-            examples = list(encode([piece.record for piece in batch], labels))
-            sequences = list(itertools.chain.from_iterable(examples))
-            tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
-            counts.append(np.fromiter(map(len, sequences), np.int64))
-            size += sum(len(piece.text.encode()) for piece in batch)
-            documents, parts = documents + len(batch), len(examples[0])
-        arrays: dict[str, np.ndarray] = {
-            "tokens": np.concatenate(tokens),
-            "bounds": np.cumsum(np.concatenate(counts)),
-        }
-        for name, array in arrays.items():
-            with replacing(directory / f"{name}.npy") as file:
-                np.save(file, array)
-        manifest = {
-            "tokens": len(arrays["tokens"]),
-            "documents": documents,
-            "bytes": size,
-            "parts": max(parts, 1),
-            "labels": list(labels),
-        }
-        with replacing(directory / "manifest.json") as file:
-            file.write(json.dumps(manifest, indent=1).encode())
-    return ExampleStore(directory, manifest)
+        return ExampleStore.open(directory) or _encode(directory, records(), encode)
+
+
+def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) -> ExampleStore:
+    labels: Labels = {}
+    tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
+    size = documents = parts = 0
+    for batch in in_batches(records, lambda piece: len(piece.text)):
+        examples = list(encode([piece.record for piece in batch], labels))
+        sequences = list(itertools.chain.from_iterable(examples))
+        tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
+        lengths.append(np.fromiter(map(len, sequences), np.int64))
+        size += sum(len(piece.text.encode()) for piece in batch)
+        documents, parts = documents + len(batch), len(examples[0])
+    ids, bounds = np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
+    for name, each in (("tokens", ids), ("bounds", bounds)):
+        with replacing(directory / f"{name}.npy") as file:
+            np.save(file, each)
+    counts = ExampleCounts(len(ids), documents, size, max(parts, 1), tuple(labels))
+    write_text(directory / MANIFEST, json.dumps(asdict(counts), indent=1))
+    return ExampleStore(directory, counts)
 
 
 def _mapped(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r").view(np.ndarray)
-    except ValueError:  # nothing can be mapped of an empty file
+    except ValueError:  # an empty file cannot be mapped
         return np.load(path)

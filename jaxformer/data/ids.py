@@ -1,8 +1,8 @@
-"""Token ids made elsewhere: .npy arrays and nanoGPT's .bin files, mapped where they lie.
+"""Token ids made elsewhere: .npy arrays and nanoGPT's .bin files, mapped where they are.
 
-Nothing of them is copied but an index of their documents, which end with the tokenizer's end token.
-A .npy file says its type. A .bin file is raw, and holds the type that the tokenizer's vocabulary
-asks for (`Tokenizer.dtype`): uint16 up to 65,536 entries, else uint32; what was read is checked.
+Only an index of their documents, which end with the tokenizer's end token, is written. A .npy file
+holds its type. A .bin file is raw, and has the type that the tokenizer's vocabulary asks for
+(`Tokenizer.dtype`): uint16 up to 65,536 entries, else uint32; this is checked when it is read.
 """
 
 import functools
@@ -16,14 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config import ConfigError
+from jaxformer.data.directories import claimed
+from jaxformer.data.shards import IdArray, Shard
 from jaxformer.data.sources import Source, fingerprint
 from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
 from jaxformer.data.sources.reading import SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Scan, cached_scan
-from jaxformer.data.store import IdArray, Shard, TokenStore
+from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, write_ids, write_index
-from jaxformer.data.writing import claimed
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
@@ -48,10 +49,8 @@ class IdFiles(Source):
     def made_by(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError where there is none."""
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{self} holds token ids, and tokenizer.path is empty: set it to the tokenizer.json"
-                " that the ids were made with."
-            )
+            told = "holds token ids, and tokenizer.path is empty: set it to their tokenizer.json"
+            raise ConfigError(f"{self} {told}.")
         return self.tokenizer
 
 
@@ -73,14 +72,13 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
 
 
 def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
-    """Reads and checks every id once; recorded in `folder` until a file or the tokenizer changes.
+    """Reads and checks every id once; kept in `folder` until a file or the tokenizer changes.
 
     Raises ConfigError for a file that holds no ids of the tokenizer's vocabulary.
     """
     parts = []
     for file in source.files:
-        group = source.part([file])
-        name = fingerprint(group.signature(), source.made_by().fingerprint())
+        name = fingerprint(source.part([file]).signature(), source.made_by().fingerprint())
         read = functools.partial(_read, source, file, log)
         parts.append(cached_scan(folder / f"{name}.json", read))
     return Scan.joined(parts)
@@ -125,12 +123,13 @@ def _finished(folder: Path, closed: bool, thorough: bool = False) -> list[Shard]
 
 
 def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
-    """Reads all ids of a file, which are checked on the way."""
+    """Reads all ids of a file, and checks them."""
     tokenizer, array = source.made_by(), _open(source, file)
     log(f"{source}: reading {file.path}, {array.dtype.name}")
     digest = hashlib.blake2b(file.name.encode() + b"\xff", digest_size=16)
     sizes, progress = tokenizer.token_bytes(), ProgressNotes(log, work=f"{file.path}: read")
     documents = size = last = 0
+    # uint32 ids below 65,536 that are read as uint16 have 0 as every second one.
     doubtful = array.path.suffix.lower() != ".npy" and array.dtype.itemsize == 2
     for start, ids in _blocks(array.mapped()):
         _check(source, array, start, ids)
@@ -143,16 +142,15 @@ def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
         progress.tell()
     if doubtful and array.count >= FEWEST_TO_DOUBT:
         raise ConfigError(
-            f"{source}: every second id of {array.path} is 0, as if they were uint32, and a .bin "
-            f"file of a tokenizer of {tokenizer.vocab_size:,} entries holds uint16: write it so, "
-            "or as .npy."
+            f"{source}: every second id of {array.path} is 0, as if they were uint32, and a .bin"
+            f" file of {tokenizer.vocab_size:,} entries holds uint16: write it so, or as .npy."
         )
     documents += last != tokenizer.end_token
     return Scan(digest.hexdigest(), documents, size)
 
 
 def _index(source: IdFiles, file: SourceFile, folder: Path) -> list[Shard]:
-    """Writes where the documents of a file end, and an end token for one that lacks its own."""
+    """Writes where the documents of a file end, and an end token for a file that lacks it."""
     tokenizer, array = source.made_by(), _open(source, file)
     end, sizes = tokenizer.end_token, tokenizer.token_bytes()
     ends, before, held = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
@@ -163,8 +161,8 @@ def _index(source: IdFiles, file: SourceFile, folder: Path) -> list[Shard]:
         before.append(total[places])
         held = int(total[-1])
     stops, bytes_before = np.concatenate(ends), np.concatenate(before)
-    places_by_hash = [source.place(file.document(number)) for number in range(len(stops))]
-    table = (stops, np.diff(bytes_before, prepend=0), np.array(places_by_hash, np.float64))
+    order = [source.place(file.document(number)) for number in range(len(stops))]
+    table = (stops, np.diff(bytes_before, prepend=0), np.array(order, np.float64))
     shards = [write_index(folder / "00000", array.count, table, {})]
     if not len(stops) or stops[-1] < array.count:
         left = held - int(bytes_before[-1] if len(stops) else 0)
@@ -176,36 +174,36 @@ def _index(source: IdFiles, file: SourceFile, folder: Path) -> list[Shard]:
 
 
 def _open(source: IdFiles, file: SourceFile) -> IdArray:
-    """Where the ids of a file lie. Raises ConfigError for one that holds no array of ids."""
+    """Where the ids of a file are. Raises ConfigError for one that holds no array of ids."""
     path, where = file.path, f"{source}: {file.path}"
     try:
         if path.suffix.lower() == ".npy":
-            found = np.lib.format.open_memmap(path, mode="r")
-            if found.ndim != 1 or found.dtype.kind not in "iu":
-                raise ConfigError(
-                    f"{where} is an array of {found.dtype} of shape {found.shape}: token ids are "
-                    "one row of integers, as `jaxformer tokenizer encode --output` writes them."
-                )
-            array = IdArray(path, found.dtype, found.offset, len(found))
+            array = _npy_array(path, where)
         else:
             dtype, size = source.made_by().dtype, path.stat().st_size
+            array = IdArray(path, dtype, 0, size // dtype.itemsize)
             if size % dtype.itemsize:
                 raise ConfigError(
-                    f"{where} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin "
-                    "file holds raw ids, of uint16 for a tokenizer of up to 65,536 entries, else "
-                    "uint32."
+                    f"{where} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin"
+                    " file holds raw ids, uint16 for up to 65,536 entries, else uint32."
                 )
-            array = IdArray(path, dtype, 0, size // dtype.itemsize)
     except OSError as error:
         raise unreadable(path, error) from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        told = f"is no .npy array of integers ({error}): write it by numpy.save"
-        raise ConfigError(f"{where} {told}.") from None
     if not array.count:
         raise ConfigError(f"{where} is empty: there is nothing to train on or to evaluate.")
     return array
+
+
+def _npy_array(path: Path, where: str) -> IdArray:
+    try:
+        found = np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        told = f"is no .npy array of integers ({error}): write it by numpy.save"
+        raise ConfigError(f"{where} {told}.") from None
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        told = f"is an array of {found.dtype} of shape {found.shape}: token ids are one row"
+        raise ConfigError(f"{where} {told} of integers.")
+    return IdArray(path, found.dtype, found.offset, len(found))
 
 
 def _blocks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -219,13 +217,13 @@ def _check(source: IdFiles, array: IdArray, start: int, ids: np.ndarray) -> None
         return
     place = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
     raw = "" if array.path.suffix.lower() == ".npy" else f", read as {array.dtype.name},"
+    found = f"id {int(ids[place])} at place {start + place:,} of {array.path}{raw}"
     raise ConfigError(
-        f"{source}: id {int(ids[place])} at place {start + place:,} of {array.path}{raw} is not in "
-        f"the vocabulary of tokenizer.path, which has {size:,} entries: name the tokenizer that "
-        "made the ids."
+        f"{source}: {found} is not in the vocabulary of tokenizer.path, which has {size:,} entries:"
+        " name the tokenizer that made the ids."
     )
 
 
 def _changed(file: SourceFile) -> ConfigError:
-    told = "changed while it was read: wait until it does not, and begin again"
+    told = "changed while it was read: run again when it no longer changes"
     return ConfigError(f"{file.path} {told}.")

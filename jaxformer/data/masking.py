@@ -8,8 +8,8 @@ from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
 
-# Of the tokens that are chosen, the part that is masked, and the part that is masked or replaced by
-# any other.
+# Of the tokens that are chosen, the fraction that is masked, and the fraction that is masked or
+# replaced by any other.
 MASKED, CHANGED = 0.8, 0.9
 
 
@@ -20,12 +20,12 @@ def missing_marks(tokenizer: Tokenizer) -> list[str]:
 
 
 class MaskedRows(TextRows):
-    """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which a part is
-    to be told.
+    """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which some tokens
+    are predicted.
 
     `noise_density` of the ordinary tokens is chosen, singly or by whole words; 80 % of these become
     [MASK], 10 % any ordinary token, 10 % stay. Half of the second texts are from another place.
-    What tells whether a second text follows weighs as much as the hidden tokens of its row.
+    The prediction of whether a second text follows weighs as much as the hidden tokens of its row.
     """
 
     def __init__(
@@ -35,9 +35,8 @@ class MaskedRows(TextRows):
         self.sentences, self.density = row_format.next_sentence, data.noise_density
         self.by_word, self.packed = data.mask_units == "words", data.packing == "documents"
         size = self.length - 2 - self.sentences
-        super().__init__(
-            store, 3 * size if self.sentences else size, size
-        )  # a text, and room for another beside it
+        # Next sentences need a text and room for another one before or after it.
+        super().__init__(store, 3 * size if self.sentences else size, size)
         self.cls, self.sep, self.mask = (
             np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask")
         )
@@ -69,14 +68,14 @@ class MaskedRows(TextRows):
 
     def _text(self, index: int) -> NumpyBatch:
         if self._fit:
-            parts = [self.store.read(begin, end) for begin, end in self._fit.stretches(index)]
+            parts = [self.store.read(begin, end) for begin, end in self._fit.pieces(index)]
             text, segments = np.concatenate(parts), numbered([len(part) for part in parts])
         else:
             start = index * self.stride
             text = self.store.read(start, start + self.stride)
-            segments = (
-                self.segments(start, len(text)) if self.packed else np.ones(len(text), np.int32)
-            )
+            segments = np.ones(len(text), np.int32)
+            if self.packed:
+                segments = self.segments(start, len(text))
         around = np.concatenate([segments[:1], segments, segments[-1:]])
         row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": around}
         return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
@@ -103,6 +102,7 @@ class MaskedRows(TextRows):
     def _elsewhere(self, start: int, size: int, rng: np.random.Generator) -> int | None:
         """A place at which `size` tokens begin that are not of the row from `start` on; None in a
         store too small."""
+        # Such places are 0 to `before` - 1, and `after` of them behind the row's end.
         before = max(0, start - size + 1)
         after = max(0, self.store.tokens - size - start - self.stride + 1)
         if not before + after:
@@ -111,12 +111,14 @@ class MaskedRows(TextRows):
         return place if place < before else start + self.stride + place - before
 
     def _chosen(self, ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The places of the tokens to tell: `density` of the ordinary ones on average, at least
+        """The places of the tokens to predict: `density` of the ordinary ones on average, at least
         one."""
         places = np.flatnonzero(self.may_hide[ids])
         wanted = min(len(places), max(1, int(self.density * len(places) + rng.random())))
         if not self.by_word:
             return rng.permutation(places)[:wanted]
+        # A token continues a word where it begins, and the token before it ends, within a word; the
+        # cumulative sum over all other tokens numbers the words.
         inside = self.begins_inside[ids] & np.roll(self.ends_inside[ids], 1)
         words, sizes = np.unique(np.cumsum(~inside)[places], return_counts=True)
         taken = np.zeros(len(words), bool)

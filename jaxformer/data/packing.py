@@ -1,40 +1,38 @@
-"""Packs whole examples into rows, each kept apart by its segment's number."""
+"""Packs whole examples into rows, each with a segment of its own."""
 
 import numpy as np
 
 from jaxformer.data.examples import ExampleStore
 from jaxformer.data.rows import NumpyBatch, Rows, padded
-from jaxformer.data.templates import Template
+from jaxformer.data.templates import SEGMENTS, Template
 
-# Rows that are looked at for room; when none has it, the fullest is closed for a new one.
+# Rows that an example may go to; when none has room, the fullest is closed for a new one.
 OPEN_ROWS = 512
-
-# What numbers the segments of which array.
-SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
 
 
 class ExampleRows(Rows):
-    """Rows of whole examples, packed in an order that the seed gives; one a row where the template
-    does not pack.
+    """Rows of whole examples, packed in an order that the seed gives; one example a row where the
+    template does not pack.
 
     `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is
-    the part of the rows that holds tokens.
+    the fraction of the rows that holds tokens.
     """
 
     def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
         self.store, self.template = store, template
-        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
-        self.fingerprint = store.directory.name
+        self.take_counts(store)
+        # [examples, streams] and [streams]
         sizes, capacity = template.sizes(store.lengths()), np.array(template.capacity)
         self.cut = int((sizes > capacity).any(1).sum())
+        fitted = np.minimum(sizes, capacity)
+        rows = [[index] for index in range(len(store))]
         if template.packs:
             order = np.random.default_rng(seed).permutation(len(store))
-            rows = first_fit(np.minimum(sizes, capacity), capacity, order)
-        else:
-            rows = [[index] for index in range(len(store))]
+            rows = first_fit(fitted, capacity, order)
+        # The examples of row r are _members[_bounds[r] : _bounds[r + 1]].
         self._members = np.fromiter((index for row in rows for index in row), np.int64)
         self._bounds = np.cumsum([0, *map(len, rows)])
-        self.filled = float(np.minimum(sizes, capacity).sum() / max(1, len(rows) * capacity.sum()))
+        self.filled = float(fitted.sum() / max(1, len(rows) * capacity.sum()))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -56,18 +54,19 @@ class ExampleRows(Rows):
 
 
 def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> list[list[int]]:
-    """The numbers of the examples in each row: each goes to the first open row that has room for
-    all its streams.
+    """The numbers of the examples in each row: each goes to the first open row that has room in all
+    streams.
 
     `sizes` [N, streams] are at most `capacity` [streams].
     """
+    # The room in each open row, and its number; -1 has room for nothing, so no row is open yet.
     left = np.full((len(capacity), OPEN_ROWS), -1, np.int64)
     place = np.zeros(OPEN_ROWS, np.int64)
     rows: list[list[int]] = []
     for index in order.tolist():
-        size = sizes[index][:, None]
+        size = sizes[index][:, None]  # [streams, 1]
         fits = (left >= size).all(0)
-        slot = int(fits.argmax())
+        slot = int(fits.argmax())  # the first that fits, or 0
         if not fits[slot]:
             slot = int(left.min(0).argmin())
             left[:, slot], place[slot] = capacity, len(rows)

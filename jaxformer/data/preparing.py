@@ -1,7 +1,5 @@
-"""Tokenizes a run's text beforehand: whole, or a share of it as one of many tasks that know nothing
-of one another."""
+"""Tokenizes a run's text beforehand: all of it, or the part of one of many independent tasks."""
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -13,12 +11,14 @@ import numpy as np
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
 from jaxformer.data.ids import IdFiles
+from jaxformer.data.shards import MANIFEST, WRONG_RECORD
 from jaxformer.data.sources import Source
 from jaxformer.data.splits import Scan, Split
-from jaxformer.data.store import MANIFEST, TokenStore
+from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
+from jaxformer.files import read_object
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
@@ -46,23 +46,22 @@ def prepare_text(
     vocab_size: int = 0,
     log: Log = lambda line: None,
 ) -> list[TextSummary]:
-    """Tokenizes all text of a run that is not yet, to its cache or to `output`, which is then a
-    source of its own.
+    """Tokenizes all text of a run that is not yet tokenized, to its cache or to `output`, which is
+    then a source.
 
-    `thorough` reads all that is there, holds it against its checksums, and makes nothing.
+    `thorough` reads all that is there, compares it with its checksums, and makes nothing.
     `vocab_size` is the model's, 0 for any. Raises ConfigError for text, or a store, that cannot be
     used.
     """
     _require_text(task)
-    cache = Path(os.path.expanduser(data.cache_dir))
     if thorough and output:
         data = replace(data, train=str(output), validation="", weights="", epochs="")
         output = None
-    folder = _ready(output) if output else cache / "stores"
-    sides = find_sides(data, settings, task, (output or cache) / SCANS, log)
+    kept, folder = _folders(data, output)
+    sides = find_sides(data, settings, task, kept / SCANS, log)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, output or cache, log)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
     if output:
         _require_own(output, tokenizer, [split.source.spec for split in sides["train"]])
     summary: list[TextSummary] = []
@@ -90,22 +89,17 @@ def prepare_share(
 ) -> None:
     """Makes the shards of task `share[0]` of `share[1]`.
 
-    Where the tokenizer is yet to be trained, each task reads all text, and trains it unless another
-    was sooner: it is the same.
+    Where a tokenizer has to be trained, each task reads all text, and trains it unless another task
+    did before: the results are equal.
     """
     _require_text(task)
-    cache = Path(os.path.expanduser(data.cache_dir))
-    folder = _ready(output) if output else cache / "stores"
+    kept, folder = _folders(data, output)
     train, held = find_named(data, settings, task)
     if output:
         _require_sources([*train, *held])
-    kept = output or cache
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
-        log(
-            "each task reads all text for the tokenizer: with --tokenizer.path, of one made before,"
-            " it reads its own part"
-        )
+        log("each task reads all text to train the tokenizer; with --tokenizer.path only its part")
         sides = find_sides(data, settings, task, kept / SCANS, log)
         tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
@@ -116,70 +110,61 @@ def prepare_share(
             build_part(source, tokenizer, kept / SCANS, folder, share, log)
 
 
-def _ready(output: Path) -> Path:
-    """The directory for tokens, made. Raises ConfigError where it cannot be, or holds what an
-    earlier call did not write."""
+def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
+    """The directory for scans and tokenizers, and that for stores. Raises ConfigError where
+    `output` cannot be made, or holds what an earlier call did not write."""
+    if not output:
+        cache = Path(os.path.expanduser(data.cache_dir))
+        return cache, cache / "stores"
     new = "name one that is new, or that an earlier call began"
     try:
         output.mkdir(parents=True, exist_ok=True)
         names = sorted(name for name in os.listdir(output) if not name.startswith("."))
     except OSError as error:
-        raise ConfigError(
-            f"--output {output} is no directory that can be used ({error.strerror or error}):"
-            f" {new}."
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"--output {output} cannot be used ({reason}): {new}.") from None
     if not os.access(output, os.W_OK):
         raise ConfigError(f"--output {output} cannot be written: {new}.")
-    if names and not any(
-        re.fullmatch(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}", name) for name in names
-    ):
+    own = re.compile(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}")
+    if names and not any(map(own.fullmatch, names)):
         raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
-    return output
+    return output, output
 
 
 def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
-    """Raises ConfigError where a directory was prepared of other text, or with another
-    tokenizer."""
+    """Raises ConfigError for a directory that other text, or another tokenizer, made."""
     try:
-        manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(output / MANIFEST)
         before = [entry["spec"] for entry in manifest["train"]]
         other = "with another tokenizer" if manifest["tokenizer"] != tokenizer.fingerprint() else ""
-    except (OSError, ValueError, KeyError, TypeError):
+    except WRONG_RECORD:
         return
     if before != specs:
         other = f"of other text ({'; '.join(before)})"
     if other:
-        raise ConfigError(
-            f"--output {output} was prepared {other}: name a new directory, so that nothing is"
-            " lost."
-        )
+        told = f"was prepared {other}: name a new directory, so that nothing is lost"
+        raise ConfigError(f"--output {output} {told}.")
 
 
 def _require_sources(sources: Iterable[Source]) -> None:
+    """Raises ConfigError for sources that hold tokens already."""
     for source in sources:
+        already = ""
         if isinstance(source, IdFiles):
-            raise ConfigError(
-                f"--output: {source} holds token ids already: train on it as it is, or name its"
-                " text."
-            )
+            already = f"{source} holds token ids already"
         if isinstance(source, Prepared):
-            raise ConfigError(
-                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it"
-                " as it is, or name the text that it was made of."
-            )
+            already = f"{source.folder}, of {source.setting}, is prepared already"
+        if already:
+            raise ConfigError(f"--output: {already}: train on it as it is, or name its text.")
 
 
 def _require_text(task: Task) -> None:
     if len(task.fields) > 1:
-        raise ConfigError(
-            f"data.objective={task.name} reads records, which training encodes by itself in one go:"
-            " jaxformer prepare tokenizes text."
-        )
+        told = "reads records, which training encodes itself: jaxformer prepare tokenizes text"
+        raise ConfigError(f"data.objective={task.name} {told}.")
 
 
 def _summary(split: Split, store: TokenStore) -> TextSummary:
     longest = int(np.diff(store.ends(), prepend=0).max(initial=0))
-    skipped = tuple(split.scan.skipped.lines())
-    return TextSummary(
-        str(split.source), store.documents, store.tokens, store.bytes, longest, skipped
-    )
+    skipped, name = tuple(split.scan.skipped.lines()), str(split.source)
+    return TextSummary(name, store.documents, store.tokens, store.bytes, longest, skipped)

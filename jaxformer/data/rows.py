@@ -2,24 +2,27 @@
 for."""
 
 import abc
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxformer.config import DataConfig
+from jaxformer.data.examples import ExampleStore
 from jaxformer.data.store import TokenStore
 
 # One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
 NumpyBatch = dict[str, np.ndarray]
+SOURCE_ARRAYS = ("source", "source_segment_ids")
 
 
 class RowFormat(NamedTuple):
     """How a row is laid out, as the model reads it.
 
-    `length` is how many tokens a row has, `source_length` how many a row of sources (an
+    `length` is the number of tokens of a row, `source_length` that of a row of sources (an
     encoder-decoder's). With `marks` rows begin with [CLS] and end with [SEP], where the tokenizer
-    has these (an encoder's). `token_types` is how many kinds of tokens the model tells apart, 0 for
-    none; with `next_sentence` a row holds two texts, and says whether the second follows the first.
+    has these (an encoder's). `token_types` is how many types of tokens the model has, 0 for none;
+    with `next_sentence` a row holds two texts, and whether the second follows the first.
     """
 
     length: int
@@ -28,12 +31,18 @@ class RowFormat(NamedTuple):
     token_types: int = 0
     next_sentence: bool = False
 
+    def lengths(self, names: Iterable[str]) -> dict[str, int]:
+        """The length of each of the arrays of a row with these names."""
+        return {
+            name: self.source_length if name in SOURCE_ARRAYS else self.length for name in names
+        }
+
 
 class Rows(abc.ABC):
-    """Rows by number, and what the text holds that they are made of.
+    """Rows by number, and the counts of the text that they are made of.
 
     `window` is how many tokens a row takes where rows are cut from text, 0 where each holds what it
-    can; `filled` is the part of the rows that holds tokens.
+    can; `filled` is the fraction of the rows that holds tokens.
     """
 
     tokens: int
@@ -43,25 +52,29 @@ class Rows(abc.ABC):
     window: int = 0
     filled: float = 1.0
 
+    def take_counts(self, store: TokenStore | ExampleStore) -> None:
+        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
+        self.fingerprint = store.fingerprint
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """How many rows there are in an epoch."""
 
     @abc.abstractmethod
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        """Row `index`, with what is random in it drawn from `rng`."""
+        """Row `index`; what is random in it is drawn from `rng`."""
 
     def __getitem__(self, index: int) -> NumpyBatch:
-        """Row `index` with randomness that is its own, for evaluation."""
+        """Row `index` with randomness of its own, for evaluation."""
         return self.row(index, np.random.default_rng(index))
 
     def sources(self, name: str) -> "list[tuple[str, Rows]]":
-        """What the rows are of, by name; `name` is that of a single source."""
+        """The rows of each source by its name; `name` is that of a single source."""
         return [(name, self)]
 
     def order(self, seed: int, batch_size: int) -> Any:
-        """The numbers of the rows that a run reads, as a grain dataset without end: each epoch all,
-        shuffled anew."""
+        """The numbers of the rows that a run reads, as an endless grain dataset: all rows in each
+        epoch, shuffled anew."""
         import grain
 
         return grain.MapDataset.range(len(self)).shuffle(seed=seed).repeat()
@@ -73,17 +86,16 @@ class TextRows(Rows):
 
     def __init__(self, store: TokenStore, window: int, stride: int) -> None:
         self.store, self.window, self.stride = store, window, stride
-        self.tokens, self.documents, self.bytes = store.tokens, store.documents, store.bytes
-        self.fingerprint = store.fingerprint
+        self.take_counts(store)
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens - 1) // self.stride))
 
     def segments(self, start: int, used: int) -> np.ndarray:
-        """The documents of `used` places from `start` on, numbered from 1.
+        """The documents of `used` places from `start` on, numbered from 1: int32 [used].
 
-        The end token before a document is the first of its segment, so a text is learnt from its
-        very start and every token but the store's first stays a target.
+        The end token before a document is the first token of its segment, so the first token of the
+        document is a target too.
         """
         begins = self.store.boundaries(start, start + used + 1) - start - 1
         segments = np.zeros(used, np.int32)
@@ -112,13 +124,8 @@ class CausalRows(TextRows):
 
 
 def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:
-    """Each array filled up with zeros to its length: no token's weight, and segment 0."""
-    return {name: _filled_up(array, lengths[name]) for name, array in row.items()}
-
-
-def _filled_up(array: np.ndarray, length: int) -> np.ndarray:
-    if len(array) == length:
-        return array
-    longer = np.zeros(length, array.dtype)
-    longer[: len(array)] = array
+    """Each array filled with zeros to its length: token 0, weight 0, segment 0."""
+    longer = {name: np.zeros(lengths[name], array.dtype) for name, array in row.items()}
+    for name, array in row.items():
+        longer[name][: len(array)] = array
     return longer

@@ -17,19 +17,21 @@ def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
 
 
 class SourceRows(TextRows):
-    """Rows of a source, and the target that is made of it, as the tokenizer has an encoder-decoder
-    read them."""
+    """Rows of a source, and the target that is made of it, in the tokenizer's format for an
+    encoder-decoder."""
 
     def __init__(
         self, store: TokenStore, row_format: RowFormat, tokenizer: Tokenizer, window: int
     ) -> None:
         super().__init__(store, window, window)
         self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
-        self.length, self.source_length = row_format.length, row_format.source_length
+        self.format = row_format
 
     def arrays(self, text: np.ndarray, targets: np.ndarray) -> NumpyBatch:
         """One row, padded."""
         source = np.array(self.tokenizer.as_source(text), np.int32)
+        # The decoder reads the start tokens and then each target before the next one; start tokens
+        # after the first are targets too.
         targets = np.concatenate([self.start[1:], targets]).astype(np.int32)
         row = {
             "source": source,
@@ -39,8 +41,7 @@ class SourceRows(TextRows):
             "weights": np.ones(len(targets), np.float32),
             "segment_ids": np.ones(len(targets), np.int32),
         }
-        sources = dict.fromkeys(("source", "source_segment_ids"), self.source_length)
-        return padded(row, dict.fromkeys(row, self.length) | sources)
+        return padded(row, self.format.lengths(row))
 
 
 class SpanRows(SourceRows):
@@ -79,16 +80,16 @@ class SpanRows(SourceRows):
         start = int(index) * self.stride
         text = self.store.read(start, start + self.window)
         hidden, spans = hidden_counts(len(text), self.density, self.mean)
-        lengths = np.stack(
-            [random_parts(len(text) - hidden, spans, rng), random_parts(hidden, spans, rng)], 1
-        )
+        # [spans, 2]: before each hidden span is one that is not hidden; so row by row these are the
+        # sizes of the pieces of the text, and the odd pieces are hidden.
+        shown = random_parts(len(text) - hidden, spans, rng)
+        lengths = np.stack([shown, random_parts(hidden, spans, rng)], 1)
         pieces = np.split(text, np.cumsum(lengths)[:-1])
-        marks = np.split(self.sentinels[:spans], spans)
+        marks = np.split(self.sentinels[:spans], spans)  # arrays of one sentinel
         source = itertools.chain.from_iterable(zip(pieces[::2], marks, strict=True))
         targets = itertools.chain.from_iterable(zip(marks, pieces[1::2], strict=True))
-        return self.arrays(
-            np.concatenate([*source]), np.concatenate([*targets, [self.tokenizer.end_token]])
-        )
+        end = [self.tokenizer.end_token]
+        return self.arrays(np.concatenate([*source]), np.concatenate([*targets, end]))
 
 
 class PrefixRows(SourceRows):
@@ -100,9 +101,9 @@ class PrefixRows(SourceRows):
     ) -> None:
         source_room = row_format.source_length - len(tokenizer.as_source([]))
         target_room = row_format.length + 1 - len(tokenizer.as_target([]))
-        capacity = min(source_room, target_room)
-        # One token more than the smaller side has room for, so that each fits, wherever it is cut.
-        super().__init__(store, row_format, tokenizer, capacity + 1)
+        # Each side has at least one token, so of one token more than the smaller capacity each
+        # fits, wherever the text is cut.
+        super().__init__(store, row_format, tokenizer, min(source_room, target_room) + 1)
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = int(index) * self.stride
@@ -119,7 +120,7 @@ def hidden_counts(length: int, density: float, mean: float) -> tuple[int, int]:
 
 def raw_length(source_length: int, density: float, mean: float, around: int = 1) -> int:
     """The most tokens of text whose source fits in `source_length` with its sentinels and the
-    `around` tokens that the tokenizer puts around a source: by default 568 in 512.
+    `around` tokens that the tokenizer adds to a source: by default 568 in 512.
     """
 
     def taken(length: int) -> int:
@@ -133,7 +134,7 @@ def raw_length(source_length: int, density: float, mean: float, around: int = 1)
 
 
 def random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """The sizes of `parts` parts, none empty, of `total` things, each way to part them as
-    likely."""
+    """The sizes [parts] of random non-empty parts of `total`, every division equally likely."""
+    # A division is a choice of parts - 1 of the total - 1 places between two neighbors.
     cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
-    return np.diff(np.concatenate([[0], cuts, [total]]))
+    return np.diff(cuts, prepend=0, append=total)

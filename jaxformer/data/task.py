@@ -11,7 +11,7 @@ from jaxformer.data.store import TokenStore
 from jaxformer.data.templates import Template
 from jaxformer.tokenizer import Tokenizer
 
-# Rows cut from the tokens of a text.
+# Cuts rows from the tokens of a text.
 MakeRows = Callable[[TokenStore, DataConfig, RowFormat, Tokenizer], Rows]
 
 
@@ -25,7 +25,7 @@ def causal_rows(
 
 
 def nothing_missing(tokenizer: Tokenizer) -> list[str]:
-    """For rows that every tokenizer will do for."""
+    """For rows that work with every tokenizer."""
     return []
 
 
@@ -35,8 +35,8 @@ class Task(NamedTuple):
     `fields` are those that are read of each record; one alone means text. `specials` are the
     special tokens, beside the end token, of a tokenizer that is made for it. Records become rows by
     their `template`, text by `rows` where there is no template. `missing` gives the names of the
-    special tokens that a tokenizer lacks and the rows cannot do without. `every_token` says that
-    each token of a text is predicted once, so that bits per byte mean something.
+    special tokens that the rows need and a tokenizer lacks. `every_token` is true where each token
+    of a text is predicted once, so that bits per byte mean something.
     """
 
     name: str
@@ -50,11 +50,14 @@ class Task(NamedTuple):
 
     def check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
         """Raises ConfigError where a tokenizer, that of tokenizer.path=`path`, lacks tokens."""
-        if missing := self.missing(tokenizer):
-            named = "the tokenizer of the prepared text"
-            remedy = "prepare the text with this config"
-            if path:
-                named, added = f"tokenizer.path={path}", "add what is missing to its added_tokens"
-                remedy = f"{added}, or leave tokenizer.path empty to have one made"
-            needs = f"which data.objective={self.name} needs"
-            raise ConfigError(f"{named} has no {', '.join(missing)}, {needs}: {remedy}.")
+        missing = ", ".join(self.missing(tokenizer))
+        if not missing:
+            return
+        named = "the tokenizer of the prepared text"
+        remedy = "prepare the text with this config"
+        if path:
+            named = f"tokenizer.path={path}"
+            remedy = "add them to its added_tokens, or leave tokenizer.path empty to have one made"
+        raise ConfigError(
+            f"{named} has no {missing}, which data.objective={self.name} needs: {remedy}."
+        )

@@ -10,12 +10,17 @@ from jaxformer.data.rows import NumpyBatch, RowFormat
 from jaxformer.data.sources.records import Record
 from jaxformer.tokenizer import Tokenizer
 
+# The segments of packed examples, and the array whose tokens they number.
+SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
+ARRAYS = ("targets", "weights", "token_types", *SEGMENTS, *SEGMENTS.values())
+
 
 class Template(abc.ABC):
-    """What records of an objective become.
+    """What the records of an objective become.
 
-    `capacity` is how many tokens each stream of a row holds, `lengths` how long each array of a row
-    is; a template whose arrays have other names adds theirs.
+    `capacity` is how many tokens each stream of a row holds (a row has one, or a source and a
+    target), `lengths` how long each array of a row is; a template whose arrays have other names
+    adds theirs.
     """
 
     packs = True
@@ -24,19 +29,17 @@ class Template(abc.ABC):
         self.tokenizer, self.end = tokenizer, tokenizer.end_token
         self.length, self.source_length = row_format.length, row_format.source_length
         self.types = row_format.token_types
-        names = ("tokens", "targets", "weights", "segment_ids", "token_types")
-        self.lengths = dict.fromkeys(names, self.length) | dict.fromkeys(
-            ("source", "source_segment_ids"), self.source_length
-        )
+        self.lengths = row_format.lengths(ARRAYS)
         self.capacity: tuple[int, ...] = (self.length,)
         first = tokenizer.special("cls") if row_format.marks else None
         last = tokenizer.special("sep") if row_format.marks else None
         self.start = [] if first is None else [first]
         self.stop = [self.end if last is None else last]
 
-    @abc.abstractmethod
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        """The ids of each record's parts; a label that is new gets the next number."""
+        """The ids of each record's parts, which here are texts; a new label gets the next
+        number."""
+        return zip(*(self.ids(records, field) for field in range(len(records[0]))), strict=True)
 
     @abc.abstractmethod
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
@@ -51,32 +54,27 @@ class Template(abc.ABC):
         return self.tokenizer.encode_batch([str(record[field]) for record in records])
 
     def with_types(self, row: NumpyBatch, *lengths: int) -> NumpyBatch:
-        """A row with the types of its tokens, where the model has any: the first `lengths` tokens
-        0, the next 1."""
+        """A row with the types of its tokens, where the model has any: 0 for the tokens of the
+        first of these lengths, 1 for the next."""
         kinds = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
 
 
 class PairTemplate(Template):
-    """Sequence to sequence: the source as the tokenizer closes it; the target, after its start, and
-    with the end token."""
+    """Sequence to sequence: a source and a target with their special tokens; the decoder reads the
+    target after its start token, and predicts it and the end token."""
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
         self.capacity = (self.source_length, self.length)
         self.more = np.array([len(tokenizer.as_source([])), len(tokenizer.as_target([]))])
 
-    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        return zip(self.ids(records, 0), self.ids(records, 1), strict=True)
-
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths + self.more
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        source, target = (
-            part[: capacity - more]
-            for part, capacity, more in zip(parts, self.capacity, self.more, strict=True)
-        )
+        most = np.array(self.capacity) - self.more
+        source, target = (part[:size] for part, size in zip(parts, most, strict=True))
         tokens = self.tokenizer.as_target(target)
         return {
             "source": joined(self.tokenizer.as_source(source)),
@@ -87,10 +85,7 @@ class PairTemplate(Template):
 
 
 class SFTTemplate(Template):
-    """A prompt, its answer and the end token, of which only the answer and its end are learnt."""
-
-    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        return zip(self.ids(records, 0), self.ids(records, 1), strict=True)
+    """A prompt, its answer and the end token, of which only the answer and its end are learned."""
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths.sum(1, keepdims=True) + len(self.tokenizer.prefix)
@@ -98,8 +93,8 @@ class SFTTemplate(Template):
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, answer = self.tokenizer.as_prompt(parts[0]), parts[1]
         text = joined(prompt, answer, [self.end])[: self.length + 1]
-        learnt = np.arange(1, len(text)) >= len(prompt)
-        return {"tokens": text[:-1], "targets": text[1:], "weights": learnt.astype(np.float32)}
+        learned = np.arange(1, len(text)) >= len(prompt)
+        return {"tokens": text[:-1], "targets": text[1:], "weights": learned.astype(np.float32)}
 
 
 class ClassTemplate(Template):
@@ -115,9 +110,9 @@ class ClassTemplate(Template):
         self.lengths |= {"targets": 1, "weights": 1}
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        texts = [self.ids(records, field) for field in range(len(records[0]) - 1)]
-        numbers = [[labels.setdefault(str(record[-1]), len(labels))] for record in records]
-        return zip(*texts, numbers, strict=True)
+        texts = super().encode([record[:-1] for record in records], labels)
+        for parts, record in zip(texts, records, strict=True):
+            yield *parts, [labels.setdefault(str(record[-1]), len(labels))]
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths[:, :-1].sum(1, keepdims=True) + len(self.start) + lengths.shape[1] - 1
@@ -126,21 +121,19 @@ class ClassTemplate(Template):
         *texts, label = parts
         capacity = self.length - len(self.start) - len(texts)
         if len(texts) == 2:
+            # The first keeps what the second leaves, but at least half (rounded up).
             first = min(len(texts[0]), max(capacity - len(texts[1]), -(-capacity // 2)))
             texts = [texts[0][:first], texts[1][: capacity - first]]
         closed = [joined(text[:capacity], self.stop) for text in texts]
         closed[0] = joined(self.start, closed[0])
-        row = {
-            "tokens": np.concatenate(closed),
-            "targets": label,
-            "weights": np.ones(1, np.float32),
-        }
+        tokens, weights = np.concatenate(closed), np.ones(1, np.float32)
+        row = {"tokens": tokens, "targets": label, "weights": weights}
         return self.with_types(row, *map(len, closed))
 
 
 class TagTemplate(Template):
-    """Words and a tag for each, learnt on the word's first piece, between [CLS] and [SEP] as
-    classes are."""
+    """Words and a tag for each, learned on the word's first piece, between [CLS] and [SEP] as in
+    `ClassTemplate`."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         words = [
@@ -153,6 +146,7 @@ class TagTemplate(Template):
             for tag in tags:
                 word = next(pieces)
                 ids += word
+                # The further pieces of a word, numbered -1, are not learned.
                 numbers += [labels.setdefault(tag, len(labels)), *[-1] * len(word)][: len(word)]
             yield ids, numbers
 
@@ -160,11 +154,9 @@ class TagTemplate(Template):
         return lengths[:, :1] + len(self.start) + len(self.stop)
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        capacity = self.length - len(self.start) - len(self.stop)
-        ids, tags = (
-            parts[0][:capacity],
-            np.pad(parts[1][:capacity], (len(self.start), len(self.stop)), constant_values=-1),
-        )
+        around = (len(self.start), len(self.stop))
+        ids, tags = (part[: self.length - sum(around)] for part in parts)
+        tags = np.pad(tags, around, constant_values=-1)
         row = {
             "tokens": joined(self.start, ids, self.stop),
             "targets": np.maximum(tags, 0),

@@ -10,24 +10,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxformer.config import ConfigError, DataConfig, named_sources
+from jaxformer.data.directories import claimed
 from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
+from jaxformer.data.shards import MANIFEST, WRONG_RECORD, missing_of
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Scan, file_groups, scan, scan_group
-from jaxformer.data.store import MANIFEST, TokenStore, missing_of
+from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
-from jaxformer.data.writing import claimed, replacing
+from jaxformer.files import read_object, write_text
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
 
-# A change of how text becomes tokens or files takes a new number, so that no older cache is read.
+# A change in how text becomes tokens or files takes a new number, so that no older cache is read.
 FORMAT = 2
 KIND = "jaxformer tokens"
 
-# Folders of the cache, or of a prepared directory, so that what one machine has read and made
-# another finds.
+# Directories of the cache, or of a prepared directory.
 SCANS, TOKENIZERS = "scans", "tokenizers"
 
 
@@ -41,83 +42,70 @@ class Prepared(Source):
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
-    """The sources that `data.train` or `data.validation` names, apart by ';'. Raises ConfigError
-    where one is none."""
+    """The sources that `data.train` or `data.validation` names. Raises ConfigError."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
-        raise ConfigError(
-            f"{setting} names no source: give a file, a directory, a glob, or a named source such"
-            " as stdlib."
-        )
+        told = "names no source: give a file, a directory, a glob, or a named source"
+        raise ConfigError(f"{setting} {told}.")
     policy = ErrorPolicy(data.undecodable, data.malformed)
     found: list[Source] = []
     for spec in specs:
         folder = Path(os.path.expanduser(spec))
         if ids := find_ids(spec, setting, fields):
             found.append(ids)
-        elif not _is_prepared(folder):
-            _require_joined(folder, setting)
-            found.append(find_source(spec, setting, fields, policy, data.cache_dir))
-        elif texts := prepared_texts(folder, setting, fields):
+        elif _is_prepared(folder):
+            texts = prepared_texts(folder, setting, fields)
+            if not texts:
+                raise ConfigError(
+                    f"{setting}: {folder} was prepared without text for validation: prepare it"
+                    " with data.validation, or leave data.validation empty."
+                )
             found += texts
         else:
-            raise ConfigError(
-                f"{setting}: {folder} was prepared without text for validation: prepare it with"
-                " data.validation, or leave data.validation empty to hold out a part of"
-                " data.train."
-            )
+            if (folder / SCANS).is_dir() and not (folder / MANIFEST).exists():
+                raise ConfigError(
+                    f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare"
+                    " --output` once more without --shard, to join what the tasks have made."
+                )
+            found.append(find_source(spec, setting, fields, policy, data.cache_dir))
     return found
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Whether a directory says that it was prepared; other manifests may lie beside text."""
+    """Whether its manifest is that of a prepared directory; text may have others beside it."""
     try:
         return KIND in (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
 
-def _require_joined(folder: Path, setting: str) -> None:
-    if (folder / SCANS).is_dir() and not (folder / MANIFEST).exists():
-        raise ConfigError(
-            f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare --output`"
-            " once more without --shard, which joins what the tasks have made."
-        )
-
-
 def find_held(data: DataConfig, train: list[Source], fields: Fields) -> list[Source]:
-    """The sources that `data.validation` names, or else what was prepared for validation beside the
-    texts for training."""
+    """The sources of `data.validation`, or else what was prepared for it beside `train`."""
+    setting = "data.validation"
     if data.validation:
-        return find_texts(data, "data.validation", fields)
+        return find_texts(data, setting, fields)
     folders = dict.fromkeys(source.folder for source in train if isinstance(source, Prepared))
-    return [
-        text for folder in folders for text in prepared_texts(folder, "data.validation", fields)
-    ]
+    return [text for folder in folders for text in prepared_texts(folder, setting, fields)]
 
 
 def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
-    """The texts for training or for validation of a prepared directory. Raises ConfigError where it
-    is none."""
+    """The texts for training or for validation of a prepared directory."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
-        texts = manifest[setting.removeprefix("data.")]
+        texts, made_by = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
         scans = [
             (entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except WRONG_RECORD as error:
         raise ConfigError(
             f"{setting}: {folder / MANIFEST} is not what `jaxformer prepare --output` of this"
             f" version writes ({error}): prepare the text again."
         ) from None
     if len(fields) > 1:
-        raise ConfigError(
-            f"{setting}: {folder} holds tokens of text, and data.objective reads records: name"
-            " their source."
-        )
-    made_by = manifest["tokenizer"]
+        told = "holds tokens of text, and data.objective reads records: name their source"
+        raise ConfigError(f"{setting}: {folder} {told}.")
     return [
         Prepared(setting, spec, (), folder=folder, scanned=found, tokenizer=made_by)
         for spec, found in scans
@@ -125,15 +113,12 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
 
 
 def scan_of(source: Source, folder: Path, log: Log) -> Scan:
-    """What a text holds: as it is written where the text is prepared, else read, and kept in
-    `folder`."""
+    """The scan of a text: kept with a prepared one, else made or found in `folder`."""
     if isinstance(source, IdFiles):
         return scan_ids(source, folder, log)
-    return (
-        source.scanned
-        if isinstance(source, Prepared) and source.scanned
-        else scan(source, folder, log)
-    )
+    if isinstance(source, Prepared) and source.scanned:
+        return source.scanned
+    return scan(source, folder, log)
 
 
 def store_of(
@@ -144,47 +129,47 @@ def store_of(
     log: Log,
     thorough: bool = False,
 ) -> TokenStore:
-    """The tokens of a text, in `folder` or where it is prepared; `thorough` reads all that is
-    there, and makes nothing.
-
-    Raises ConfigError for a store that cannot be used.
-    """
+    """The tokens of a text, in `folder` or where it is prepared; `thorough` only checks them."""
     names = [directory_of(part, tokenizer) for part in found.parts]
     if isinstance(source, IdFiles):
         return id_store(source, found, [folder / name for name in names], thorough, log)
     if isinstance(source, Prepared):
         stores = [_prepared(source, name, tokenizer, thorough) for name in names]
     else:
-        opened = [TokenStore.open(folder / name, thorough) for name in names]
-        made = [part for part, store in zip(found.parts, opened, strict=True) if store is None]
-        progress = ProgressNotes(log, sum(part.bytes for part in made))
-        if made and thorough:
-            raise ConfigError(
-                f"{source}: {len(made)} of {len(names)} parts are not prepared: leave out --verify"
-                " to make them."
-            )
-        if made:
-            parts = f", {len(made)} of {len(names)} parts" * (len(names) > 1)
-            log(f"{source}: tokenizing {megabytes(sum(part.bytes for part in made))}{parts}")
-        began = time.perf_counter()
-        stores = [
-            (
-                open_or_build(folder / name, group.pieces, tokenizer, progress, source.place)
-                if store is None
-                else store
-            )
-            for store, name, group in zip(opened, names, file_groups(source), strict=True)
-        ]
-        for store, part, name in zip(stores, found.parts, names, strict=True):
-            _require_text_of(part, store, folder / name, source)
-        if made:
-            log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
-        else:
-            log(
-                f"{source}: reusing {folder / names[0]}"
-                + f" and {len(names) - 1:,} more" * (len(names) > 1)
-            )
+        directories = [folder / name for name in names]
+        stores = _group_stores(source, found, directories, tokenizer, log, thorough)
     return TokenStore.joined(stores, fingerprint(names))
+
+
+def _group_stores(
+    source: Source,
+    found: Scan,
+    directories: list[Path],
+    tokenizer: Tokenizer,
+    log: Log,
+    thorough: bool,
+) -> list[TokenStore]:
+    """The stores of the file groups of a source."""
+    count, began = len(directories), time.perf_counter()
+    stores = [TokenStore.open(directory, thorough) for directory in directories]
+    missing = [part for part, store in zip(found.parts, stores, strict=True) if store is None]
+    size = sum(part.bytes for part in missing)
+    if missing and thorough:
+        told = f"{len(missing)} of {count} parts are not prepared"
+        raise ConfigError(f"{source}: {told}: leave out --verify to make them.")
+    if missing:
+        parts = f", {len(missing)} of {count} parts" * (count > 1)
+        log(f"{source}: tokenizing {megabytes(size)}{parts}")
+    progress, made = ProgressNotes(log, size), []
+    groups = zip(directories, file_groups(source), found.parts, stores, strict=True)
+    for directory, group, part, store in groups:
+        store = store or open_or_build(directory, group.pieces, tokenizer, progress, source.place)
+        _require_text_of(part, store, directory, source)
+        made.append(store)
+    more = f" and {count - 1:,} more" * (count > 1)
+    reused = f"reusing {directories[0]}{more}"
+    log(f"{source}: {f'tokenized in {time.perf_counter() - began:.1f} s' if missing else reused}")
+    return made
 
 
 def build_part(
@@ -195,39 +180,30 @@ def build_part(
     part: tuple[int, int],
     log: Log,
 ) -> None:
-    """Makes the share `part` (its number from 0, and of how many) of a text's shards, whatever the
-    other shares are doing.
+    """Makes the part (number from 0, of how many) of a text's shards, independently of others.
 
-    Shares are of units where there are enough of them, and each then reads nothing else; otherwise
-    of the shards in each.
+    Parts are file groups where there are enough of them, otherwise shards of each group.
     """
     index, count = part
-    groups = file_groups(source)
-    apart = len(groups) >= count
-    mine = [
-        (number, group)
-        for number, group in enumerate(groups)
-        if not apart or number % count == index
-    ]
-    part_of = (
-        f"{len(mine):,} of {len(groups):,} groups of files are"
-        if apart
-        else f"one of every {count} shards is"
-    )
+    groups = list(enumerate(file_groups(source)))
+    by_group = len(groups) >= count
+    mine = groups[index::count] if by_group else groups
+    part_of = f"one of every {count} shards is"
+    if by_group:
+        part_of = f"{len(mine):,} of {len(groups):,} groups of files are"
     log(f"{source}: {part_of} this task's")
     scans = [scan_group(group, scanned, log) for _, group in mine]
     progress = ProgressNotes(log, sum(found.bytes for found in scans))
     for (number, group), found in zip(mine, scans, strict=True):
         directory = folder / directory_of(found, tokenizer)
-        if apart:
+        if by_group:
             store = open_or_build(directory, group.pieces, tokenizer, progress, source.place)
             _require_text_of(found, store, directory, source)
         elif TokenStore.open(directory) is None:
-            shares = functools.partial(_is_mine, number, index, count)
+            chosen = functools.partial(_is_mine, number, index, count)
             with claimed(directory, log, shared=True):
-                shards = build_shards(
-                    directory, group.pieces(), tokenizer, progress, source.place, shares
-                )
+                pieces, place = group.pieces(), source.place
+                shards = build_shards(directory, pieces, tokenizer, progress, place, chosen)
                 complete(directory, shards, tokenizer)
 
 
@@ -236,33 +212,28 @@ def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
 
 
 def _require_text_of(part: Scan, store: TokenStore, directory: Path, source: Source) -> None:
-    """Raises ConfigError, and leaves nothing of the store, where files changed between their scan
-    and their tokens."""
+    """Removes the store, and raises ConfigError, where files changed after their scan."""
     if (part.documents, part.bytes) != (store.documents, store.bytes):
         shutil.rmtree(directory, ignore_errors=True)
-        raise ConfigError(
-            f"{source}: its files changed while they were tokenized: wait until they do not, and"
-            " begin again."
-        )
+        told = "its files changed while they were tokenized: run again when they no longer change"
+        raise ConfigError(f"{source}: {told}.")
 
 
 def write_prepared(
     folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tuple[Source, Scan]]]
 ) -> None:
-    """Writes what makes a folder of stores a source of its own: its tokenizer and its manifest."""
+    """Writes what makes a directory of stores a source: its tokenizer and its manifest."""
     tokenizer.save(folder / TOKENIZER_FILE)
     listed = {
         side: [{"spec": source.spec, "scan": asdict(found)} for source, found in several]
         for side, several in texts.items()
     }
     manifest = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint(), **listed}
-    with replacing(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def directory_of(part: Scan, tokenizer: Tokenizer) -> str:
-    """The name of the directory that a unit's tokens are in: equal text and an equal tokenizer have
-    the same."""
+    """The name of the directory of a file group's tokens, the same for equal text and tokenizer."""
     return fingerprint(FORMAT, part.content, tokenizer.fingerprint())
 
 
@@ -275,9 +246,9 @@ def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool)
         )
     if (store := TokenStore.open(source.folder / name, thorough)) is not None:
         return store
+    lacks = f"is not complete, {missing_of(source.folder / name)} is missing"
     raise ConfigError(
-        f"{source.setting}: {source.folder / name} is not complete,"
-        f" {missing_of(source.folder / name)} is missing: copy the directory again, or run the"
+        f"{source.setting}: {source.folder / name} {lacks}: copy the directory again, or run the"
         " `jaxformer prepare --output` that made it once more."
     )
 

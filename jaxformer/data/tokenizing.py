@@ -1,5 +1,5 @@
-"""Makes stores: text to shards whose borders depend on the text alone, so that work can stop
-anywhere and go on."""
+"""Makes stores: text becomes shards whose borders depend on the text alone, so that work can stop
+anywhere and continue."""
 
 import hashlib
 import itertools
@@ -13,9 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from jaxformer.data.directories import claimed
+from jaxformer.data.shards import Shard, Written, write_manifest
 from jaxformer.data.sources import Piece
-from jaxformer.data.store import Shard, TokenStore, Written, write_manifest
-from jaxformer.data.writing import claimed, replacing
+from jaxformer.data.store import TokenStore
+from jaxformer.files import replacing, write_text
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
@@ -25,12 +27,13 @@ SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
 Place = Callable[[str], float]
+# Of each document of a shard: the place after its end (int64), the bytes of its text (int64), and
+# its place in the order in which documents are held out (float64).
 DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
 class ProgressNotes:
-    """Says how far a work of `total` bytes of text is, where that is known, at most every 5
-    seconds."""
+    """Reports, at most every 5 seconds, how much of `total` bytes of text is done; 0 is unknown."""
 
     def __init__(
         self, log: Log = lambda line: None, total: int = 0, work: str = "tokenized"
@@ -43,10 +46,10 @@ class ProgressNotes:
         if now - self._said < SECONDS_BETWEEN_NOTES:
             return
         self._said, rate = now, self.done / (now - self._began)
-        left = (
-            f", {max(0, self._total - self.done) / rate / 60:.0f} min left" if self._total else ""
-        )
-        whole = f" of {self._total / 1e9:.2f}" if self._total else ""
+        whole = left = ""
+        if self._total:
+            whole = f" of {self._total / 1e9:.2f}"
+            left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left"
         self.log(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")
 
 
@@ -57,12 +60,11 @@ def open_or_build(
     progress: ProgressNotes | None = None,
     place: Place = lambda document: 0.0,
 ) -> TokenStore:
-    """The finished store in a directory, or a new one: shards that an earlier attempt finished are
-    kept.
+    """The finished store in a directory, or a new one, which keeps the shards that an earlier
+    attempt finished.
 
-    `place` is where a document comes in the order in which they are held out. A second process on
-    this machine waits and then reuses. Raises ConfigError where a file of the store was altered
-    since it was written.
+    `place` gives the place of a document in the order in which they are held out. A second process
+    on this machine waits and then reuses. Raises ConfigError where a file of the store was altered.
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
@@ -72,9 +74,8 @@ def open_or_build(
             return store
         for draft in directory.glob("*.tmp") if alone else ():
             draft.unlink(missing_ok=True)
-        store = complete(
-            directory, build_shards(directory, pieces(), tokenizer, progress, place), tokenizer
-        )
+        shards = build_shards(directory, pieces(), tokenizer, progress, place)
+        store = complete(directory, shards, tokenizer)
     assert store is not None  # every shard was made here
     return store
 
@@ -84,16 +85,12 @@ def complete(directory: Path, made: list[Shard | None], tokenizer: Tokenizer) ->
     shards = [shard for shard in made if shard]
     if len(shards) < len(made):
         return None
-    manifest = {
-        "dtype": tokenizer.dtype.name,
-        "tokenizer": tokenizer.fingerprint(),
-        **{
-            name: sum(getattr(shard, name) for shard in shards)
-            for name in ("tokens", "documents", "bytes")
-        },
-        "shards": [shard.entry() for shard in shards],
+    entries = [shard.entry() for shard in shards]
+    counts = {
+        name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")
     }
-    write_manifest(directory, manifest)
+    made_by = {"dtype": tokenizer.dtype.name, "tokenizer": tokenizer.fingerprint()}
+    write_manifest(directory, {**made_by, **counts, "shards": entries})
     return TokenStore(shards, tokenizer.dtype, directory.name)
 
 
@@ -128,7 +125,7 @@ def _sized(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[tuple[P
 
 
 def _groups(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Iterable[tuple[Piece, int]]]:
-    """The pieces of each shard; one that is not consumed is passed over."""
+    """The pieces of each shard; those of a shard that is not consumed are passed over."""
     seen = 0
 
     def shard(sized: tuple[Piece, int]) -> int:
@@ -147,9 +144,8 @@ def _write_shard(
     with replacing(path.with_suffix(".tokens")) as file:
         for batch in _ahead(in_batches(pieces, lambda sized: len(sized[0].text))):
             rows = []
-            for (piece, size), ids in zip(
-                batch, tokenizer.encode_arrays([piece.text for piece, _ in batch]), strict=True
-            ):
+            encoded = tokenizer.encode_arrays([piece.text for piece, _ in batch])
+            for (piece, size), ids in zip(batch, encoded, strict=True):
                 rows += [ids, end[: piece.ends]]
                 tokens += len(ids) + piece.ends
                 if piece.ends:
@@ -165,30 +161,29 @@ def _write_shard(
 def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str, str]) -> Shard:
     """Writes a shard's index of documents, and then that the shard is finished.
 
-    `table` has, of each document, the place after its end (int64), the bytes of its text (int64)
-    and its place in the order of what is held out (float64). `digests` are those of the shard's
-    files that are written already.
+    `digests` are those of the shard's files that are written already.
     """
-    ends, sizes, places = table
-    raw = ends.tobytes() + sizes.tobytes() + places.tobytes()
-    with replacing(path.with_suffix(".documents")) as file:
-        file.write(raw)
-    digests = digests | {"documents": hashlib.blake2b(raw, digest_size=16).hexdigest()}
+    ends, sizes, _ = table
+    digests = digests | {"documents": _write(path.with_suffix(".documents"), table)}
     files = {
         kind: Written.now(path.with_suffix(f".{kind}"), value) for kind, value in digests.items()
     }
     shard = Shard(path, tokens, len(ends), int(np.sum(sizes)), files)
-    with replacing(path.with_suffix(".json")) as file:
-        file.write(json.dumps(shard.entry()).encode())
+    write_text(path.with_suffix(".json"), json.dumps(shard.entry()))
     return shard
 
 
 def write_ids(path: Path, ids: np.ndarray) -> dict[str, str]:
     """Writes the tokens of a shard; their digest, as `write_index` takes it."""
-    raw = ids.tobytes()
-    with replacing(path.with_suffix(".tokens")) as file:
+    return {"tokens": _write(path.with_suffix(".tokens"), [ids])}
+
+
+def _write(path: Path, arrays: "Iterable[array | np.ndarray]") -> str:
+    """Writes arrays one after the other, and gives a digest of the file."""
+    raw = b"".join(each.tobytes() for each in arrays)
+    with replacing(path) as file:
         file.write(raw)
-    return {"tokens": hashlib.blake2b(raw, digest_size=16).hexdigest()}
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -205,7 +200,7 @@ def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[l
 
 
 def _ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, the next one made on a thread while one is at work."""
+    """The same items; a thread makes the next one while one is in use."""
     end = object()
     with ThreadPoolExecutor(1) as behind:
         waiting = behind.submit(next, items, end)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxformer.config import ConfigError, TokenizerConfig
+from jaxformer.data.directories import claimed
 from jaxformer.data.sources import fingerprint
-from jaxformer.data.sources.reading import PIECE_CHARACTERS
+from jaxformer.data.sources.documents import PIECE_CHARACTERS
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.texts import FORMAT, Prepared, megabytes
-from jaxformer.data.writing import claimed
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
@@ -22,8 +22,7 @@ SAMPLE_CHARACTERS = 1 << 12
 def given_tokenizer(
     settings: TokenizerConfig, specials: tuple[str, ...], prepared: Path | None = None
 ) -> Tokenizer | None:
-    """The tokenizer that needs no text: of a file, of what was `prepared`, or of bytes; None where
-    one is to be trained."""
+    """The tokenizer of a file, of what was `prepared`, or of bytes; None where it needs text."""
     if settings.path and not os.path.exists(os.path.expanduser(settings.path)):
         raise ConfigError(
             f"tokenizer.path: {settings.path} does not exist: name a tokenizer.json, a directory of"
@@ -37,68 +36,55 @@ def given_tokenizer(
 def make_tokenizer(
     settings: TokenizerConfig, sides: Sides, specials: tuple[str, ...], cache: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of a run, made or found; entries of BPE are those of text for training,
-    characters those of all."""
+    """The tokenizer of a run, made or found: a BPE of text for training, characters of all."""
     train, every = sides["train"], [*sides["train"], *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
     if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory"
-            " again."
-        )
+        told = f"has no {TOKENIZER_FILE}, with which it was prepared: copy the directory again"
+        raise ConfigError(f"{prepared[0]} {told}.")
     if given := given_tokenizer(settings, specials, *prepared[:1]):
         return given
+    summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
     if settings.kind == "bpe":
         texts = [split.identity() for split in train]
-        summary: tuple[object, ...] = (
-            texts,
-            settings.vocab_size,
-            settings.training_bytes,
-            settings.pattern,
-        )
-    else:
-        summary = tuple(dict.fromkeys(split.scan.content for split in every))
+        summary = (texts, settings.vocab_size, settings.training_bytes, settings.pattern)
     path = cache / f"{fingerprint(FORMAT, settings.kind, *summary, *specials)}.json"
     if not path.exists():
         with claimed(cache, log):
             if not path.exists():
-                _make(settings, train, every, specials, log).save(path)
+                began = time.perf_counter()
+                if settings.kind == "bpe":
+                    made = _train_bpe(settings, train, specials, log)
+                else:
+                    made = _take_characters(every, specials, log)
+                seconds = time.perf_counter() - began
+                log(f"tokenizer: {made.vocab_size:,} entries, made in {seconds:.1f} s")
+                made.save(path)
                 return Tokenizer.load(path)
     log(f"tokenizer: reusing {path}")
     return Tokenizer.load(path)
 
 
-def _make(
-    settings: TokenizerConfig,
-    train: list[Split],
-    every: list[Split],
-    specials: tuple[str, ...],
-    log: Log,
+def _train_bpe(
+    settings: TokenizerConfig, train: list[Split], specials: tuple[str, ...], log: Log
 ) -> Tokenizer:
-    began = time.perf_counter()
-    if settings.kind == "bpe":
-        total = sum(split.bytes for split in train)
-        shares = [round(settings.training_bytes * split.bytes / max(1, total)) for split in train]
-        size = megabytes(min(total, settings.training_bytes))
-        names = " and ".join(str(split.source) for split in train)
-        log(
-            f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on {size} of"
-            f" {names}"
-        )
-        texts = (
-            text
-            for split, share in zip(train, shares, strict=True)
-            for text in spread(split, share)
-        )
-        made = train_bpe_tokenizer(texts, settings.vocab_size, specials, settings.pattern)
-    else:
-        sources = [*{id(split.source): split.source for split in every}.values()]
-        log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
-        made = character_tokenizer(
-            (piece.text for source in sources for piece in source.pieces()), specials
-        )
-    log(f"tokenizer: {made.vocab_size:,} entries, made in {time.perf_counter() - began:.1f} s")
-    return made
+    total, most = sum(split.bytes for split in train), settings.training_bytes
+    names = " and ".join(str(split.source) for split in train)
+    log(
+        f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
+        f" {megabytes(min(total, most))} of {names}"
+    )
+    texts = (
+        text for split in train for text in spread(split, round(most * split.bytes / max(1, total)))
+    )
+    return train_bpe_tokenizer(texts, settings.vocab_size, specials, settings.pattern)
+
+
+def _take_characters(every: list[Split], specials: tuple[str, ...], log: Log) -> Tokenizer:
+    sources = [*{id(split.source): split.source for split in every}.values()]
+    log("tokenizer: taking the characters of " + " and ".join(map(str, sources)))
+    texts = (piece.text for source in sources for piece in source.pieces())
+    return character_tokenizer(texts, specials)
 
 
 def spread(split: Split, most: int) -> Iterator[str]:
@@ -110,6 +96,7 @@ def spread(split: Split, most: int) -> Iterator[str]:
             text = piece.text[start : start + group]
             size = len(text.encode())
             seen += size
+            # A piece is taken where fewer bytes were than the rate gives up to its end.
             if taken + size <= min(most, seen * rate):
                 taken += size
                 yield text

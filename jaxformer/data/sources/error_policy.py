@@ -1,12 +1,12 @@
-"""What is done about input that cannot be used: refused in one message, or passed over and counted
-by reason."""
+"""What is done about input that cannot be used: it stops the run with one message, or it is skipped
+and counted by reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxformer.config import ConfigError, Malformed, Undecodable
 
-MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # what compressed files begin with
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # the first bytes of compressed files
 REPLACEMENT = "\ufffd"
 
 
@@ -22,17 +22,14 @@ STRICT = ErrorPolicy()
 
 
 class Skipped(dict[str, tuple[int, str]]):
-    """What was passed over in one reading: for each reason how often, and the place of the
-    first."""
+    """What one reading skipped: for each reason the number of times, and the first place."""
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
-        """Counts one more, or `count`; the place that came first stays."""
         before, first = self.get(reason, (0, place))
         self[reason] = (before + count, first)
 
     def merge(self, later: Mapping[str, Sequence]) -> None:
-        """Adds what a later part of the source passed over, also as JSON gives it back: lists for
-        tuples."""
+        """Adds what a later part of the source skipped; JSON gives lists instead of tuples."""
         for reason, (count, place) in later.items():
             self.add(reason, place, count)
 
@@ -45,7 +42,7 @@ class Skipped(dict[str, tuple[int, str]]):
 
 class RecordError(Exception):
     """A record that cannot be used: the reason it is counted by, and the message, which follows
-    upon the place."""
+    the place."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -54,17 +51,15 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class ErrorHandler:
-    """What one reading of a source does about faults."""
+    """Applies an error policy during one reading of a source."""
 
     policy: ErrorPolicy = STRICT
     skipped: Skipped = field(default_factory=Skipped)
 
     def malformed(self, record_error: RecordError, place: str) -> None:
-        """Raises ConfigError, or counts."""
+        """Raises ConfigError, or counts the record."""
         if self.policy.malformed == "refuse":
-            raise ConfigError(
-                f"{place}{record_error} Or leave such records out by data.malformed=skip."
-            )
+            raise ConfigError(f"{place}{record_error} Or skip such records by data.malformed=skip.")
         self.skipped.add(record_error.reason, place)
 
     def blank(self, place: str) -> None:
@@ -72,7 +67,7 @@ class ErrorHandler:
         self.skipped.add("blank documents", place)
 
     def decoded(self, raw: bytes, where: str, offset: int) -> str | None:
-        """UTF-8 text, None where it is to be left out; `offset` is that of its first byte. Raises
+        """UTF-8 text, None where it is skipped; `offset` is that of its first byte. Raises
         ConfigError."""
         try:
             return raw.decode()
@@ -90,12 +85,10 @@ class ErrorHandler:
 
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:
-    packed = next((suffix for suffix, magic in MAGIC.items() if error.object.startswith(magic)), "")
-    remedy = (
-        "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or"
-        " skip."
-    )
-    advice = f"It looks compressed: end its name in {packed}." if packed and offset < 4 else remedy
+    advice = "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable."
+    packed = [suffix for suffix, magic in MAGIC.items() if error.object.startswith(magic)]
+    if packed and offset < 4:
+        advice = f"It looks compressed: end its name in {packed[0]}."
     byte = error.object[error.start]
     return ConfigError(
         f"{where} is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({error.reason})."

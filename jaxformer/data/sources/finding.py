@@ -3,6 +3,7 @@
 import collections
 import difflib
 import glob
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -11,39 +12,29 @@ from pathlib import Path
 
 from jaxformer.config import ConfigError
 from jaxformer.data.sources import hub, standard_input
-from jaxformer.data.sources.packages import packages, standard_library
-from jaxformer.data.sources.reading import PACKED, Format, SourceFile
+from jaxformer.data.sources.packages import NAMED_SOURCES
+from jaxformer.data.sources.reading import PACKED, SourceFile, unreadable
+from jaxformer.data.sources.records import Fields
 
-NAMED = {"stdlib": standard_library, "stdlib_packages": packages}
-
-# What a directory is searched for. A file that is named by itself or by a glob may also be text of
-# another suffix.
-FORMATS: dict[str, Format] = {
+# The suffixes that a directory is searched for, and their formats. A file that is named by itself
+# or by a glob may also be text of another suffix.
+FORMATS = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
 
-# Suffixes that are certainly not text with one document after the other, and what to do about them.
-NOT_TEXT = {
+# Suffixes of files that are certainly not text, and what to do about them.
+REMEDIES = {
     ".json": "write one JSON object on each line of a .jsonl file",
     ".csv": "write the columns to a .tsv, .jsonl or .parquet file",
-    **dict.fromkeys(
-        (".arrow", ".feather"),
-        "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'",
-    ),
-    **dict.fromkeys(
-        (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z"),
-        "unpack it, or compress the text as .gz or .zst",
-    ),
-    **dict.fromkeys((".npz", ".pt", ".pdf"), "give the text that it was made from"),
-    **dict.fromkeys(
-        (".bin", ".npy"),
-        "data.train and data.validation take token ids, named by themselves and not compressed; "
-        "otherwise give the text that they were made from",
-    ),
+    ".arrow .feather": "give the directory that save_to_disk wrote, as 'datasets:DIRECTORY'",
+    ".zip .tar .tgz .bz2 .xz .7z": "unpack it, or compress the text as .gz or .zst",
+    ".npz .pt .pdf": "give the text that it was made from",
+    ".bin .npy": "token ids are data.train or data.validation by themselves, and not compressed",
 }
+NOT_TEXT = {suffix: remedy for suffixes, remedy in REMEDIES.items() for suffix in suffixes.split()}
 
 # Files of token ids, which `ids.find_ids` reads.
 ID_SUFFIXES = (".npy", ".bin")
@@ -51,38 +42,29 @@ ID_SUFFIXES = (".npy", ".bin")
 ALLOWED = (
     "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of"
     " them in quotes, token ids in a .npy or .bin file, line-aligned files as in"
-    f" 'train.{{de,en}}', - for standard input, 'datasets:NAME', or {' or '.join(NAMED)}."
+    " 'train.{de,en}', - for standard input, 'datasets:NAME', or "
+    + " or ".join(NAMED_SOURCES)
+    + "."
 )
 
 
-def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, ...], str]:
-    """The files, in their order, and in words those of a directory that are not read. Raises
-    ConfigError for none."""
-    if spec in NAMED:
-        return NAMED[spec](), ""
+def find_files(
+    spec: str, setting: str, fields: Fields, cache: Path
+) -> tuple[tuple[SourceFile, ...], str]:
+    """The files in their order, and a description of those of a directory that are not read."""
+    path = Path(os.path.expanduser(spec))
+    if spec in NAMED_SOURCES:
+        return NAMED_SOURCES[spec](f"{setting}={spec}", fields), ""
     if spec in standard_input.SPECS:
         return (_source_file(standard_input.spooled(spec, setting, cache), setting),), ""
     if spec.startswith(hub.PREFIX):
-        return (
-            tuple(
-                SourceFile(path, "arrow", path.name) for path in hub.dataset_files(spec, setting)
-            ),
-            "",
-        )
-    path = Path(os.path.expanduser(spec))
+        paths = hub.dataset_files(spec, setting)
+        return tuple(SourceFile(path, "arrow", path.name) for path in paths), ""
     if path.is_dir():
         return _in_directory(path, setting)
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
-        return (
-            _aligned(
-                [
-                    spec[: group.start()] + name + spec[group.end() :]
-                    for name in group[1].split(",")
-                ],
-                setting,
-            ),
-            "",
-        )
+        before, after = spec[: group.start()], spec[group.end() :]
+        return _aligned([before + name + after for name in group[1].split(",")], setting), ""
     root, paths = _matching(spec, setting)
     return _named((_source_file(found, setting) for found in paths), root, setting), ""
 
@@ -95,55 +77,40 @@ def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
 
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
     found = [_matching(side, setting) for side in sides]
-    if len({len(paths) for _, paths in found}) > 1:
-        told = " and ".join(
-            f"{side} finds {len(paths)}" for side, (_, paths) in zip(sides, found, strict=True)
-        )
+    lists = [[path.absolute() for path in paths] for _, paths in found]
+    if len({*map(len, lists)}) > 1:
+        pairs = zip(sides, lists, strict=True)
+        told = " and ".join(f"{side} finds {len(paths)}" for side, paths in pairs)
         raise ConfigError(f"{setting}: {told} files: give as many.")
-    together = zip(*(paths for _, paths in found), strict=True)
-    files = (
-        SourceFile(first.absolute(), "parallel", "", tuple(path.absolute() for path in rest))
-        for first, *rest in together
-    )
+    together = zip(*lists, strict=True)
+    files = (SourceFile(first, "parallel", "", tuple(rest)) for first, *rest in together)
     return _named(files, found[0][0], setting)
 
 
 def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str]:
-    """The files of known suffixes below a directory, whatever hidden ones there are."""
+    """The files of known suffixes below a directory."""
     paths = _below(root, setting)
     known = [path for path in paths if _suffix(path) in FORMATS]
-    left_out = _told([path for path in paths if _suffix(path) not in FORMATS])
-    if not known:
-        raise ConfigError(
-            f"{setting}: the directory {root} has no file that is known by its suffix"
-            f" ({', '.join(FORMATS)}; seen: {left_out or 'no file at all'}):"
-            f" {_by_glob(root, paths)}."
-        )
-    return _named((_source_file(path, setting) for path in known), root, setting), left_out
-
-
-def _by_glob(root: Path, paths: list[Path]) -> str:
-    """What to do about a directory whose files are none of ours."""
-    common = collections.Counter(
-        path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT
-    )
-    if not common:
-        return "give one that has"
-    return (
-        f'name text of another suffix by a glob, as in "{root}/**/*{common.most_common(1)[0][0]}"'
+    left_out = _counted([path for path in paths if _suffix(path) not in FORMATS])
+    if known:
+        return _named((_source_file(path, setting) for path in known), root, setting), left_out
+    text = (path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT)
+    remedy = "give one that has"
+    if common := collections.Counter(text).most_common(1):
+        remedy = f'name text of another suffix by a glob, as in "{root}/**/*{common[0][0]}"'
+    raise ConfigError(
+        f"{setting}: the directory {root} has no file of a known suffix"
+        f" ({', '.join(FORMATS)}; seen: {left_out or 'no file at all'}): {remedy}."
     )
 
 
 def _below(root: Path, setting: str) -> list[Path]:
-    """Every file below a directory, links followed once, hidden ones left out, in the order of
-    their relative paths."""
+    """Every file below a directory, sorted, without hidden ones; links are followed once."""
     found: list[Path] = []
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(
-            f"{setting}: {error.filename} cannot be read: {error.strerror}. Check its permissions."
-        )
+        raise unreadable(f"{setting}: {error.filename}", error)
 
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
@@ -151,61 +118,45 @@ def _below(root: Path, setting: str) -> list[Path]:
         if real not in seen:
             found += [Path(folder, name) for name in names if not name.startswith(".")]
         seen.add(real)
-    return sorted(
-        (path for path in found if path.is_file()),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
+    files = [path for path in found if path.is_file()]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
-    """The file of that name, or the sorted files that a glob finds and the directory that its fixed
-    part names."""
+    """The file of that name; or the fixed part of a glob, and the sorted files that it finds."""
     path = Path(os.path.expanduser(spec))
     if path.is_file():
         return None, [path]
     if path.exists():
-        raise ConfigError(
-            f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text"
-            " into it."
-        )
+        told = "is neither a file nor a directory: give -, and pipe the text into it"
+        raise ConfigError(f"{setting}: {path} {told}.")
+    seen_from = f"(seen from {os.getcwd()})"
     if not glob.has_magic(spec):
         raise ConfigError(
-            f"{setting}: {path} does not exist (seen from {os.getcwd()}){_meant(path)}; {ALLOWED}"
+            f"{setting}: {path} does not exist {seen_from}{_similar(path)}; {ALLOWED}"
         )
-    root = Path(*_before_magic(path.parts))
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
     matches = {Path(name) for name in glob.glob(str(path), recursive=True)}
     if found := sorted(match for match in matches if match.is_file()):
         return root, found
     if matches:
         some = ", ".join(sorted(map(str, matches))[:3])
-        raise ConfigError(
-            f"{setting}: the glob {spec!r} matches directories only ({some}): end it as in"
-            f" '{spec}/*.txt'."
-        )
+        told = f"matches directories only ({some}): end it as in '{spec}/*.txt'"
+        raise ConfigError(f"{setting}: the glob {spec!r} {told}.")
+    told = _similar(root)
     if root.is_dir():
         seen = [path for path in root.iterdir() if path.is_file() and not path.name.startswith(".")]
-        told = f"; {root} has {_told(seen) or 'no files'}"
-    else:
-        told = _meant(root)
-    raise ConfigError(
-        f"{setting}: no file matches the glob {spec!r} (seen from {os.getcwd()}){told}; {ALLOWED}"
-    )
+        told = f"; {root} has {_counted(seen) or 'no files'}"
+    raise ConfigError(f"{setting}: no file matches the glob {spec!r} {seen_from}{told}; {ALLOWED}")
 
 
-def _before_magic(parts: tuple[str, ...]) -> Iterable[str]:
-    for part in parts[:-1]:
-        if glob.has_magic(part):
-            return
-        yield part
-
-
-def _meant(path: Path) -> str:
-    """What may have been meant by a path that does not exist."""
+def _similar(path: Path) -> str:
+    """A question for a path that does not exist: whether one of similar name was meant."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
     try:
-        near = [*os.listdir(missing.parent), *(NAMED if str(path) == path.name else ())]
+        near = [*os.listdir(missing.parent), *(NAMED_SOURCES if str(path) == path.name else ())]
     except OSError:
         return ""
     close = [str(missing.with_name(name)) for name in difflib.get_close_matches(missing.name, near)]
@@ -213,8 +164,7 @@ def _meant(path: Path) -> str:
 
 
 def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
-    """The files with their names within `root`, which neither compression nor other files
-    change."""
+    """The files with their names within `root`, which do not depend on compression."""
     if root is None:
         return tuple(files)
     named: dict[str, SourceFile] = {}
@@ -222,10 +172,8 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
         name = file.path.relative_to(root.absolute()).as_posix()
         name = name[: -len(file.path.suffix)] if file.path.suffix.lower() in PACKED else name
         if name in named:
-            raise ConfigError(
-                f"{setting}: {named[name].path} and {file.path} are the same but for compression:"
-                " keep one."
-            )
+            both = f"{named[name].path} and {file.path}"
+            raise ConfigError(f"{setting}: {both} are the same but for compression: keep one.")
         named[name] = replace(file, name=name)
     return tuple(named.values())
 
@@ -241,17 +189,15 @@ def _source_file(path: Path, setting: str) -> SourceFile:
 
 
 def _suffix(path: Path) -> str:
-    """What tells a file's format: its last suffix in small letters, or that before .gz or .zst."""
+    """The last suffix of a file, or the one before .gz or .zst, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    return (
-        suffixes[-2]
-        if suffixes[-1:] and suffixes[-1] in PACKED and len(suffixes) > 1
-        else "".join(suffixes[-1:])
-    )
+    if len(suffixes) > 1 and suffixes[-1] in PACKED:
+        return suffixes[-2]
+    return suffixes[-1] if suffixes else ""
 
 
-def _told(paths: list[Path]) -> str:
-    """How many files there are, and of which suffixes most."""
+def _counted(paths: list[Path]) -> str:
+    """The number of files, and their most common suffixes; empty where there are none."""
     counts = collections.Counter(_suffix(path) or "without a suffix" for path in paths)
     most = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5))
     return f"{len(paths):,} file{'s' * (len(paths) > 1)} ({most})" if paths else ""

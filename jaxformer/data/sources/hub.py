@@ -1,12 +1,12 @@
-"""Finds the files of what `datasets:NAME` names: on the Hugging Face hub, or in a directory that
-`datasets` can read."""
+"""Finds the files of the data set that `datasets:NAME` names: on the Hugging Face hub, or in a
+directory that `datasets` can read."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxformer.config import ConfigError
 
@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 PREFIX = "datasets:"
 GRAMMAR = (
     "write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in"
-    " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train where none is"
-    " given"
+    " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train if none is given"
 )
 SECONDS_TO_ANSWER = 10.0
 
 
 class Wanted(NamedTuple):
-    """What is asked of the library: a name on the hub or a directory, and a configuration and a
-    split where given."""
+    """A name on the hub or a directory, and a configuration and a split where given."""
 
     name: str
     config: str | None
@@ -32,34 +30,23 @@ class Wanted(NamedTuple):
 
 
 def dataset_files(spec: str, setting: str) -> list[Path]:
-    """The Arrow files of a data set, downloaded or converted by the `datasets` library where they
-    are not yet.
-
-    Raises ConfigError where it cannot be had.
-    """
+    """The Arrow files of a data set, which the library `datasets` downloads or converts."""
     where = f"{setting}={spec}"
     parts = spec.removeprefix(PREFIX).split(":")
     if len(parts) > 3 or not all(parts) or "[" in spec:
-        raise ConfigError(
-            f"{where} names no data set, or a part of a split: {GRAMMAR}. A split is read whole."
-        )
+        told = f"names no data set, or a part of a split: {GRAMMAR}. A split is read whole"
+        raise ConfigError(f"{where} {told}.")
     try:
         import datasets
     except ModuleNotFoundError:
-        raise ConfigError(
-            f"{where} is read by the library `datasets`, which is not installed: pip install"
-            " 'jaxformer[datasets]'."
-        ) from None
-    wanted = Wanted(
-        parts[0], parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None
-    )
-    found = _loaded(datasets, wanted, where)
+        told = "needs the library `datasets`, which is not installed"
+        raise ConfigError(f"{where} {told}: pip install 'jaxformer[datasets]'.") from None
+    config, split = parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None
+    found = _loaded(datasets, Wanted(parts[0], config, split), where)
     files = [Path(entry["filename"]) for entry in found.cache_files]
     if not files:
-        raise ConfigError(
-            f"{where} is empty, or in memory alone: save it by save_to_disk, and name that"
-            " directory."
-        )
+        remedy = "save it by save_to_disk, and name that directory"
+        raise ConfigError(f"{where} is empty, or in memory only: {remedy}.")
     return files
 
 
@@ -68,45 +55,42 @@ def _loaded(library: ModuleType, wanted: Wanted, where: str) -> "datasets.Datase
     try:
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
             return _saved(library.load_from_disk(str(folder)), wanted, where)
-        name = str(folder) if folder.is_dir() else wanted.name
-        with _hub_if_it_answers(library) if not folder.is_dir() else contextlib.nullcontext():
-            return library.load_dataset(name, wanted.config, split=wanted.split or "train")
+        if folder.is_dir():
+            return library.load_dataset(str(folder), wanted.config, split=wanted.split or "train")
+        with _hub_if_it_answers(library):
+            return library.load_dataset(wanted.name, wanted.config, split=wanted.split or "train")
     except ConfigError:
         raise
     except ConnectionError as error:
         raise ConfigError(
             f"{where}: the Hugging Face hub cannot be reached ({error}), and"
-            f" {library.config.HF_DATASETS_CACHE} holds no copy of {wanted.name!r}: run once where"
-            " there is a network, with HF_HOME on a disk that both see, or save it there by"
-            " save_to_disk and give that directory, as in 'datasets:DIRECTORY'."
+            f" {library.config.HF_DATASETS_CACHE} holds no copy of {wanted.name!r}: run once with a"
+            " network and the same HF_HOME, or give what save_to_disk wrote, 'datasets:DIRECTORY'."
         ) from None
     except Exception as error:  # the library's own, Arrow's, and those of its HTTP client
         raise ConfigError(
-            f"{where} cannot be had from the library `datasets`: {error} To choose, {GRAMMAR}."
+            f"{where} cannot be loaded by the library `datasets`: {error} To choose, {GRAMMAR}."
         ) from None
 
 
-def _saved(found: Any, wanted: Wanted, where: str) -> "datasets.Dataset":
+def _saved(
+    found: "datasets.Dataset | datasets.DatasetDict", wanted: Wanted, where: str
+) -> "datasets.Dataset":
     """One split of what save_to_disk wrote: a data set, or a dictionary of them."""
-    splits = (
-        found
-        if isinstance(found, dict)
-        else {wanted.split if found.split is None else str(found.split): found}
-    )
-    split = wanted.split or ("train" if isinstance(found, dict) else next(iter(splits)))
+    splits, split = found, wanted.split or "train"
+    if not isinstance(found, dict):
+        split = wanted.split or str(found.split or "")
+        splits = {str(found.split or split): found}
     if wanted.config or split not in splits:
-        raise ConfigError(
-            f"{where}: {wanted.name} was written by save_to_disk, and has the splits"
-            f" {', '.join(map(str, splits))} and no configurations: write"
-            f" 'datasets:{wanted.name}:SPLIT'."
-        )
+        told = f"has the splits {', '.join(map(str, splits))} and no configurations"
+        remedy = f"write 'datasets:{wanted.name}:SPLIT'"
+        raise ConfigError(f"{where}, written by save_to_disk, {told}: {remedy}.")
     return splits[split]
 
 
 @contextlib.contextmanager
 def _hub_if_it_answers(library: ModuleType) -> Iterator[None]:
-    """Leaves only the library's copies where the hub does not answer, which it would try for half a
-    minute by itself."""
+    """Makes the library use only its local copies where the hub does not answer in time."""
     import huggingface_hub
 
     before = library.config.HF_HUB_OFFLINE

@@ -1,5 +1,4 @@
-"""Reads records with named fields: .jsonl, .tsv, line-aligned files; a fault names the file, the
-line and the field."""
+"""Reads records with named fields from .jsonl, .tsv and line-aligned files."""
 
 import itertools
 import json
@@ -10,8 +9,7 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
-# A text, a label, or the words of a text or their tags; a record has one for each field that was
-# asked for.
+# A text, a label, or the words of a text or their tags; a record has one for each field.
 Value = str | tuple[str, ...]
 Record = tuple[Value, ...]
 Kind = Literal["text", "label", "words", "tags"]
@@ -35,19 +33,14 @@ Fields = tuple[RecordField, ...]
 
 
 def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .jsonl file: one object on each line. Raises ConfigError with the line
-    number."""
-    lines = (
-        (number, line)
-        for number, line in text_lines(file.path, handler)
-        if line and not line.isspace()
-    )
-    return checked_records(lines, _json_object, fields, handler, f"{file.path}, line")
+    """The records of a .jsonl file: one object on each line."""
+    lines = text_lines(file.path, handler)
+    full = ((number, line) for number, line in lines if line and not line.isspace())
+    return checked_records(full, _json_object, fields, handler, f"{file.path}, line")
 
 
 def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """The records of a .tsv file: columns apart by tabs, never quoted, named by the first line.
-    Raises ConfigError."""
+    """The records of a .tsv file: columns separated by tabs, named by the first line."""
     lines = text_lines(file.path, handler)
     if (first := next(lines, None)) is None:
         return iter(())
@@ -57,46 +50,37 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
     def columns(line: str) -> dict[str, str]:
         found = line.split("\t")
         if len(found) != len(names):
-            raise RecordError(
-                "lines with another number of columns",
-                f" has {len(found)} columns, and the first line names {len(names)} "
-                f"({', '.join(map(repr, names))}): give each line as many, apart by single tabs.",
-            )
+            listed = ", ".join(map(repr, names))
+            told = f"{len(found)} columns, and the first line names {len(names)} ({listed})"
+            remedy = "separate columns by single tabs"
+            raise RecordError("lines with another number of columns", f" has {told}: {remedy}.")
         return dict(zip(names, found, strict=True))
 
-    # Tabs alone are fields, all of them empty.
-    full = (
-        (number, line) for number, line in lines if line and ("\t" in line or not line.isspace())
-    )
+    # A line of tabs alone is a record of empty fields.
+    full = ((n, line) for n, line in lines if line and ("\t" in line or not line.isspace()))
     return checked_records(full, columns, fields, handler, f"{file.path}, line")
 
 
 def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    """Line n of each of as many files as there are fields, in their order. Raises ConfigError where
-    one has fewer lines."""
-    paths = (file.path, *file.beside)
+    """Record n is line n of each of the line-aligned files, in the order of the fields."""
     names = [field.name for field in fields]
-    return checked_records(
-        _aligned(file, handler),
-        lambda lines: dict(zip(names, lines, strict=True)),
-        fields,
-        handler,
-        f"{' and '.join(map(str, paths))}, line",
-    )
+    where = " and ".join(map(str, (file.path, *file.beside)))
+
+    def together(lines: tuple[str, ...]) -> dict[str, str]:
+        return dict(zip(names, lines, strict=True))
+
+    lines = _aligned(file, where, handler)
+    return checked_records(lines, together, fields, handler, f"{where}, line")
 
 
 def checked_records(
-    rows: Iterable[tuple[int, Any]],
+    rows: Iterable[tuple[Any, Any]],
     parse: Callable[[Any], Any],
     fields: Fields,
     handler: ErrorHandler,
     where: str,
 ) -> Iterator[Record]:
-    """The fields of each row, which comes with its number; `parse` makes an object of it, or raises
-    a Fault.
-
-    A text alone that is blank is no record.
-    """
+    """The fields of each numbered row, of which `parse` makes an object or raises RecordError."""
     alone = [field.kind for field in fields] == ["text"]
     for number, row in rows:
         try:
@@ -126,90 +110,72 @@ def _json_object(line: str) -> Any:
         raise RecordError("lines that are not JSON", message) from None
 
 
-def _aligned(file: SourceFile, handler: ErrorHandler) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Lines that belong together, with their number; those of which one is to be left out are."""
+def _aligned(
+    file: SourceFile, where: str, handler: ErrorHandler
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(number, lines) of lines that belong together, without those of which one is skipped."""
     paths = (file.path, *file.beside)
     readers = [text_lines(path, handler) for path in paths]
-    for lines in itertools.zip_longest(*readers):
-        if None in lines:
-            longest = max(line[0] for line in lines if line)
+    for number, lines in enumerate(itertools.zip_longest(*readers), 1):
+        if None in lines:  # one file has ended: count the lines of each
             counts = [
-                longest + sum(1 for _ in reader) if line else longest - 1
+                number + sum(1 for _ in reader) if line else number - 1
                 for line, reader in zip(lines, readers, strict=True)
             ]
-            told = " and ".join(
-                f"{path} has {count:,} lines" for path, count in zip(paths, counts, strict=True)
-            )
-            raise ConfigError(
-                f"{told}: line n of each must belong together, so give as many lines in each."
-            )
+            pairs = zip(paths, counts, strict=True)
+            told = " and ".join(f"{path} has {count:,} lines" for path, count in pairs)
+            raise ConfigError(f"{told}: line n of each must belong together.")
         texts = tuple(text for _, text in lines if text is not None)
         if len(texts) < len(paths):
             continue
         if all(map(is_blank, texts)):
-            handler.blank(f"{' and '.join(map(str, paths))}, line {lines[0][0]}")
+            handler.blank(f"{where}, line {number}")
         else:
-            yield lines[0][0], texts
+            yield number, texts
 
 
 def _record(found: Any, fields: Fields) -> Record:
-    values: list[Value] = []
-    for field in fields:
-        if not isinstance(found, dict) or field.name not in found:
-            shown = (
-                f"its fields are {', '.join(map(repr, found))}"
-                if isinstance(found, dict)
-                else "it is no object"
-            )
-            raise RecordError(
-                f"records without the field {field.name!r}",
-                f" has no field {field.name!r} ({shown}): {_remedy(field)}.",
-            )
-        value = CONVERTERS[field.kind](found[field.name])
-        if value is None:
-            given = "null" if found[field.name] is None else type(found[field.name]).__name__
-            raise RecordError(
-                f"records whose field {field.name!r} is {given}",
-                f": the field {field.name!r} is {given}, not {EXPECTED[field.kind]}; "
-                f"see {field.setting or 'data.objective'}.",
-            )
-        _check_characters(field, value)
-        values.append(value)
-    counts = [
-        (field.name, len(value))
-        for field, value in zip(fields, values, strict=True)
+    record = tuple(_value(found, field) for field in fields)
+    counts = {
+        field.name: len(value)
+        for field, value in zip(fields, record, strict=True)
         if field.kind in ("words", "tags")
-    ]
-    if len({count for _, count in counts}) > 1:
-        told = " and ".join(f"the field {name!r} {count}" for name, count in counts)
-        raise RecordError(
-            "records with more tags than words, or fewer",
-            f": {told} entries: give one tag for each word.",
-        )
-    return tuple(values)
+    }
+    if len({*counts.values()}) > 1:
+        told = " and ".join(f"the field {name!r} {count}" for name, count in counts.items())
+        reason = "records with more tags than words, or fewer"
+        raise RecordError(reason, f": {told} entries: give one tag for each word.")
+    return record
 
 
-def _remedy(field: RecordField) -> str:
-    if field.setting:
-        return f"set {field.setting} to the one that holds the {field.kind}"
-    return f"data.objective reads the {field.kind} there, so give it that name"
-
-
-def _check_characters(field: RecordField, value: Value) -> None:
-    text = "".join(value) if isinstance(value, tuple) else value
-    if text.isascii():
-        return
+def _value(found: Any, field: RecordField) -> Value:
+    name = field.name
+    if not isinstance(found, dict) or name not in found:
+        shown = "it is no object"
+        if isinstance(found, dict):
+            shown = f"its fields are {', '.join(map(repr, found))}"
+        remedy = f"data.objective reads the {field.kind} there, so give it that name"
+        if field.setting:
+            remedy = f"set {field.setting} to the one that holds the {field.kind}"
+        reason = f"records without the field {name!r}"
+        raise RecordError(reason, f" has no field {name!r} ({shown}): {remedy}.")
+    convert, expected = CONVERTERS[field.kind]
+    value = convert(found[name])
+    if value is None:
+        given = "null" if found[name] is None else type(found[name]).__name__
+        told = f"field {name!r} is {given}"
+        message = f": the {told}, not {expected}; see {field.setting or 'data.objective'}."
+        raise RecordError(f"records whose {told}", message)
     try:
-        text.encode()
+        (value if isinstance(value, str) else "".join(value)).encode()
     except UnicodeEncodeError as error:
-        raise RecordError(
-            "records with half a surrogate pair",
-            f": the field {field.name!r} holds half a surrogate pair ({error}): no text has one"
-            " alone.",
-        ) from None
+        told = "half a surrogate pair"
+        message = f": the field {name!r} holds {told} ({error}), which is no character."
+        raise RecordError(f"records with {told}", message) from None
+    return value
 
 
-def _text(value: Any) -> Value | None:
+def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
@@ -217,32 +183,27 @@ def _label(value: Any) -> str | None:
     return str(value) if isinstance(value, (str, int)) else None
 
 
+def _each(convert: Callable[[Any], str | None], value: Any) -> tuple[str, ...] | None:
+    """The entries of a list, or of a string of words, each converted; None if one cannot be."""
+    entries = value.split() if isinstance(value, str) else value
+    if not isinstance(entries, list):
+        return None
+    found = tuple(text for text in map(convert, entries) if text is not None)
+    return found if len(found) == len(entries) else None
+
+
 def _words(value: Any) -> Value | None:
-    words = value.split() if isinstance(value, str) else value
-    return (
-        tuple(words)
-        if isinstance(words, list) and all(isinstance(word, str) for word in words)
-        else None
-    )
+    return _each(_text, value)
 
 
 def _tags(value: Any) -> Value | None:
-    tags = value.split() if isinstance(value, str) else value
-    known = (
-        [tag for tag in map(_label, tags) if tag is not None] if isinstance(tags, list) else None
-    )
-    return tuple(known) if known is not None and len(known) == len(tags) else None
+    return _each(_label, value)
 
 
-CONVERTERS: dict[Kind, Callable[[Any], Value | None]] = {
-    "text": _text,
-    "label": _label,
-    "words": _words,
-    "tags": _tags,
-}
-EXPECTED: dict[Kind, str] = {
-    "text": "a string",
-    "label": "a string or a whole number",
-    "words": "a list of strings, or a string of words apart by spaces",
-    "tags": "a list of strings or whole numbers, or a string of tags apart by spaces",
+# For each kind of field: what converts a value of JSON (None if it cannot), and what that expects.
+CONVERTERS: dict[Kind, tuple[Callable[[Any], Value | None], str]] = {
+    "text": (_text, "a string"),
+    "label": (_label, "a string or a whole number"),
+    "words": (_words, "a list of strings, or a string of words separated by spaces"),
+    "tags": (_tags, "a list of strings or whole numbers, or a string of tags separated by spaces"),
 }

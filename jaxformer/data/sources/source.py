@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.sources.columns import arrow_records, parquet_records
+from jaxformer.data.sources.columns import column_records
+from jaxformer.data.sources.documents import TextPiece, in_pieces, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import find_files
-from jaxformer.data.sources.packages import hashed, snippets
-from jaxformer.data.sources.reading import (
-    Format,
-    SourceFile,
-    TextPiece,
-    in_pieces,
-    python_document,
-    text_documents,
-    unreadable,
-)
+from jaxformer.data.sources.packages import NAMED_RECORDS, NAMED_TEXTS
+from jaxformer.data.sources.reading import SourceFile, hashed, unreadable
 from jaxformer.data.sources.records import (
     Fields,
     Record,
@@ -35,17 +28,18 @@ from jaxformer.data.sources.records import (
 # A source of one field gives documents of text; one of several gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
 
-TEXTS: dict[Format, Callable[[SourceFile, ErrorHandler], Iterator[TextPiece]]] = {
+# What reads a file, by its format.
+TEXTS: dict[str, Callable[[SourceFile, ErrorHandler], Iterator[TextPiece]]] = {
     "text": text_documents,
-    "python": python_document,
+    **NAMED_TEXTS,
 }
-RECORDS: dict[Format, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]]] = {
+RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]]] = {
     "jsonl": json_records,
     "tsv": tsv_records,
     "parallel": parallel_records,
-    "parquet": parquet_records,
-    "arrow": arrow_records,
-    "snippets": snippets,
+    "parquet": column_records,
+    "arrow": column_records,
+    **NAMED_RECORDS,
 }
 
 
@@ -65,16 +59,15 @@ class Piece(NamedTuple):
 class Source:
     """Files in a fixed order; `setting` and `spec` are what the user wrote, for messages.
 
-    A document is named by its file alone: "<name of the file>#<index within it>", or the name of a
-    file that is one document, or the bare index where the file was named by itself. So `part` can
-    be read apart, anywhere:
+    A document is named by its file alone: "<name of the file>#<index within it>", the name of a
+    file that is one document, or only the index in a source of one file. So `part` can be read
+    separately, on any machine:
 
         skipped = Skipped()                     # {reason: (count, place of the first)}, a dict
         for piece in source.part(source.files[3:5]).pieces(skipped): ...
         total.merge(skipped)                    # in the order of the files, for total.lines()
 
-    `left_out` says in words which files of a directory are not read, for a notice; it is empty
-    where all are.
+    `left_out` describes the files of a directory that are not read; it is empty where all are.
     """
 
     setting: str
@@ -96,16 +89,12 @@ class Source:
         return replace(self, files=tuple(files))
 
     def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
-        """Every document or record of every file, in order; what is passed over is counted in
-        `skipped`.
-
-        Raises ConfigError for what cannot be read.
-        """
+        """Every document or record of every file, in order; what is skipped is counted in
+        `skipped`. Raises ConfigError for what cannot be read."""
         handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
+        read = self._records if self.of_records else self._documents
         for file in self.files:
-            yield from (
-                self._records(file, handler) if self.of_records else self._documents(file, handler)
-            )
+            yield from read(file, handler)
 
     def _documents(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         if file.format in TEXTS:
@@ -119,9 +108,8 @@ class Source:
             index += ends
 
     def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
-        shown = [
-            index for index, field in enumerate(self.fields) if field.kind in ("text", "words")
-        ]
+        kinds = [field.kind for field in self.fields]
+        shown = [index for index, kind in enumerate(kinds) if kind in ("text", "words")]
         for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
             texts = (record[field] for field in shown)
             text = "\n".join(text if isinstance(text, str) else " ".join(text) for text in texts)
@@ -129,12 +117,11 @@ class Source:
 
     @property
     def order(self) -> str:
-        """In words, what `place` puts in order."""
-        return "files of each package" if self._places else "documents"
+        """What `place` puts in order, for messages."""
+        return self.files[0].order if self.files else "documents"
 
     def place(self, document: str) -> float:
-        """Where a document comes in an order by hash, from 0 to 1; pieces of code among the files
-        of their own package."""
+        """The place of a document in the order by hash, from 0 to 1."""
         return self._places.get(document, hashed(document))
 
     @functools.cached_property
@@ -142,8 +129,7 @@ class Source:
         return {file.name: file.place for file in self.files if file.place is not None}
 
     def signature(self) -> str:
-        """Changes when a file does, as far as its path, size and time of change tell; reads no
-        content."""
+        """A digest of the paths, sizes and modification times of the files, which are not read."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
         return fingerprint(self.fields, astuple(self.policy), files)
 
@@ -155,42 +141,35 @@ def find_source(
     policy: ErrorPolicy = STRICT,
     cache: str | Path = DataConfig.cache_dir,
 ) -> Source:
-    """What one spec names: a named source, a file, a directory, a glob, line-aligned files by
-    braces ('train.{de,en}.gz'), standard input ('-'; kept below `cache`), or a data set
-    ('datasets:NAME:SPLIT').
+    """The source that one spec names: a file, a directory, a glob, line-aligned files by braces
+    ('train.{de,en}.gz'), standard input ('-'; kept below `cache`), a data set
+    ('datasets:NAME:SPLIT'), or a named source.
 
-    Raises ConfigError where there are none, or they do not hold the fields that are asked for.
+    Raises ConfigError where there are no such files, or they cannot hold the fields.
     """
+    where, folder = f"{setting}={spec}", Path(os.path.expanduser(cache))
     try:
-        files, left_out = find_files(spec, setting, Path(os.path.expanduser(cache)))
+        files, left_out = find_files(spec, setting, fields, folder)
     except OSError as error:
         raise unreadable(f"{setting}: {spec}", error) from None
     for file in files:
-        _check(file, f"{setting}={spec}", fields)
+        _check(file, where, fields)
     return Source(setting, spec, files, fields, policy, left_out)
 
 
 def _check(file: SourceFile, where: str, fields: Fields) -> None:
     """Raises ConfigError where a file's format cannot hold the fields."""
-    wanted = " and ".join(map(str, fields))
+    wanted, count = " and ".join(map(str, fields)), len(file.beside) + 1
     if file.format in TEXTS and len(fields) > 1:
         raise ConfigError(
             f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}:"
-            " give a .jsonl, .tsv or .parquet file with these fields, or line-aligned files as in"
-            " 'train.{de,en}'."
+            " give a .jsonl, .tsv or .parquet file, or line-aligned files as in 'train.{de,en}'."
         )
-    if file.format == "parallel" and len(file.beside) + 1 != len(fields):
-        raise ConfigError(
-            f"{where} names {len(file.beside) + 1} line-aligned files, and data.objective takes"
-            f" {len(fields)}: {wanted}."
-        )
-    if file.format == "snippets" and [field.kind for field in fields] != ["text", "label"]:
-        raise ConfigError(
-            f"{where} holds pieces of code and their packages: set data.objective=classes"
-            " (model.head=classes)."
-        )
+    if file.format == "parallel" and count != len(fields):
+        takes = f"data.objective takes {len(fields)}: {wanted}"
+        raise ConfigError(f"{where} names {count} line-aligned files, and {takes}.")
 
 
 def fingerprint(*summary: object) -> str:
-    """A short digest of plain facts: numbers, strings, lists of them."""
+    """A short digest of values that JSON can hold."""
     return hashlib.blake2b(json.dumps(summary).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,160 @@
+"""The files of tokenized text: shards of tokens with an index of documents, and a manifest that
+joins them.
+
+<store>/manifest.json       written last: the store is complete when it is there
+<store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with
+                            the end token
+<store>/00000.documents     int64 [3, documents]: the offset in this shard after each end token; the
+                            size of each document's text in bytes; its place in the order in which
+                            documents are held out, as the bits of a float64
+<store>/00000.json          counts and checksums of this shard, written after its two files, which
+                            are then never written again
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.files import read_object, write_text
+
+MANIFEST = "manifest.json"
+HASH_BYTES = 1 << 22
+FILE_KINDS = ("tokens", "documents")
+# What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
+WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: its size in bytes, its modification time in nanoseconds, and a
+    digest of its content."""
+
+    size: int
+    time: int
+    digest: str
+
+    @classmethod
+    def now(cls, path: Path, digest: str) -> "Written":
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns, digest)
+
+    def checked(self, path: Path, thorough: bool) -> "Written":
+        """The file as it is now. It is read whole where its time has changed, or if `thorough`.
+
+        Raises ConfigError where its content has changed, FileNotFoundError where it is gone.
+        """
+        found = Written.now(path, self.digest)
+        how = f"it has {found.size:,} bytes of {self.size:,}"
+        if found.size == self.size:
+            untouched = found.time == self.time and not thorough
+            if untouched or digest(path) == self.digest:
+                return found
+            how = "its checksum is another"
+        remedy = "restore it, or remove it to have it made again from the text"
+        raise ConfigError(f"{path} was altered since it was written ({how}): {remedy}.")
+
+
+@dataclass(frozen=True)
+class IdArray:
+    """Ids in a file outside the store: their type, the byte at which they begin, their number."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+
+    def mapped(self) -> np.ndarray:
+        """The ids [count], mapped and not read."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a store: its path without a suffix, its counts, and its files by their suffix.
+
+    `documents` counts those that end in it, `bytes` those of their text. A shard whose tokens are
+    `ids` has no file of tokens.
+    """
+
+    path: Path
+    tokens: int
+    documents: int
+    bytes: int
+    files: dict[str, Written]
+    ids: IdArray | None = None
+
+    @classmethod
+    def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
+        """A shard by its entry in a manifest. Raises KeyError or TypeError for a wrong entry."""
+        counts = dict(entry)
+        path, files = folder / counts.pop("name"), counts.pop("files")
+        return cls(path, files={kind: Written(**file) for kind, file in files.items()}, **counts)
+
+    @classmethod
+    def finished(cls, folder: Path, index: int, thorough: bool = False) -> "Shard | None":
+        """The shard of this number, None where it is not complete."""
+        try:
+            shard = cls.of(folder, read_object(folder / f"{index:05d}.json"))
+        except WRONG_RECORD:
+            return None
+        return shard.checked(thorough)
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry in a manifest."""
+        summary = asdict(self)
+        del summary["path"], summary["ids"]
+        return {"name": self.path.name} | summary
+
+    def file(self, kind: str) -> Path:
+        return self.path.with_suffix(f".{kind}")
+
+    def checked(self, thorough: bool = False) -> "Shard | None":
+        """The shard with its files as they are now, None where one is gone."""
+        try:
+            files = {
+                kind: written.checked(self.file(kind), thorough)
+                for kind, written in self.files.items()
+            }
+        except FileNotFoundError:
+            return None
+        return replace(self, files=files)
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, Any], list[Shard]] | None:
+    """The manifest of a store and its shards, None where there is none that can be read."""
+    try:
+        manifest = read_object(directory / MANIFEST)
+        np.dtype(manifest["dtype"])
+        return manifest, [Shard.of(directory, entry) for entry in manifest["shards"]]
+    except WRONG_RECORD:
+        return None
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes the manifest that makes a store complete; one that is there may stay as it is."""
+    try:
+        write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
+    except ConfigError:
+        if not (directory / MANIFEST).exists():
+            raise
+
+
+def missing_of(directory: Path) -> str:
+    """The name of the first file that a store lacks."""
+    _, shards = read_manifest(directory) or ({}, [])
+    paths = (shard.file(kind) for shard in shards for kind in FILE_KINDS)
+    return next((path.name for path in paths if not path.exists()), MANIFEST)
+
+
+def digest(path: Path) -> str:
+    """A digest of a file's bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(HASH_BYTES):
+            found.update(block)
+    return found.hexdigest()

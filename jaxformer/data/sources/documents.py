@@ -1,0 +1,159 @@
+"""Reads plain text as documents, which <|endoftext|> separates, in pieces of bounded size."""
+
+import codecs
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxformer.data.sources.error_policy import ErrorHandler
+from jaxformer.data.sources.reading import SourceFile, is_blank, read_blocks
+
+SEPARATOR = re.compile(r"(<\|endoftext\|>)(?:\r?\n)?")
+LONGEST_SEPARATOR = len("\r\n<|endoftext|>\r\n")
+PIECE_CHARACTERS = 1 << 16
+
+# A piece of a document, and whether the document ends with it.
+TextPiece = tuple[str, bool]
+# Gives the text for a block that is not UTF-8, of which it gets the bytes and the offset.
+Repair = Callable[[bytes, int], str]
+
+
+def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
+    """The documents of a text file that are not blank, separated by a literal <|endoftext|> (with
+    one line break on either side)."""
+    if handler.policy.undecodable == "skip":
+        return _decodable_documents(file.path, handler)
+
+    def repair(raw: bytes, offset: int) -> str:
+        return str(handler.decoded(raw, str(file.path), offset))
+
+    return _documents(file.path, handler, repair)
+
+
+def in_pieces(document: str) -> Iterator[TextPiece]:
+    """A document in pieces that a byte-level tokenizer encodes to the same ids as the whole."""
+    *first, last = _cut_up(document)
+    yield from ((piece, False) for piece in first)
+    yield last, True
+
+
+def _decodable_documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
+    """The documents without those that hold bytes that are not UTF-8.
+
+    Each document is read twice, the first time to its end, so that none is held in memory.
+    """
+    first: list[int] = []
+
+    def escaped(raw: bytes, offset: int) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            first[:] = first or [offset + error.start]
+            return raw.decode(errors="surrogateescape")
+
+    ahead, skipped = _documents(path, ErrorHandler(), escaped), 0
+    good, ending = True, True
+    for text, ends in _documents(path, handler, escaped):
+        if ending:
+            good = all([_is_whole(piece) for piece in _one_document(ahead)])
+            skipped += not good
+        if good:
+            yield text, ends
+        ending = ends
+    if skipped:
+        reason = "documents with bytes that are not UTF-8"
+        handler.skipped.add(reason, f"{path}, byte {first[0]}", skipped)
+
+
+def _one_document(pieces: Iterator[TextPiece]) -> Iterator[str]:
+    for text, ends in pieces:
+        yield text
+        if ends:
+            return
+
+
+def _is_whole(text: str) -> bool:
+    """Whether no byte of a text was escaped as half a surrogate pair."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _documents(path: Path, handler: ErrorHandler, repair: Repair) -> Iterator[TextPiece]:
+    """The documents of a file, whose separators and pieces do not depend on how it is read."""
+    held, begun, count = "", False, 0  # text of an open document, whether some of it was given
+
+    def closed(document: str, number: int) -> Iterator[TextPiece]:
+        """A document or its end; number 0 stands for the file's edges, where none is missing."""
+        if begun or not is_blank(document):
+            yield from in_pieces(document)
+        elif number:
+            handler.blank(f"{path}, document {number}")
+
+    for text, final in _decoded(path, repair):
+        whole, held = _split_off(held + text, final)
+        for document in whole:
+            yield from closed(document, count and count + 1)
+            begun, count = False, count + 1
+        if not final:  # the end of what is held may be the beginning of a separator
+            *ready, held = _cut_up(held, spare=LONGEST_SEPARATOR)
+            begun = begun or bool(ready)
+            yield from ((piece, False) for piece in ready)
+    yield from closed(held, 0 if count else 1)
+
+
+def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
+    """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
+    held, offset = b"", 0
+
+    def decoded(raw: bytes, final: bool) -> tuple[str, bytes]:
+        try:
+            text, used = codecs.utf_8_decode(raw, "strict", final)
+        except UnicodeDecodeError:
+            used = codecs.utf_8_decode(raw, "replace", final)[1]
+            text = repair(raw[:used], offset)
+        return (text if offset else text.removeprefix("\ufeff")), raw[used:]
+
+    for block in read_blocks(path):
+        raw = held + block
+        text, held = decoded(raw, False)
+        yield text, False
+        offset += len(raw) - len(held)
+    yield decoded(held, True)[0], True
+
+
+def _split_off(text: str, final: bool) -> tuple[list[str], str]:
+    """The documents that a separator ends, and the rest."""
+    documents, start = [], 0
+    for match in SEPARATOR.finditer(text):
+        # The two characters after a separator may be a line break that belongs to it.
+        if final or match.end(1) + 2 <= len(text):
+            document, start = text[start : match.start()], match.end()
+            documents.append(
+                document[:-1].removesuffix("\r") if document[-1:] == "\n" else document
+            )
+    return documents, text[start:]
+
+
+def _cut_up(text: str, spare: int = 0) -> list[str]:
+    """Pieces that depend on the document alone; its last `spare` characters may belong to a
+    separator, and do not count."""
+    pieces, start = [], 0
+    while len(text) - start > 2 * PIECE_CHARACTERS + spare:
+        end = _cut(text, start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS)
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
+
+
+def _cut(text: str, low: int, high: int) -> int:
+    """Where to cut between two places: before white space that follows a letter or digit, since no
+    pre-tokenizer joins the two."""
+    for space in "\n\r \t":
+        at = text.rfind(space, low, high)
+        while at > low:
+            if text[at - 1].isalnum():
+                return at
+            at = text.rfind(space, low, at)
+    return high
