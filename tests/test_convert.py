@@ -108,7 +108,7 @@ def leaves_equal(a, b) -> bool:
 def test_verify_prints_that_both_sides_agree(base, kind):
     here, _ = made(base, kind)
     said = told("convert", here, base / f"{kind}_verified", "--verify")
-    assert "both sides agree" in said and "KL, nats" in said and "largest logit difference" in said
+    assert "both models agree" in said and "KL, nats" in said and "largest logit difference" in said
 
 
 def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
@@ -129,7 +129,7 @@ def test_rounded_weights_are_told_apart_from_wrong_ones(base):
     said = told(
         "convert", here, base / "rounded", "--dtype", "bfloat16", "--shard_size", "20K", "--verify"
     )
-    assert "bfloat16, in " in said and "apart by what bfloat16 rounds" in said
+    assert "bfloat16, in " in said and "includes the rounding to bfloat16" in said
     assert len(list((base / "rounded").glob("model-*.safetensors"))) > 1
 
 

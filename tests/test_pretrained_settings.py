@@ -28,7 +28,8 @@ from jaxformer.mesh import MESH_AXES, parameter_sharding
 from jaxformer.models.transformer import specs
 from jaxformer.params import init_params, map_specs
 from jaxformer.runs.config import with_base
-from jaxformer.runs.init_from import warm_start, with_classes
+from jaxformer.runs.init_from import warm_start
+from jaxformer.runs.setup import with_classes
 from jaxformer.tokenizer import Tokenizer
 
 SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
