@@ -95,7 +95,7 @@ def test_any_source_of_training_text_is_taken(
         )
         == 0
     )
-    assert "(no pair is left for 9,999)" in capsys.readouterr().out
+    assert "(the text has no pairs left for 9,999)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("named", [False, True])
