@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from jaxformer.config_model import ModelConfig
 from jaxformer.settings import (
     Bounds,
-    ConfigError,
     Count,
     Fraction,
     Natural,
@@ -24,40 +23,26 @@ from jaxformer.settings import (
     Volatile,
     divisors,
 )
-
-__all__ = [
-    "ConfigError",
-    "DataConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "ObjectiveName",
-    "OptimizerConfig",
-    "RunConfig",
-    "RunSettings",
-    "TokenizerConfig",
-    "TrainConfig",
-    "flat",
-]
+from jaxformer.settings import ConfigError as ConfigError  # which others import from here
 
 
 @dataclass(frozen=True)
 class RunSettings(Section):
-    """Where a run lives and where its randomness starts."""
+    """Directory, seed and terminal output of a run."""
 
     section = "run"
 
     dir: Volatile[str] = "runs/default"
     """Directory of the run. The same command continues the run that it holds."""
     init_from: str = ""
-    """Directory of a run or of a Hugging Face model whose parameters, model settings and tokenizer
-    the run starts from. A head that differs is initialized anew."""
+    """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
+    settings and tokenizer. A different head is initialized anew."""
     seed: Natural = 1337
     """Seed of the initial parameters, the order of the data and dropout."""
     compilation_cache: Volatile[str] = "~/.cache/jaxformer/xla"
     """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
     progress: Volatile[Literal["auto", "bar", "lines", "none"]] = "auto"
-    """What the terminal shows during training; auto shows a bar if there is a terminal, else lines.
-"""
+    """Display during training; auto selects a bar in a terminal, and lines otherwise."""
     sample_prompt: Volatile[str] = ""
     """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
     sample_tokens: Volatile[Natural] = 128
@@ -92,7 +77,7 @@ def named_sources(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """The text, and how it becomes sequences."""
+    """Data, and how it is turned into sequences."""
 
     section = "data"
 
@@ -103,11 +88,9 @@ class DataConfig(Section):
     """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
     '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""
     epochs: str = ""
-    """Instead of weights: how many times each source is read over the same span, for example '1 4'.
-"""
+    """Instead of weights: the relative numbers of epochs of the sources, for example '1 4'."""
     validation: Volatile[str] = ""
-    """Validation data, in the same forms as data.train; empty holds out a part of data.train, which
-    is never trained on."""
+    """Validation data, in the same forms as data.train; empty holds out a part of data.train."""
     validation_fraction: Annotated[float, Bounds(0, 1)] = 0.1
     """Fraction of data.train that is held out if data.validation is empty."""
     sequence_length: Count = 256
@@ -119,9 +102,9 @@ class DataConfig(Section):
     """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
     separates documents by segment ids; best_fit cuts no document that fits into a row."""
     objective: ObjectiveName = "auto"
-    """Training objective; auto selects causal, masked or spans by model.family."""
+    """Training objective; auto selects the first that model.family and model.head can learn."""
     source_length: Natural = 0
-    """Length of a row of sources in tokens, for an encoder-decoder; 0 uses data.sequence_length."""
+    """Length of the source of an encoder-decoder in tokens; 0 uses data.sequence_length."""
     text_field: str = "text"
     """Field of a .jsonl or .tsv record, or column of a .parquet file, that holds the text."""
     pair_field: str = ""
@@ -152,7 +135,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class TokenizerConfig(Section):
-    """How text becomes tokens."""
+    """How text is split into tokens."""
 
     section = "tokenizer"
 
@@ -165,15 +148,15 @@ class TokenizerConfig(Section):
     vocab_size: Annotated[int, Bounds(257)] = 4096
     """Number of entries of a trained BPE, including special tokens."""
     pattern: WordPatternName = "gpt2"
-    """Rule by which a trained BPE splits text into words: that of GPT-2, or that of Llama 3, which
-    splits numbers into groups of 3 digits."""
+    """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
+    digits)."""
     training_bytes: Count = 20_000_000
     """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """The update rule and its schedule."""
+    """Optimizer and learning-rate schedule."""
 
     section = "optimizer"
 
@@ -207,7 +190,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
-    """How long, how much at once, and what is written on the way."""
+    """Steps, batches, logging, evaluation and checkpoints."""
 
     section = "train"
 
@@ -216,7 +199,7 @@ class TrainConfig(Section):
     batch_size: Count = 16
     """Number of sequences per step, over all devices."""
     microbatches: Count = 1
-    """Number of pieces in which a batch is computed, one after another, to save memory."""
+    """Number of microbatches into which a batch is split to save memory."""
     label_smoothing: Rate = 0.0
     """Weight of the uniform distribution in the targets."""
     z_loss: NonNegative = 0.0
@@ -226,8 +209,7 @@ class TrainConfig(Section):
     eval_every: Volatile[Natural] = 200
     """Number of steps between evaluations; 0 evaluates only at the end."""
     eval_batches: Volatile[Natural] = 0
-    """Number of batches of an evaluation during training; 0 reads all. The final evaluation always
-    reads all."""
+    """Number of batches of an evaluation during training; 0 and the final one read all."""
     checkpoint_every: Volatile[Natural] = 200
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Volatile[Count] = 2
@@ -245,18 +227,16 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    """How devices are arranged; the product of the three is the number of devices."""
+    """Device mesh; the product of its three sizes is the number of devices."""
 
     section = "mesh"
 
     data: Volatile[Natural] = 0
-    """Data parallelism: number of model replicas, each with its part of the batch; 0 uses all
-    devices that fsdp and tensor leave."""
+    """Data parallelism: number of replicas; 0 uses the devices that fsdp and tensor leave."""
     fsdp: Volatile[Count] = 1
-    """Number of devices over which the parameters of a replica and its part of the batch are
-    sharded."""
+    """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
     tensor: Volatile[Count] = 1
-    """Number of devices over which heads, feed-forward width and vocabulary are split."""
+    """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
 
 
 @dataclass(frozen=True)

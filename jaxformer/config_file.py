@@ -24,7 +24,7 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
     with status 0 after --help, 2 after a mistake."""
     import tyro
 
-    for name in stated_settings(arguments):
+    for name in settings_in(arguments):
         if name not in {*flat(RunConfig()), "help"}:
             raise ConfigError(f"there is no setting {name}. {suggestion(name)}")
     with warnings.catch_warnings():
@@ -41,7 +41,7 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
         )
 
 
-def stated_settings(arguments: Sequence[str]) -> dict[str, str]:
+def settings_in(arguments: Sequence[str]) -> dict[str, str]:
     """The value of each `--section.field value` or `--section.field=value`, the last one of a
     setting."""
     stated = {}

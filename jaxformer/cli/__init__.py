@@ -20,14 +20,14 @@ COMMANDS = {
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
-    "lm_eval": ("--model_args path=RUN --tasks ...", "Run EleutherAI's evaluation harness."),
+    "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments in (["-h"], ["--help"]):
+    if arguments[:1] in (["-h"], ["--help"]):
         print(_usage())
         return 0
     if not arguments or arguments[0] not in COMMANDS:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [
-        f"  jaxformer {name:<9} {given:<36} {purpose}"
+        f"  jaxformer {name:<9} {given:<39} {purpose}"
         for name, (given, purpose) in COMMANDS.items()
     ]
     return "usage:\n" + "\n".join(lines) + "\nEach command prints its options with --help."
@@ -73,11 +73,8 @@ def keep_memory() -> None:
     This affects the whole process, so only the entry point does it, before JAX is imported.
     JAXFORMER_MALLOC=system turns it off.
     """
-    if (
-        sys.platform != "linux"
-        or os.environ.get("JAXFORMER_MALLOC") == "system"
-        or "jax" in sys.modules
-    ):
+    unwanted = sys.platform != "linux" or os.environ.get("JAXFORMER_MALLOC") == "system"
+    if unwanted or "jax" in sys.modules:
         return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -2,6 +2,7 @@
 the prompt."""
 
 import functools
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -100,14 +101,13 @@ def _write(model: Model, asked: SampleArguments) -> None:
         check_size(len(source), context, f"into the context of {context}")
     else:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
-    print(asked.prompt or "" if not source else "", end="")
-    made: list[int] = []
-    pieces = _noted(_pieces(model, asked, start, source), made)
+    print("" if source else asked.prompt or "", end="")
+    pieces, made = itertools.tee(_pieces(model, asked, start, source))
     for text in _growing(functools.partial(text_of, model.tokenizer), start, pieces):
         print(text, end="", flush=True)
     print(flush=True)
-    space = context - len(start)
-    if asked.beyond == "stop" and space < asked.max_new_tokens and {*made}.isdisjoint(end):
+    space, ended = context - len(start), not {*itertools.chain(*made)}.isdisjoint(end)
+    if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
         slide = "" if source else "; --beyond slide continues beyond it"
         print(
             f"note: the text ends early: of {asked.max_new_tokens} new tokens, only {space} fit"
@@ -139,13 +139,6 @@ def _pieces(
         model.params, model.config, start, count, key=key, beginning=beginning, **rules
     )
     return (piece[0].tolist() for piece in row)
-
-
-def _noted(pieces: Iterator[list[int]], made: list[int]) -> Iterator[list[int]]:
-    """The pieces, whose tokens are also collected in `made`."""
-    for piece in pieces:
-        made += piece
-        yield piece
 
 
 def _growing(

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.config_file import check, parse_fields, read_config, stated_settings, with_vocabulary
+from jaxformer.config_file import check, parse_fields, read_config, settings_in, with_vocabulary
 
 # Model settings that a new run does not take from the model it starts from.
 OWN = (
@@ -46,7 +46,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
     """`config` with `--section.field value` arguments applied. Exits with status 0 after --help, 2
     after a mistake."""
-    stated = stated_settings(arguments)
+    stated = settings_in(arguments)
     if base := stated.get("run.init_from", config.run.init_from):
         run_dir = Path(stated.get("run.dir", config.run.dir))
         names = {name.removeprefix("model.") for name in stated}
