@@ -182,14 +182,14 @@ def test_sample_evaluate_and_attention_say_of_a_directory_what_they_say_of_the_r
 
 def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
     _, there = made(base, "decoder")
-    assert "name some, as in --data.validation" in told("evaluate", there, status=2)
+    assert "name some with --data.validation" in told("evaluate", there, status=2)
     assert "which has no steps" in told("sample", there, "--step", 3, status=2)
 
 
 def test_a_run_is_evaluated_on_what_it_learnt_alone(base):
     here, there = made(base, "pairs")
     text = base / "text.txt"
-    assert "name no other" in told(
+    assert "leave out --data.objective" in told(
         "evaluate", here, "--data.validation", text, "--data.objective", "prefix", status=2
     )
     assert "loss" in told(

@@ -202,7 +202,7 @@ def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
 
 def test_fewer_classes_than_the_data_names_are_refused():
     run = RunConfig(model=ModelConfig(**BERT, head="classes", n_classes=3))
-    with pytest.raises(jf.ConfigError, match="n_classes=3 is less than the data's 4 labels"):
+    with pytest.raises(jf.ConfigError, match="n_classes=3 is less than the 4 labels of the data"):
         with_classes(run, ("a", "b", "c", "d"))
     assert with_classes(run, ("a", "b")).model.n_classes == 3
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         texts["source"] = inputs["source"]
     shown = {axis: [*map(model.tokenizer.shown, row.tolist())] for axis, row in texts.items()}
     candidates = _candidates(model, np.asarray(found.logits[0]))
-    about = {"title": asked.prompt, "layers": asked.layers}
+    about: dict[str, Any] = {"title": asked.prompt, "layers": asked.layers}
     write_text(asked.output, attention_page(maps, shown, candidates=candidates, **about))
     counts = ", ".join(f"{len(row)} {axis} tokens" for axis, row in sorted(shown.items()))
     print(f"{asked.output}: attention of {counts}")

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         require_transformers()
     to_run, target = is_pretrained(asked.source), asked.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is not an empty directory: choose a new one.")
+        raise ConfigError(f"{target} is not empty: choose a new directory.")
     model = load(asked.source, asked.step)
     if to_run:
         _write_run(model, asked)

@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -127,7 +127,11 @@ def _pieces(
     import jax
 
     key = jax.random.key(secrets.randbits(31) if asked.seed is None else asked.seed)
-    rules = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+    rules: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+    }
     if asked.beyond == "stop":
         return written(model, start, source, count, 0, key=key, **rules)
     from jaxformer.generation.slide import slide_tokens

@@ -104,7 +104,7 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
 
     def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> Any:
         layout = layout_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
-        options = {"window": config.window, "scale": config.attention_scale}
+        options: dict[str, Any] = {"window": config.window, "scale": config.attention_scale}
         errors = []
         for causal in sides:
             mask = AttentionMask(layout, layout, causal=causal, **options)

@@ -6,6 +6,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -87,9 +88,8 @@ def claim(
     Raises ConfigError if the text or the tokenizer has changed.
     """
     folder = Path(run.run.dir)
-    path, now = folder / "data.json", {"tokenizer": tokenizer.fingerprint(), **texts}
-    if labels:
-        now["labels"] = list(labels)
+    path, named = folder / "data.json", {"labels": list(labels)} if labels else {}
+    now: dict[str, Any] = {"tokenizer": tokenizer.fingerprint(), **texts, **named}
     before = read_object(path) if path.is_file() else now
     if before != now:
         changed = [name for name in before | now if before.get(name) != now.get(name)]

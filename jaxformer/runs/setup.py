@@ -1,5 +1,6 @@
 """All that a run needs before its first step: text, mesh, attention kernel and optimizer."""
 
+import dataclasses
 import functools
 import math
 import os
