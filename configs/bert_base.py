@@ -3,14 +3,11 @@
 Give it text: --data.train 'corpus/*.jsonl.zst' [--data.mask_units words]
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/bert_base"),
+config = RunConfig(
+    run=RunSettings(dir="runs/bert_base"),
     model=ModelConfig(
         family="encoder",
         d_model=768,
@@ -29,10 +26,9 @@ config = replace(
         tied_head=True,
         dropout=0.1,
     ),
-    data=replace(base.data, sequence_length=512),
-    tokenizer=replace(base.tokenizer, vocab_size=30_522, training_bytes=1_000_000_000),
-    optimizer=replace(
-        base.optimizer,
+    data=DataConfig(sequence_length=512),
+    tokenizer=TokenizerConfig(vocab_size=30_522, training_bytes=1_000_000_000),
+    optimizer=OptimizerConfig(
         learning_rate=1e-4,
         schedule="linear",
         warmup_steps=10_000,
@@ -41,12 +37,7 @@ config = replace(
         eps=1e-6,
         weight_decay=0.01,
     ),
-    train=replace(
-        base.train,
-        steps=1_000_000,
-        batch_size=256,
-        eval_every=5000,
-        eval_batches=50,
-        checkpoint_every=5000,
+    train=TrainConfig(
+        steps=1_000_000, batch_size=256, eval_every=5000, eval_batches=50, checkpoint_every=5000
     ),
 )

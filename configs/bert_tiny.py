@@ -7,11 +7,10 @@ python train.py configs/bert_tiny.py && python train.py configs/bert_tiny.py:cla
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/bert_tiny"),
+config = RunConfig(
+    run=RunSettings(dir="runs/bert_tiny"),
     model=ModelConfig(
         family="encoder",
         d_model=192,
@@ -29,25 +28,12 @@ config = replace(
         tied_head=True,
         init="xavier",
     ),
-    data=replace(base.data, train="stdlib", sequence_length=128),
-    tokenizer=replace(base.tokenizer, vocab_size=4096, training_bytes=4_000_000),
-    optimizer=replace(
-        base.optimizer,
-        name="muon",
-        learning_rate=4e-3,
-        schedule="linear",
-        warmup_steps=50,
-        final_fraction=0.0,
+    data=DataConfig(train="stdlib", sequence_length=128),
+    tokenizer=TokenizerConfig(vocab_size=4096, training_bytes=4_000_000),
+    optimizer=OptimizerConfig(
+        name="muon", learning_rate=4e-3, schedule="linear", warmup_steps=50, final_fraction=0.0
     ),
-    train=replace(
-        base.train,
-        steps=800,
-        batch_size=32,
-        log_every=20,
-        eval_every=200,
-        eval_batches=20,
-        checkpoint_every=200,
-    ),
+    train=TrainConfig(steps=800, batch_size=32, log_every=20, eval_batches=20),
 )
 classifier = replace(
     config,

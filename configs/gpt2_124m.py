@@ -3,14 +3,11 @@
 Give it text and a tokenizer: --data.train 'corpus/*.jsonl.zst' --tokenizer.path gpt2/tokenizer.json
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/gpt2_124m"),
+config = RunConfig(
+    run=RunSettings(dir="runs/gpt2_124m"),
     model=ModelConfig(
         vocab_size=50_304,  # 50,257 padded to a multiple of 128
         d_model=768,
@@ -23,11 +20,10 @@ config = replace(
         bias="all",
         tied_head=True,
     ),
-    data=replace(base.data, sequence_length=1024),
-    tokenizer=replace(base.tokenizer, vocab_size=50_257, training_bytes=1_000_000_000),
-    optimizer=replace(base.optimizer, learning_rate=6e-4, warmup_steps=700),
-    train=replace(
-        base.train,
+    data=DataConfig(sequence_length=1024),
+    tokenizer=TokenizerConfig(vocab_size=50_257, training_bytes=1_000_000_000),
+    optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=700),
+    train=TrainConfig(
         steps=19_073,
         batch_size=512,
         microbatches=8,

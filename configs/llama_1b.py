@@ -4,14 +4,11 @@ Give it text and a tokenizer: --data.train 'corpus/*.jsonl.zst' --tokenizer.path
 llama/tokenizer.json
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/llama_1b"),
+config = RunConfig(
+    run=RunSettings(dir="runs/llama_1b"),
     model=ModelConfig(
         vocab_size=32_000,
         d_model=2048,
@@ -21,11 +18,10 @@ config = replace(
         d_ff=5632,
         max_length=2048,
     ),
-    data=replace(base.data, sequence_length=2048),
-    tokenizer=replace(base.tokenizer, vocab_size=32_000, training_bytes=1_000_000_000),
-    optimizer=replace(base.optimizer, learning_rate=4e-4, warmup_steps=2000),
-    train=replace(
-        base.train,
+    data=DataConfig(sequence_length=2048),
+    tokenizer=TokenizerConfig(vocab_size=32_000, training_bytes=1_000_000_000),
+    optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2000),
+    train=TrainConfig(
         steps=100_000,
         batch_size=256,
         microbatches=16,

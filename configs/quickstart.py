@@ -1,32 +1,18 @@
 """The main job in under three minutes on two CPU cores: a small Llama learns Python from the
 standard library's source."""
 
-from dataclasses import replace
+from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-from jaxformer import RunConfig
-
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/quickstart", sample_prompt="def __init__(self, "),
-    model=replace(base.model, d_model=192, n_layers=4, n_heads=3, max_length=256, tied_head=True),
-    data=replace(base.data, train="stdlib", sequence_length=256),
-    tokenizer=replace(base.tokenizer, kind="bpe", vocab_size=4096, training_bytes=4_000_000),
-    optimizer=replace(
-        base.optimizer,
-        name="muon",
-        learning_rate=6e-3,
-        warmup_steps=20,
-        schedule="linear",
-        final_fraction=0.0,
+config = RunConfig(
+    run=RunSettings(dir="runs/quickstart", sample_prompt="def __init__(self, "),
+    model=ModelConfig(d_model=192, n_layers=4, n_heads=3, max_length=256, tied_head=True),
+    data=DataConfig(train="stdlib", sequence_length=256),
+    tokenizer=TokenizerConfig(kind="bpe", vocab_size=4096, training_bytes=4_000_000),
+    optimizer=OptimizerConfig(
+        name="muon", learning_rate=6e-3, warmup_steps=20, schedule="linear", final_fraction=0.0
     ),
-    train=replace(
-        base.train,
-        steps=100,
-        batch_size=16,
-        log_every=2,
-        eval_every=25,
-        eval_batches=8,
-        checkpoint_every=50,
+    train=TrainConfig(
+        steps=100, batch_size=16, log_every=2, eval_every=25, eval_batches=8, checkpoint_every=50
     ),
 )

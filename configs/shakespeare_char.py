@@ -9,11 +9,10 @@ Give it the text: --data.train PATH/tinyshakespeare.txt
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/shakespeare_char"),
+config = RunConfig(
+    run=RunSettings(dir="runs/shakespeare_char"),
     model=ModelConfig(
         vocab_size=66,  # 65 characters and the end-of-text token
         d_model=128,
@@ -25,11 +24,10 @@ config = replace(
         activation="gelu",
         tied_head=True,
     ),
-    data=replace(base.data, train="tinyshakespeare.txt", sequence_length=64),
-    tokenizer=replace(base.tokenizer, kind="characters"),
-    optimizer=replace(base.optimizer, learning_rate=3e-3, b2=0.99, warmup_steps=100),
-    train=replace(
-        base.train,
+    data=DataConfig(train="tinyshakespeare.txt", sequence_length=64),
+    tokenizer=TokenizerConfig(kind="characters"),
+    optimizer=OptimizerConfig(learning_rate=3e-3, b2=0.99, warmup_steps=100),
+    train=TrainConfig(
         steps=2000,
         batch_size=12,
         log_every=10,

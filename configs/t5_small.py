@@ -3,14 +3,11 @@
 Give it text: --data.train 'corpus/*.jsonl.zst' [--data.objective prefix]
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/t5_small"),
+config = RunConfig(
+    run=RunSettings(dir="runs/t5_small"),
     model=ModelConfig(
         family="encoder_decoder",
         d_model=512,
@@ -29,22 +26,16 @@ config = replace(
         dropout=0.1,
         init="fan_in",
     ),
-    data=replace(base.data, sequence_length=128, source_length=512),
-    tokenizer=replace(base.tokenizer, vocab_size=32_128, training_bytes=1_000_000_000),
-    optimizer=replace(
-        base.optimizer,
+    data=DataConfig(sequence_length=128, source_length=512),
+    tokenizer=TokenizerConfig(vocab_size=32_128, training_bytes=1_000_000_000),
+    optimizer=OptimizerConfig(
         name="adafactor",
         learning_rate=1e-2,
         schedule="inverse_sqrt",
         warmup_steps=10_000,
         weight_decay=0.0,
     ),
-    train=replace(
-        base.train,
-        steps=524_288,
-        batch_size=128,
-        eval_every=5000,
-        eval_batches=50,
-        checkpoint_every=5000,
+    train=TrainConfig(
+        steps=524_288, batch_size=128, eval_every=5000, eval_batches=50, checkpoint_every=5000
     ),
 )

@@ -1,14 +1,10 @@
 """A small T5 (v1.1's gated feed-forward, its own output layer) on the standard library's source."""
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(
-        base.run,
+config = RunConfig(
+    run=RunSettings(
         dir="runs/t5_tiny",
         sample_prompt="def __init__(self, <extra_id_0>):\n        self.<extra_id_1> = ",
     ),
@@ -26,18 +22,12 @@ config = replace(
         attention_scale=1.0,
         init="fan_in",
     ),
-    data=replace(base.data, train="stdlib", sequence_length=32, source_length=128),
-    tokenizer=replace(base.tokenizer, vocab_size=4096, training_bytes=4_000_000),
-    optimizer=replace(
-        base.optimizer,
-        learning_rate=2e-3,
-        schedule="linear",
-        warmup_steps=100,
-        final_fraction=0.0,
-        b2=0.98,
+    data=DataConfig(train="stdlib", sequence_length=32, source_length=128),
+    tokenizer=TokenizerConfig(vocab_size=4096, training_bytes=4_000_000),
+    optimizer=OptimizerConfig(
+        learning_rate=2e-3, schedule="linear", warmup_steps=100, final_fraction=0.0, b2=0.98
     ),
-    train=replace(
-        base.train,
+    train=TrainConfig(
         steps=1500,
         batch_size=32,
         log_every=20,

@@ -4,31 +4,22 @@ Give it the text, documents apart by <|endoftext|>: --data.train TinyStoriesV2-G
 --data.validation ...-valid.txt
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/tinystories", sample_prompt="Once upon a time"),
+config = RunConfig(
+    run=RunSettings(dir="runs/tinystories", sample_prompt="Once upon a time"),
     model=ModelConfig(
         d_model=512, n_layers=4, n_heads=16, d_ff=1344, max_length=256, init="truncated_normal"
     ),
-    data=replace(
-        base.data,
+    data=DataConfig(
         train="TinyStoriesV2-GPT4-train.txt",
         validation="TinyStoriesV2-GPT4-valid.txt",
         sequence_length=256,
     ),
-    tokenizer=replace(base.tokenizer, kind="bpe", vocab_size=10_000, training_bytes=100_000_000),
-    optimizer=replace(base.optimizer, learning_rate=1e-3, warmup_steps=250),
-    train=replace(
-        base.train,
-        steps=5000,
-        batch_size=256,
-        eval_every=500,
-        eval_batches=20,
-        checkpoint_every=500,
+    tokenizer=TokenizerConfig(kind="bpe", vocab_size=10_000, training_bytes=100_000_000),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=250),
+    train=TrainConfig(
+        steps=5000, batch_size=256, eval_every=500, eval_batches=20, checkpoint_every=500
     ),
 )

@@ -5,14 +5,11 @@ Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --dat
 'wmt/dev.{en,de}.gz'
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(base.run, dir="runs/transformer_base"),
+config = RunConfig(
+    run=RunSettings(dir="runs/transformer_base"),
     model=ModelConfig(
         family="encoder_decoder",
         d_model=512,
@@ -30,12 +27,11 @@ config = replace(
         dropout=0.1,
         init="xavier",
     ),
-    data=replace(base.data, objective="seq2seq", sequence_length=512),
-    tokenizer=replace(base.tokenizer, vocab_size=37_000, training_bytes=1_000_000_000),
-    optimizer=replace(
-        base.optimizer,
-        learning_rate=(512 * 4000)
-        ** -0.5,  # the paper's d_model^-0.5 min(step^-0.5, step warmup^-1.5) at its top
+    data=DataConfig(objective="seq2seq", sequence_length=512),
+    tokenizer=TokenizerConfig(vocab_size=37_000, training_bytes=1_000_000_000),
+    optimizer=OptimizerConfig(
+        # the maximum of the paper's d_model^-0.5 min(step^-0.5, step warmup^-1.5)
+        learning_rate=(512 * 4000) ** -0.5,
         schedule="inverse_sqrt",
         warmup_steps=4000,
         b2=0.98,
@@ -43,12 +39,7 @@ config = replace(
         weight_decay=0.0,
         clip_norm=0.0,
     ),
-    train=replace(
-        base.train,
-        steps=100_000,
-        batch_size=56,
-        label_smoothing=0.1,
-        eval_every=1000,
-        checkpoint_every=1000,
+    train=TrainConfig(
+        steps=100_000, batch_size=56, label_smoothing=0.1, eval_every=1000, checkpoint_every=1000
     ),
 )

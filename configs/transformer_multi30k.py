@@ -5,15 +5,12 @@ Give it the files: --data.train 'multi30k/train.{de,en}.gz' --data.validation
 'multi30k/val.{de,en}.gz'
 """
 
-from dataclasses import replace
-
 from jaxformer import ModelConfig, RunConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
-base = RunConfig()
-config = replace(
-    base,
-    run=replace(
-        base.run, dir="runs/transformer_multi30k", sample_prompt="Ein Hund läuft über eine Wiese."
+config = RunConfig(
+    run=RunSettings(
+        dir="runs/transformer_multi30k", sample_prompt="Ein Hund läuft über eine Wiese."
     ),
     model=ModelConfig(
         family="encoder_decoder",
@@ -32,27 +29,16 @@ config = replace(
         dropout=0.15,
         init="xavier",
     ),
-    data=replace(base.data, objective="seq2seq", sequence_length=128),
-    tokenizer=replace(base.tokenizer, vocab_size=6000),
-    optimizer=replace(
-        base.optimizer,
+    data=DataConfig(objective="seq2seq", sequence_length=128),
+    tokenizer=TokenizerConfig(vocab_size=6000),
+    optimizer=OptimizerConfig(
         learning_rate=2e-3,
-        # down to zero: in so few epochs a BLEU better than the paper's inverse_sqrt
-        # (transformer_base)
-        schedule="linear",
+        schedule="linear",  # in so few epochs, a better BLEU than with the paper's inverse_sqrt
         warmup_steps=200,
         final_fraction=0.0,
         b2=0.98,
         eps=1e-9,
         weight_decay=0.0,
     ),
-    train=replace(
-        base.train,
-        steps=1600,
-        batch_size=32,
-        label_smoothing=0.1,
-        log_every=20,
-        eval_every=200,
-        checkpoint_every=200,
-    ),
+    train=TrainConfig(steps=1600, batch_size=32, label_smoothing=0.1, log_every=20),
 )

@@ -5,6 +5,7 @@ The docstring below a field is its help text on the command line. Configs are ha
 """
 
 import dataclasses
+import difflib
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import Annotated, Any, Literal
 from jaxformer.config_model import ModelConfig
 from jaxformer.settings import (
     Bounds,
-    ConfigError,
     Count,
     Fraction,
     Natural,
@@ -21,45 +21,32 @@ from jaxformer.settings import (
     Rate,
     Section,
     TableAt,
+    Volatile,
     divisors,
 )
-
-__all__ = [
-    "ConfigError",
-    "DataConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "ObjectiveName",
-    "OptimizerConfig",
-    "RunConfig",
-    "RunSettings",
-    "TokenizerConfig",
-    "TrainConfig",
-    "flat",
-]
+from jaxformer.settings import ConfigError as ConfigError  # which others import from here
 
 
 @dataclass(frozen=True)
 class RunSettings(Section):
-    """Where a run lives and where its randomness starts."""
+    """Directory, seed and terminal output of a run."""
 
     section = "run"
 
-    dir: str = "runs/default"
+    dir: Volatile[str] = "runs/default"
     """Directory of the run. The same command continues the run that it holds."""
     init_from: str = ""
-    """Directory of a run or of a Hugging Face model whose parameters, model settings and tokenizer
-    the run starts from. A head that differs is initialized anew."""
+    """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
+    settings and tokenizer. A different head is initialized anew."""
     seed: Natural = 1337
     """Seed of the initial parameters, the order of the data and dropout."""
-    compilation_cache: str = "~/.cache/jaxformer/xla"
+    compilation_cache: Volatile[str] = "~/.cache/jaxformer/xla"
     """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """What the terminal shows during training; auto shows a bar if there is a terminal, else lines.
-"""
-    sample_prompt: str = ""
+    progress: Volatile[Literal["auto", "bar", "lines", "none"]] = "auto"
+    """Display during training; auto selects a bar in a terminal, and lines otherwise."""
+    sample_prompt: Volatile[str] = ""
     """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
-    sample_tokens: Natural = 128
+    sample_tokens: Volatile[Natural] = 128
     """Length of that sample in tokens; 0 prints no sample."""
 
 
@@ -100,33 +87,29 @@ Schedule = Annotated[
 
 
 def named_sources(text: str) -> list[str]:
-    """The sources that data.train or data.validation names: apart by ';', unless all of it is a
-    path that exists."""
-    return (
-        [text]
-        if os.path.exists(text)
-        else [spec.strip() for spec in text.split(";") if spec.strip()]
-    )
+    """The sources of data.train or data.validation, which are separated by ';'. A path that exists
+    is one source."""
+    if os.path.exists(text):
+        return [text]
+    return [spec.strip() for spec in text.split(";") if spec.strip()]
 
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """The text, and how it becomes sequences."""
+    """Data, and how it is turned into sequences."""
 
     section = "data"
 
-    train: str = "stdlib"
+    train: Volatile[str] = "stdlib"
     """Training data: a file, directory or glob, token ids (.npy, .bin), 'train.{de,en}', '-' for
     standard input, 'datasets:NAME', or stdlib. Separate several sources by ';'."""
     weights: str = ""
     """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
     '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""
     epochs: str = ""
-    """Instead of weights: how many times each source is read over the same span, for example '1 4'.
-"""
-    validation: str = ""
-    """Validation data, in the same forms as data.train; empty holds out a part of data.train, which
-    is never trained on."""
+    """Instead of weights: the relative numbers of epochs of the sources, for example '1 4'."""
+    validation: Volatile[str] = ""
+    """Validation data, in the same forms as data.train; empty holds out a part of data.train."""
     validation_fraction: Annotated[float, Bounds(0, 1)] = 0.1
     """Fraction of data.train that is held out if data.validation is empty."""
     sequence_length: Count = 256
@@ -138,9 +121,9 @@ class DataConfig(Section):
     """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
     separates documents by segment ids; best_fit cuts no document that fits into a row."""
     objective: ObjectiveName = "auto"
-    """Training objective; auto selects causal, mlm or span_corruption by model.family."""
+    """Training objective; auto selects the first that model.family and model.head can learn."""
     source_length: Natural = 0
-    """Length of a row of sources in tokens, for an encoder-decoder; 0 uses data.sequence_length."""
+    """Length of the source of an encoder-decoder in tokens; 0 uses data.sequence_length."""
     text_field: str = "text"
     """Field of a .jsonl or .tsv record, or column of a .parquet file, that holds the text."""
     pair_field: str = ""
@@ -163,9 +146,9 @@ class DataConfig(Section):
     malformed: Malformed = "refuse"
     """Handling of records that are not valid JSON or lack a field: refuse stops with a message,
     skip omits them."""
-    cache_dir: str = "~/.cache/jaxformer/data"
+    cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
     """Directory in which tokenized text is stored and found again."""
-    prefetch: Natural = 2
+    prefetch: Volatile[Natural] = 2
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 
     def __post_init__(self) -> None:
@@ -182,28 +165,28 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class TokenizerConfig(Section):
-    """How text becomes tokens."""
+    """How text is split into tokens."""
 
     section = "tokenizer"
 
     kind: Literal["bpe", "bytes", "characters"] = "bpe"
     """Tokenizer that is made if tokenizer.path is empty: a byte-level BPE trained on data.train,
     raw bytes, or characters."""
-    path: str = ""
+    path: Volatile[str] = ""
     """Existing tokenizer to use: a tokenizer.json, or a directory with one or with GPT-2's
     vocab.json and merges.txt."""
     vocab_size: Annotated[int, Bounds(257)] = 4096
     """Number of entries of a trained BPE, including special tokens."""
     pattern: WordPatternName = "gpt2"
-    """Rule by which a trained BPE splits text into words: that of GPT-2, or that of Llama 3, which
-    splits numbers into groups of 3 digits."""
+    """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
+    digits)."""
     training_bytes: Count = 20_000_000
     """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """The update rule and its schedule."""
+    """Optimizer and learning-rate schedule."""
 
     section = "optimizer"
 
@@ -237,30 +220,29 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
-    """How long, how much at once, and what is written on the way."""
+    """Steps, batches, logging, evaluation and checkpoints."""
 
     section = "train"
 
-    steps: Count = 1000
+    steps: Volatile[Count] = 1000
     """Number of optimizer steps of the whole run."""
     batch_size: Count = 16
     """Number of sequences per step, over all devices."""
     microbatches: Count = 1
-    """Number of pieces in which a batch is computed, one after another, to save memory."""
+    """Number of microbatches into which a batch is split to save memory."""
     label_smoothing: Rate = 0.0
     """Weight of the uniform distribution in the targets."""
     z_loss: NonNegative = 0.0
     """Coefficient of the squared log-partition function, usually 1e-4; 0 disables it."""
-    log_every: Count = 10
+    log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
-    eval_every: Natural = 200
+    eval_every: Volatile[Natural] = 200
     """Number of steps between evaluations; 0 evaluates only at the end."""
-    eval_batches: Natural = 0
-    """Number of batches of an evaluation during training; 0 reads all. The final evaluation always
-    reads all."""
-    checkpoint_every: Natural = 200
+    eval_batches: Volatile[Natural] = 0
+    """Number of batches of an evaluation during training; 0 and the final one read all."""
+    checkpoint_every: Volatile[Natural] = 200
     """Number of steps between checkpoints; 0 saves only at the end."""
-    keep_checkpoints: Count = 2
+    keep_checkpoints: Volatile[Count] = 2
     """Number of most recent checkpoints that are kept."""
 
     def conflicts(self) -> list[str]:
@@ -275,18 +257,16 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    """How devices are arranged; the product of the three is the number of devices."""
+    """Device mesh; the product of its three sizes is the number of devices."""
 
     section = "mesh"
 
-    data: Natural = 0
-    """Data parallelism: number of model replicas, each with its part of the batch; 0 uses all
-    devices that fsdp and tensor leave."""
-    fsdp: Count = 1
-    """Number of devices over which the parameters of a replica and its part of the batch are
-    sharded."""
-    tensor: Count = 1
-    """Number of devices over which heads, feed-forward width and vocabulary are split."""
+    data: Volatile[Natural] = 0
+    """Data parallelism: number of replicas; 0 uses the devices that fsdp and tensor leave."""
+    fsdp: Volatile[Count] = 1
+    """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
+    tensor: Volatile[Count] = 1
+    """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
 
 
 @dataclass(frozen=True)
@@ -307,10 +287,20 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     """`{"model.n_layers": 6, ...}`: every field of a config by its dotted name."""
     out: dict[str, Any] = {}
     for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        out |= (
-            flat(value, f"{prefix}{entry.name}.")
-            if dataclasses.is_dataclass(value)
-            else {f"{prefix}{entry.name}": value}
-        )
+        name, value = f"{prefix}{entry.name}", getattr(config, entry.name)
+        out |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
     return out
+
+
+def suggestion(unknown: str) -> str:
+    """A sentence that names the settings that an unknown `section.field` may stand for."""
+    section, _, name = unknown.rpartition(".")
+    fields = {known: known.rpartition(".")[2] for known in flat(RunConfig())}
+    if near := difflib.get_close_matches(name, fields.values(), 1):
+        close = [known for known, last in fields.items() if last == near[0]]
+        return f"Did you mean {' or '.join(close)}?"
+    sections = [entry.name for entry in dataclasses.fields(RunConfig)]
+    if section in sections:
+        inside = [known for known in fields if known.startswith(f"{section}.")]
+        return f"The settings of {section} are {', '.join(inside)}."
+    return f"Settings are named section.field; the sections are {', '.join(sections)}."

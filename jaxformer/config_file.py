@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import os
 import re
@@ -11,55 +10,29 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxformer.config import ConfigError, RunConfig, flat, named_sources
+from jaxformer.config import ConfigError, RunConfig, flat, named_sources, suggestion
 from jaxformer.config_json import from_json
-from jaxformer.settings import choices
+from jaxformer.settings import VOLATILE, choices
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
-# fields that say nothing about the numbers of a run, so a continued run may change them
-VOLATILE = (
-    *(
-        "data.train",
-        "data.validation",
-        "tokenizer.path",
-    ),  # these may move; what they hold is held against data.json
-    *("run.dir", "run.compilation_cache", "run.progress", "run.sample_prompt", "run.sample_tokens"),
-    *(
-        "data.cache_dir",
-        "data.prefetch",
-        "mesh.data",
-        "mesh.fsdp",
-        "mesh.tensor",
-        "model.attention_kernel",
-    ),
-    *(
-        "model.layer_loop",
-        "model.remat",
-        "train.steps",
-        "train.log_every",
-        "train.eval_every",
-        "train.eval_batches",
-    ),
-    *("train.checkpoint_every", "train.keep_checkpoints"),
-)
 
 
 def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
-    """`config` with `--section.field value` arguments applied, not yet checked as a whole.
-
-    Exits as a command does: 0 for --help, 2 for a mistake.
-    """
+    """`config` with `--section.field value` arguments applied, not yet checked as a whole. Exits
+    with status 0 after --help, 2 after a mistake."""
     import tyro
 
-    _require_fields(arguments)
+    for name in settings_in(arguments):
+        if name not in {*flat(RunConfig()), "help"}:
+            raise ConfigError(f"there is no setting {name}. {suggestion(name)}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")
         return tyro.cli(
             RunConfig,
             prog=program,
-            description="Every field can be set; the defaults shown are those of the config file.",
+            description="Settings of the config; the defaults shown are those of its file.",
             args=arguments,
             default=config,
             config=(tyro.conf.FlagConversionOff,),
@@ -68,8 +41,19 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
         )
 
 
+def settings_in(arguments: Sequence[str]) -> dict[str, str]:
+    """The value of each `--section.field value` or `--section.field=value`, the last one of a
+    setting."""
+    stated = {}
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            stated[name.replace("-", "_")] = value if equals else following
+    return stated
+
+
 def _registry() -> Any:
-    """How tyro reads a setting of named values, with the rows that were added to its table."""
+    """Makes tyro accept the rows that were added to the table of a setting as values of it."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -105,9 +89,7 @@ def read_config(path: str | Path) -> RunConfig:
     if source.suffix == ".json":
         return from_json(source.read_text(encoding="utf-8"), str(source))
     if source.suffix != ".py":
-        raise ConfigError(
-            f"config {file}: neither a Python file (.py) nor the config.json of a run."
-        )
+        raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
     try:
         with _importable(source.parent):
             spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
@@ -116,17 +98,13 @@ def read_config(path: str | Path) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"config {file}: {error}") from error
     except Exception as error:
-        line = next(
-            (
-                f.lineno
-                for f in reversed(traceback.extract_tb(error.__traceback__))
-                if f.filename == str(source)
-            ),
-            "?",
-        )
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(source)]
+        line = getattr(error, "lineno", lines[-1] if lines else "?")
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        meant = f". {suggestion(unknown[1])}" if unknown else ""
         raise ConfigError(
-            f"config {file}, line {getattr(error, 'lineno', line)}: {type(error).__name__}:"
-            f" {error}{_meant(error)}"
+            f"config {file}, line {line}: {type(error).__name__}: {error}{meant}"
         ) from error
     found = getattr(module, name or "config", None)
     if not isinstance(found, RunConfig):
@@ -136,44 +114,6 @@ def read_config(path: str | Path) -> RunConfig:
             f" {named or 'none'}."
         )
     return found
-
-
-def _meant(error: Exception) -> str:
-    """Which field an unknown one in a config file may stand for."""
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    return f". {_instead_of(unknown[1])}" if unknown else ""
-
-
-def _require_fields(arguments: Sequence[str]) -> None:
-    """ConfigError for the first `--section.field` that there is not, with the field that was
-    meant."""
-    known = {*flat(RunConfig()), "help"}
-    for argument in arguments:
-        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and name not in known:
-            raise ConfigError(f"there is no setting {name}. {_instead_of(name)}")
-
-
-def _instead_of(unknown: str) -> str:
-    """The settings that a wrong name resembles, or else those of its section."""
-    section, _, field = unknown.rpartition(".")
-    fields = {name: name.rpartition(".")[2] for name in flat(RunConfig())}
-    near = difflib.get_close_matches(field, fields.values())
-    close = [name for name, last in fields.items() if last in near[:1]] or [
-        name for name in fields if name.partition(".")[0] == section
-    ]
-    if not close:
-        sections = dict.fromkeys(name.partition(".")[0] for name in fields)
-        return (
-            f"Settings are named section.field, in the sections {', '.join(sections)}; CONFIG"
-            " --help lists them."
-        )
-    meant = (
-        f"Perhaps you meant {' or '.join(close[:3])}"
-        if near
-        else f"Those of {section} are {', '.join(close)}"
-    )
-    return f"{meant}; CONFIG --help tells of each."
 
 
 @contextlib.contextmanager
@@ -186,8 +126,8 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
-    """`config` with model.vocab_size filled where it is 0 and the tokenizer's size is known (or
-    given as `size`)."""
+    """`config` with model.vocab_size filled in where it is 0 and the size of the tokenizer is known
+    (or given as `size`)."""
     kind = "given" if _has_tokenizer(config) else config.tokenizer.kind
     known = size or {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}.get(kind, 0)
     if config.model.vocab_size or not known:
@@ -196,29 +136,29 @@ def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
 
 
 def _has_tokenizer(config: RunConfig) -> bool:
-    """Whether the tokenizer is there already: named, or in a prepared directory that data.train
-    names."""
+    """Whether the tokenizer exists: tokenizer.path names it, or data.train a prepared directory."""
+    folders = map(os.path.expanduser, named_sources(config.data.train))
     return bool(config.tokenizer.path) or any(
-        os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json"))
-        for spec in named_sources(config.data.train)
+        os.path.isfile(os.path.join(folder, "tokenizer.json")) for folder in folders
     )
 
 
 def check(config: RunConfig) -> RunConfig:
     """`config`, or ConfigError where two sections contradict each other."""
+    model, data, tokenizer = config.model, config.data, config.tokenizer
     problems = []
-    if config.data.sequence_length > config.model.max_length:
+    if data.sequence_length > model.max_length:
         problems.append(
-            f"data.sequence_length={config.data.sequence_length} is longer than"
-            f" model.max_length={config.model.max_length}: raise model.max_length or shorten the"
+            f"data.sequence_length={data.sequence_length} exceeds"
+            f" model.max_length={model.max_length}: raise model.max_length, or shorten the"
             " sequences."
         )
-    trained = config.tokenizer.kind == "bpe" and not _has_tokenizer(config)
-    if trained and 0 < config.model.vocab_size < config.tokenizer.vocab_size:
+    trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)
+    if trained and 0 < model.vocab_size < tokenizer.vocab_size:
         problems.append(
-            f"tokenizer.vocab_size={config.tokenizer.vocab_size} exceeds"
-            f" model.vocab_size={config.model.vocab_size}: raise model.vocab_size, or set it to 0"
-            " to follow the tokenizer."
+            f"tokenizer.vocab_size={tokenizer.vocab_size} exceeds"
+            f" model.vocab_size={model.vocab_size}: raise model.vocab_size, or set it to 0 to use"
+            " the size of the tokenizer."
         )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -227,9 +167,11 @@ def check(config: RunConfig) -> RunConfig:
 
 def differences(written: RunConfig, asked: RunConfig) -> list[str]:
     """A line for each field that changes the numbers of a run and differs between the two."""
-    before, now = flat(written), flat(asked)
-    return [
-        f"{name}: {before[name]!r} there, {now[name]!r} asked for"
-        for name in now
-        if name not in VOLATILE and before[name] != now[name]
-    ]
+    lines = []
+    for entry in dataclasses.fields(RunConfig):
+        before, now = getattr(written, entry.name), getattr(asked, entry.name)
+        for name, hint in get_type_hints(type(now), include_extras=True).items():
+            old, new = getattr(before, name), getattr(now, name)
+            if old != new and VOLATILE not in getattr(hint, "__metadata__", ()):
+                lines.append(f"{entry.name}.{name}: {old!r} in the directory, {new!r} now")
+    return lines

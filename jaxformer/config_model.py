@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from jaxformer.config_rules import model_conflicts
-from jaxformer.settings import Bounds, Count, Fraction, Natural, NonNegative, Rate, Section, TableAt
+from jaxformer.settings import (
+    Bounds,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Rate,
+    Section,
+    TableAt,
+    Volatile,
+)
 
 Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
 Gated = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu"]
@@ -163,11 +173,11 @@ class ModelConfig(Section):
     fan_in."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
-    layer_loop: Literal["unroll", "scan"] = "unroll"
+    layer_loop: Volatile[Literal["unroll", "scan"]] = "unroll"
     """scan compiles one layer for all; unroll compiles each layer and runs faster."""
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Volatile[Literal["none", "dots", "full"]] = "none"
     """Recomputed in the backward pass: none, dots (all but matrix products), full (all)."""
-    attention_kernel: AttentionKernel = "auto"
+    attention_kernel: Volatile[AttentionKernel] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
 
     @property

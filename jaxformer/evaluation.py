@@ -12,8 +12,6 @@ import numpy as np
 
 from jaxformer import data
 from jaxformer.config import ConfigError, ModelConfig, ObjectiveName, RunConfig
-from jaxformer.generation.translate import translate
-from jaxformer.loading import load, run_of
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.params import Params
 from jaxformer.settings import Log
@@ -27,12 +25,11 @@ Evaluation = dict[str, float]
 def make_evaluation(
     objective: str, config: ModelConfig, token_bytes: np.ndarray | None = None
 ) -> Callable[[Params, Iterable[Batch]], Evaluation]:
-    """A function of params and batches to `val_loss` (nats a target), and what else tells of the
-    objective.
+    """A function of params and batches to `val_loss` (nats per target) and the other entries of the
+    loss and the metrics of the objective.
 
-    With `token_bytes` [V], the UTF-8 bytes each token stands for, `val_bits_per_byte` (ends of text
-    counted in), and every entry of the objective's loss and metrics: `val_accuracy` is the share of
-    targets that the likeliest class is.
+    `val_accuracy` is the fraction of targets that are the most likely class. With `token_bytes`
+    [V], the UTF-8 bytes of each token, also `val_bits_per_byte` (including ends of text).
     """
     loss = loss_of(objective, config)
     metrics = OBJECTIVES[objective].metrics
@@ -53,8 +50,8 @@ def make_evaluation(
 
 
 def _line(totals: Totals) -> Evaluation:
-    """The numbers of an evaluation from its totals; nats stand for the loss where the objective is
-    another."""
+    """The numbers of an evaluation from its totals. If the loss is not in nats, `val_loss` is the
+    "nats" beside it."""
     nats, weight = totals.get("nats") or totals.get("loss") or (0.0, 0.0)
     line = {"val_loss": nats / max(weight, 1)}
     if "bytes" in totals:
@@ -72,24 +69,26 @@ def evaluate_run(
     objective: ObjectiveName = "auto",
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
-    what the run held out.
+    the text that the run held out.
 
-    A model that was trained elsewhere has held out nothing, and may be asked another `objective`
-    than its family's own. Raises ConfigError if there is no model at `path` that can be read, or no
-    text to evaluate on.
+    A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
+    that of its family. Raises ConfigError if there is no readable model at `path`, or no text to
+    evaluate on.
     """
+    from jaxformer.loading import load, run_of
+
     model = load(path, step)
     run = _on_text(run_of(path), Path(path), validation, objective)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
-        raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
+        raise _nothing_held_out(path)
     rows = run.train.batch_size // run.train.microbatches
     evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus))
     return evaluate(model.params, data.evaluation_batches(corpus.validation, run.data, rows))
 
 
 class Translations(NamedTuple):
-    """Sources, what was to be written for each, and what the model wrote."""
+    """Sources, their reference translations, and what the model wrote."""
 
     sources: list[str]
     references: list[str]
@@ -101,33 +100,42 @@ def translate_run(
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
 
-    `search` are the keywords of `generate.translate.translate`. Raises ConfigError where
-    `evaluate_run` does, and for a run that learnt no pairs.
+    `search` are the keywords of `generation.translate.translate`. Raises ConfigError where
+    `evaluate_run` does, and for a run that was not trained on pairs.
     """
+    from jaxformer.generation.translate import translate
+    from jaxformer.loading import load, run_of
+
     run = _on_text(run_of(path), Path(path), validation)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
-        only = "only a model trained with seq2seq translates"
-        raise ConfigError(f"{path} learnt data.objective={objective}: {only}.")
+        raise ConfigError(
+            f"{path} was trained with data.objective={objective}, but translation needs a model"
+            " trained with seq2seq."
+        )
     model = load(path, step)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
-        raise ConfigError(f"{path} held out no text: name some, as in --data.validation PATH.")
+        raise _nothing_held_out(path)
     sources, references = ([str(record[side]) for record in records] for side in (0, 1))
     outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
 
 
+def _nothing_held_out(path: str | Path) -> ConfigError:
+    return ConfigError(f"{path} held out no text: name some with --data.validation PATH.")
+
+
 def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
-    """Bytes of each token where every byte of the text is predicted once; None where bits per byte
-    would mean nothing."""
+    """The bytes of each token if every byte of the text is predicted once; None where bits per byte
+    are not defined."""
     return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
 
 
 def corpus_of(
     run: RunConfig, labels: tuple[str, ...] = (), log: Log = lambda line: None
 ) -> data.Corpus:
-    """The data of a run as rows, made or found. Raises ConfigError as `data.prepare` does."""
+    """The data of a run as rows. Raises ConfigError as `data.prepare` does."""
     return data.prepare(
         run.data,
         run.tokenizer,
@@ -142,28 +150,23 @@ def corpus_of(
 def _on_text(
     run: RunConfig, path: Path, validation: str, objective: ObjectiveName = "auto"
 ) -> RunConfig:
-    """`run` with the tokenizer it was trained with, reading only the text to evaluate on where that
-    stands apart."""
+    """`run` with the tokenizer it was trained with, and without its training text where the text to
+    evaluate on is separate."""
     text = validation or run.data.validation
     if objective != "auto" and run.data.train:
-        learnt = f"what it learnt, data.objective={objective_of(run.model, run.data)}"
-        raise ConfigError(f"{path} is evaluated on {learnt}: name no other.")
-    if objective != "auto":
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=objective))
-    if not text and not run.data.train:
+        trained = objective_of(run.model, run.data)
         raise ConfigError(
-            f"{path} was trained elsewhere, and has held out no text: name some, as in"
-            " --data.validation PATH."
+            f"{path} is evaluated with the objective of its training, data.objective={trained}:"
+            " leave out --data.objective."
         )
+    if not text and not run.data.train:
+        raise _nothing_held_out(path)
+    settings = run.data
+    if objective != "auto":
+        settings = dataclasses.replace(settings, objective=objective)
     if text:
-        named = dataclasses.replace(run.data, validation=text)
-        data.find_texts(named, "data.validation", task_of(run.model, run.data).fields)
-    alone = dataclasses.replace(
-        run.data, train=text, validation=text, weights="", epochs="", length_warmup=""
-    )
-    texts = alone if text else run.data
-    return dataclasses.replace(
-        run,
-        data=texts,
-        tokenizer=dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path))),
-    )
+        named = dataclasses.replace(settings, validation=text)
+        data.find_texts(named, "data.validation", task_of(run.model, named).fields)
+        settings = dataclasses.replace(named, train=text, weights="", epochs="", length_warmup="")
+    tokenizer = dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path)))
+    return dataclasses.replace(run, data=settings, tokenizer=tokenizer)

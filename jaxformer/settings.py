@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 RowT = TypeVar("RowT")
+ValueT = TypeVar("ValueT")
 Log = Callable[[str], None]  # takes each line that a long operation reports
 
 
@@ -38,6 +39,11 @@ Natural = Annotated[int, Bounds(0)]
 Rate = Annotated[float, Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
 NonNegative = Annotated[float, Bounds(0)]
+
+# Marks the type of a setting that a continued run may change, because the numbers of the run do not
+# depend on it.
+VOLATILE = "volatile"
+Volatile = Annotated[ValueT, VOLATILE]
 
 
 @dataclass(frozen=True)

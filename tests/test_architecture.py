@@ -241,11 +241,30 @@ jf.forward(jf.init(config, jax.random.key(0)), config, jax.numpy.zeros((1, 4), i
 """
 
 
+TRAIN = """
+from jaxformer.cli import train
+from jaxformer.config_file import read_config
+from jaxformer.runs.config import parse_arguments
+parse_arguments(read_config("configs/quickstart.py"), [], "train.py")
+import jaxformer.runs.run
+"""
+
+
 def test_the_reach_of_the_loop_and_of_the_forward_pass_is_bounded() -> None:
     """What a reader of either has to know, counted in lines after it has really run."""
     assert reach_after("import jaxformer.training.loop") < 4300
     assert reach_after(FIT) < 4300
     assert reach_after(FORWARD) < 2600
+
+
+def test_training_starts_without_what_only_its_end_or_other_commands_need() -> None:
+    seen = modules_after(TRAIN.strip())
+    later = (
+        *("generation", "interop", "lm_eval", "loading", "nnx", "adapters"),
+        *("report.plot", "report.attention", "runs.closing", "runs.init_from", "data.preparing"),
+    )
+    assert not {name for name in seen if name.startswith(tuple(f"jaxformer.{n}" for n in later))}
+    assert reach_after(TRAIN) < 14_300
 
 
 def test_loading_a_run_imports_neither_optimizers_nor_the_training_package(tmp_path: Path) -> None:

@@ -49,11 +49,11 @@ def train_refused(capsys: Capture, folder: Path, changes: dict[str, Any], parts:
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a mistyped field": (
         {"model.n_layer": 3},
-        ["no setting model.n_layer.", "meant model.n_layers;"],
+        ["no setting model.n_layer.", "mean model.n_layers?"],
     ),
     "a field of another section": (
         {"train.learning_rate": 3},
-        ["train.learning_rate", "meant optimizer.learning_rate;"],
+        ["train.learning_rate", "mean optimizer.learning_rate?"],
     ),
     "a field that resembles none": (
         {"optimizer.lr": 3},
@@ -246,13 +246,13 @@ def test_a_run_directory_of_another_config_is_left_alone_and_the_fields_are_name
     }
     parts = [
         "another config",
-        "model.n_layers: 2 there, 3 asked for",
-        "optimizer.learning_rate: 0.006 there, 0.5 asked for",
+        "model.n_layers: 2 in the directory, 3 now",
+        "optimizer.learning_rate: 0.006 in the directory, 0.5 now",
     ]
     refused(
         capsys,
         ["train", *line(run_dir, trained[1], changes)],
-        [*parts, "run.seed: 1337 there, 2", "another run.dir"],
+        [*parts, "run.seed: 1337 in the directory, 2", "another run.dir"],
     )
     assert main(["train", *line(run_dir, trained[1], changes)]) == 2
     assert "log_every" not in capsys.readouterr().err
@@ -308,7 +308,7 @@ CONFIGS = {
     ),
     "a mistyped field": (
         "import jaxformer as jf\nconfig = jf.ModelConfig(n_layer=3)\n",
-        ["line 2", "meant model.n_layers;"],
+        ["line 2", "mean model.n_layers?"],
     ),
     "a value out of range": (
         "import jaxformer as jf\nconfig = jf.ModelConfig(n_layers=-3)\n",

@@ -31,7 +31,7 @@ def test_a_file_without_a_version_is_of_the_first_and_what_it_lacks_has_its_defa
 
 def test_a_newer_file_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"a/config.json was written by a newer.*version 3.*Upgrade"
+        ConfigError, match=r"a/config.json was written by a newer.*version is 3.*Upgrade"
     ):
         from_json(written(version=VERSION + 1), "runs/a/config.json")
 
@@ -64,15 +64,15 @@ def test_a_renamed_field_is_read_under_its_old_name(monkeypatch: pytest.MonkeyPa
         record = json.loads(to_json(RUN)) | {"version": version}
         record["model"][name] = record["model"].pop("n_layers")
         assert from_json(json.dumps(record), "here") == RUN
-    with pytest.raises(ConfigError, match=r"model.depth: there is no such field"):
+    with pytest.raises(ConfigError, match=r"model.depth: "):
         from_json(json.dumps({"version": 3, "model": {"depth": 3}}), "here")
 
 
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("{", "here is not a config: it is no JSON"),
-        ("[]", "here is not a config: it must be a JSON object"),
+        ("{", "here is not JSON"),
+        ("[]", "here holds no JSON object"),
         ('{"model": {"n_layers": "3"}}', "here: model.n_layers='3' is not of type int"),
         ('{"model": {"n_layers": [3]}}', "here: model.n_layers="),
         ('{"model": {"norm": ["rms"]}}', "here: model.norm="),

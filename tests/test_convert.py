@@ -108,7 +108,7 @@ def leaves_equal(a, b) -> bool:
 def test_verify_prints_that_both_sides_agree(base, kind):
     here, _ = made(base, kind)
     said = told("convert", here, base / f"{kind}_verified", "--verify")
-    assert "both sides agree" in said and "KL, nats" in said and "largest logit difference" in said
+    assert "both models agree" in said and "KL, nats" in said and "largest logit difference" in said
 
 
 def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
@@ -129,7 +129,7 @@ def test_rounded_weights_are_told_apart_from_wrong_ones(base):
     said = told(
         "convert", here, base / "rounded", "--dtype", "bfloat16", "--shard_size", "20K", "--verify"
     )
-    assert "bfloat16, in " in said and "apart by what bfloat16 rounds" in said
+    assert "bfloat16, in " in said and "includes the rounding to bfloat16" in said
     assert len(list((base / "rounded").glob("model-*.safetensors"))) > 1
 
 
@@ -182,14 +182,14 @@ def test_sample_evaluate_and_attention_say_of_a_directory_what_they_say_of_the_r
 
 def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
     _, there = made(base, "decoder")
-    assert "name some, as in --data.validation" in told("evaluate", there, status=2)
+    assert "name some with --data.validation" in told("evaluate", there, status=2)
     assert "which has no steps" in told("sample", there, "--step", 3, status=2)
 
 
 def test_a_run_is_evaluated_on_what_it_learnt_alone(base):
     here, there = made(base, "pairs")
     text = base / "text.txt"
-    assert "name no other" in told(
+    assert "leave out --data.objective" in told(
         "evaluate", here, "--data.validation", text, "--data.objective", "prefix", status=2
     )
     assert "loss" in told(

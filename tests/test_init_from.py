@@ -197,8 +197,8 @@ def test_settings_that_the_parameters_have_no_shape_for_are_refused_by_name(base
         run(base, "refused", data__train=base / "text.txt", run__init_from=trunk, **asked)
     message = str(refused.value)
     assert (
-        "model.d_model=64, and it is 32 there" in message
-        and "model.positions='learned', and it is 'rope' there" in message
+        "model.d_model=64, but it is 32 in the base" in message
+        and "model.positions='learned', but it is 'rope' in the base" in message
     )
     assert "norm_eps" not in message and "configs/finetune.py" in message
     assert not (base / "refused").exists()

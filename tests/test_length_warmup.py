@@ -149,8 +149,8 @@ def test_a_run_killed_before_at_or_after_the_change_of_length_continues_bitwise(
     assert train_here(line(run_dir, text, CHANGES)) == 0
     assert_same_run(run_dir, expected)
     out = capsys.readouterr().out
-    assert f"from step {step}" in out and "compiled for rows of 32 " in out
-    assert ("step 5: rows of 32 tokens from here on, 16 until now" in out) == (step <= 4)
+    assert f"from step {step}" in out and "Compiled the step for rows of 32 " in out
+    assert ("From step 5 on, rows have 32 tokens instead of 16." in out) == (step <= 4)
 
 
 def test_a_step_has_as_many_tokens_at_every_length_and_evaluation_is_of_whole_rows(

@@ -88,7 +88,7 @@ def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     line += ["--data.cache_dir", str(tmp_path / "cache"), "--data.malformed", "skip"]
     assert main(line) == 0
     told = capsys.readouterr().out
-    assert "3 documents, 12 tokens, 1.000 bytes a token, longest document 7 tokens" in told
+    assert "3 documents, 12 tokens, 1.000 bytes per token, longest document 7 tokens" in told
     assert f"{path}, line 4" in told and ": 1, the first" in told
 
 
@@ -343,8 +343,8 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shard", "3/3"], "'3/3' is no share: write I/N"),
-        (["--shard", "0/2", "--verify"], "--verify reads what all tasks have made"),
+        (["--shard", "3/3"], "--shard '3/3' must be I/N"),
+        (["--shard", "0/2", "--verify"], "--verify reads the shards of all tasks"),
         (["--data.objective", "sft"], "reads records"),
         (["--data.weights", "1 2"], "data.weights"),
         (["--data.train", "none.txt"], "none.txt"),

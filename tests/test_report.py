@@ -26,11 +26,10 @@ from jaxformer.report import (
     human_bytes,
     human_count,
     human_time,
-    plot_losses,
     printable,
     read_metrics,
 )
-from jaxformer.report.plot import _above
+from jaxformer.report.plot import _above, plot_losses
 
 
 def train_line(step: int) -> dict[str, float]:

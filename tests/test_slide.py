@@ -129,7 +129,7 @@ def test_what_cannot_slide_is_refused_with_the_reason(
     settings: dict[str, Any], beams: int, reason: str
 ) -> None:
     model = SimpleNamespace(config=jf.ModelConfig(vocab_size=9, **settings))
-    asked = SampleArguments(Path("runs/a"), beams=beams, beyond="slide")
+    asked = SampleArguments(path=Path("runs/a"), beams=beams, beyond="slide")
     with pytest.raises(jf.ConfigError, match=rf"--beyond slide.*{reason}"):
         _require_slide(model, asked)
 

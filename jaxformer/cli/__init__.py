@@ -1,8 +1,7 @@
-"""The command line: `jaxformer train | sample | evaluate | convert | prepare | tokenizer |
-attention | lm_eval`.
+"""The command line: `jaxformer COMMAND ...`.
 
-Exit status: 0 done, 2 a mistake in config or input (one message, no traceback), anything else a
-fault.
+Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), anything else a
+failure.
 """
 
 import ctypes
@@ -12,44 +11,29 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+# The arguments of each command, and what it does.
 COMMANDS = {
-    "train": "CONFIG [--section.field value ...]   trains, or continues, the run of a config",
-    "sample": (
-        'RUN [--prompt "..."]                 what a trained run writes, fills in or tells of a'
-        " text"
-    ),
-    "evaluate": "RUN [--data.validation PATH]         loss on held-out text, accuracy, or BLEU",
-    "convert": "SOURCE TARGET [--verify]              a run to a Hugging Face directory, or back",
-    "prepare": (
-        "CONFIG [--output DIR] [--shard I/N]       tokenizes the text of a config beforehand"
-    ),
-    "tokenizer": (
-        "train | encode | inspect            makes a tokenizer, writes ids, shows how a text is"
-        " split"
-    ),
-    "attention": 'RUN --prompt "..."                 a page of attention maps',
-    "lm_eval": (
-        "--model jaxformer --model_args path=RUN --tasks ...   the evaluation harness's command"
-    ),
+    "train": ("CONFIG [--section.field VALUE ...]", "Train a model, or continue its run."),
+    "sample": ('RUN [--prompt "..."]', "Generate text, or predict masked tokens, classes or tags."),
+    "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),
+    "convert": ("SOURCE TARGET [--verify]", "Convert a run to a Hugging Face model, or back."),
+    "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
+    "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
+    "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
+    "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_usage())
+        return 0
     if not arguments or arguments[0] not in COMMANDS:
-        asked_for_help = bool(arguments) and arguments[0] in ("-h", "--help")
-        lines = [f"  jaxformer {name} {what}" for name, what in COMMANDS.items()]
-        mistake = (
-            ""
-            if asked_for_help or not arguments
-            else f"jaxformer has no command {arguments[0]!r}.\n"
-        )
-        print(
-            mistake + "usage:\n" + "\n".join(lines),
-            file=sys.stdout if asked_for_help else sys.stderr,
-        )
-        return 0 if asked_for_help else 2
+        unknown = f"error: there is no command {arguments[0]!r}.\n" if arguments else ""
+        print(unknown + _usage(), file=sys.stderr)
+        return 2
     keep_memory()
     warnings.showwarning = _note
     from jaxformer.config import ConfigError
@@ -59,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except SystemExit as stop:  # the argument parser has said what it had to say
+    except SystemExit as stop:  # the argument parser has printed its message
         return int(stop.code or 0)
-    except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of the output, such as `head`, has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -69,31 +53,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _usage() -> str:
+    lines = [
+        f"  jaxformer {name:<9} {given:<39} {purpose}"
+        for name, (given, purpose) in COMMANDS.items()
+    ]
+    return "usage:\n" + "\n".join(lines) + "\nEach command prints its options with --help."
+
+
 def _note(message: Warning | str, *where: object, **more: object) -> None:
-    """A warning as a command prints it, without the line of code that it came from."""
+    """Prints a warning without the line of code that raised it."""
     print(f"note: {message}", file=sys.stderr)
 
 
 def keep_memory() -> None:
-    """Lets glibc's malloc keep what a step frees, for the next step: without it a CPU spends its
+    """Makes glibc's malloc keep freed memory for the next training step; otherwise a CPU spends its
     time on page faults.
 
-    Process-wide, hence only in the entry point, before JAX is imported. JAXFORMER_MALLOC=system
-    turns it off.
+    This affects the whole process, so only the entry point does it, before JAX is imported.
+    JAXFORMER_MALLOC=system turns it off.
     """
-    if (
-        sys.platform != "linux"
-        or os.environ.get("JAXFORMER_MALLOC") == "system"
-        or "jax" in sys.modules
-    ):
+    unwanted = sys.platform != "linux" or os.environ.get("JAXFORMER_MALLOC") == "system"
+    if unwanted or "jax" in sys.modules:
         return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library
         return
-    for parameter, value in (
-        (-8, 1),
-        (-4, 0),
-        (-1, -1),
-    ):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
+    settings = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
+    for parameter, value in settings.values():
         mallopt(parameter, value)

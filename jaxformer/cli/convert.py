@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import tyro
 
+from jaxformer.cli.arguments import StepArguments, parse
 from jaxformer.config import ConfigError
 from jaxformer.interop.hf_config import Dtype
 from jaxformer.report import human_count
@@ -17,35 +18,33 @@ from jaxformer.report import human_count
 if TYPE_CHECKING:
     from jaxformer.loading import Loaded
 
-CLOSE = 2e-4  # of the logits' standard deviation: what float32 on both sides comes to
+CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True)
-class ConvertArguments:
-    """Writes a run as a model directory that transformers, vLLM and llama.cpp's converter read, or
-    the other way round."""
+class ConvertArguments(StepArguments):
+    """Converts a run to a Hugging Face model directory, which transformers, vLLM and llama.cpp's
+    converter read, or such a directory to a run."""
 
-    source: Annotated[Path, tyro.conf.Positional]
-    """A run directory, or a Hugging Face model directory."""
-    target: Annotated[Path, tyro.conf.Positional]
-    """The other of the two; made where it does not exist."""
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Run directory, or a directory with a Hugging Face model."""
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    """Directory to write, which must be new or empty: a Hugging Face model if the source is a run,
+    and a run otherwise."""
     verify: bool = False
-    """Run both sides on the same tokens, and print how far apart they are (needs transformers)."""
+    """Compare the logits of both models on the same tokens (needs transformers)."""
     dtype: Dtype = "float32"
-    """Of the weights in a model directory."""
+    """Dtype of the weights of the Hugging Face model."""
     shard_size: str = "5G"
-    """Most bytes of one file of weights, as in 500M or 5G."""
-    architecture: str | None = None
-    """As what to write a run, as in MistralForCausalLM; the plainest that is exactly it."""
-    step: int | None = None
-    """Checkpoint of a run to read; the newest where it is not given."""
+    """Maximum size of a weight file in bytes, for example 500M or 5G."""
+    architecture: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Architecture of the Hugging Face model, for example MistralForCausalLM. If not given, the
+    simplest one that computes the same."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
-        ConvertArguments, prog="jaxformer convert", args=arguments, use_underscores=True
-    )
+    asked = parse(ConvertArguments, "convert", arguments)
     limit = _bytes(asked.shard_size)
     from jaxformer.interop.hf_config import is_pretrained
     from jaxformer.interop.verify import require_transformers
@@ -53,35 +52,28 @@ def run(arguments: Sequence[str]) -> int:
 
     if asked.verify:
         require_transformers()
-    inward = is_pretrained(asked.source)
-    if asked.target.exists() and any(
-        asked.target.iterdir() if asked.target.is_dir() else [asked.target]
-    ):
-        raise ConfigError(
-            f"{asked.target} is not empty: name a new directory, so that nothing is lost."
-        )
+    to_run, target = is_pretrained(asked.source), asked.target
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not empty: choose a new directory.")
     model = load(asked.source, asked.step)
-    if inward:
+    if to_run:
         _write_run(model, asked)
     else:
         _write_pretrained(model, asked, limit)
-    return _verified(model, asked.source if inward else asked.target, asked) if asked.verify else 0
+    return _verified(model, asked.source if to_run else target, asked) if asked.verify else 0
 
 
 def _write_run(model: "Loaded", asked: ConvertArguments) -> None:
     from jaxformer.loading import save_run
 
     save_run(asked.target, model, asked.source)
-    use = (
-        ", to sample from or to begin from (--run.init_from)"
-        if model.tokenizer
-        else ", without a tokenizer"
-    )
+    use = ", to sample from or to fine-tune (--run.init_from)"
+    use = use if model.tokenizer else ", without a tokenizer"
     print(f"{asked.target}: a run of {model.config.family} {_size(model)}{use}")
 
 
 def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> None:
-    from jaxformer.interop.hf_config import read_json
+    from jaxformer.files import read_object
     from jaxformer.interop.pretrained import save_pretrained
 
     files = save_pretrained(
@@ -94,11 +86,10 @@ def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> N
         dtype=asked.dtype,
         labels=model.labels,
     )
-    kind = read_json(asked.target / "config.json")["architectures"][0]
+    kind = read_object(asked.target / "config.json")["architectures"][0]
     count = sum(file.suffix == ".safetensors" for file in files)
-    print(
-        f"{asked.target}: {kind} {_size(model)}, {asked.dtype}, in {count} file{'s' * (count > 1)}"
-    )
+    in_files = f"in {count} file{'s' * (count > 1)}"
+    print(f"{asked.target}: {kind} {_size(model)}, {asked.dtype}, {in_files}")
 
 
 def _size(model: "Loaded") -> str:
@@ -115,27 +106,25 @@ def _bytes(text: str) -> int:
 
 
 def _verified(model: "Loaded", directory: Path, asked: ConvertArguments) -> int:
-    """Prints how far both sides are apart; 1 where float32 does not come out equal."""
+    """Prints how far both models differ; returns 1 if float32 logits differ by more than
+    rounding."""
     from jaxformer.interop.verify import compare
 
     found = compare(directory, model.params, model.config)
-    share = found.largest / found.deviation
+    relative = found.largest / found.deviation
     print(
-        f"largest logit difference {found.largest:.3g}, {share:.2g} of their standard deviation"
+        f"largest logit difference {found.largest:.3g}, {relative:.2g} of their standard deviation"
         f" {found.deviation:.3g}"
     )
     print(f"KL, nats: mean {found.kl.mean():.2g}, largest {found.kl.max():.2g}; by position:")
     for at in range(0, len(found.kl), 8):
-        print(
-            f"{at:6d}  " + " ".join(f"{value:8.1e}" for value in np.asarray(found.kl[at : at + 8]))
-        )
-    if share <= CLOSE:
-        print("both sides agree")
+        values = np.asarray(found.kl[at : at + 8])
+        print(f"{at:6d}  " + " ".join(f"{value:8.1e}" for value in values))
+    if relative <= CLOSE:
+        print("both models agree")
         return 0
-    rounded = asked.dtype != "float32" and directory == asked.target
-    print(
-        f"apart by what {asked.dtype} rounds"
-        if rounded
-        else f"NOT EQUAL: float32 comes to {CLOSE:g} of the deviation"
-    )
-    return 0 if rounded else 1
+    if asked.dtype != "float32" and directory == asked.target:
+        print(f"the difference includes the rounding to {asked.dtype}")
+        return 0
+    print(f"NOT EQUAL: float32 should differ by at most {CLOSE:g} of the standard deviation")
+    return 1

@@ -1,92 +1,75 @@
-"""`jaxformer prepare CONFIG`: tokenizes a run's text beforehand, in one go or as the tasks of a job
-array."""
+"""`jaxformer prepare CONFIG`: tokenizes a run's text beforehand, in one process or as the tasks of
+a job array."""
 
-import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
+
+from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 from jaxformer.config import ConfigError
-from jaxformer.config_file import read_config
-from jaxformer.runs.config import parse_arguments
 
-USAGE = """\
-usage: jaxformer prepare CONFIG [--output DIR] [--shard I/N] [--verify] [--section.field VALUE]
 
-Tokenizes the data of a config before training: into data.cache_dir, where train.py finds it, or
-into the directory --output, which --data.train accepts in place of the text. Shards that an earlier
-call finished are kept.
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(ConfigArguments):
+    """Tokenizes the data of a config before training. Shards that an earlier call finished are
+    kept."""
 
-  --shard I/N   Tokenize only the part of task I (counted from 0) of N tasks, for example of a job
-                array. The tasks share nothing but the directory. A last call without --shard joins
-                their shards and builds those that are missing.
-  --verify      Read all that was tokenized, compare it with its checksums, and write nothing.
-
-CONFIG --help lists every field of the config."""
+    output: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
+    they are stored in data.cache_dir, where training finds them."""
+    shard: Annotated[str, tyro.conf.arg(metavar="I/N")] = ""
+    """Tokenize only the part of task I of N, counted from 0, for example in a job array. The
+    tasks share nothing but the directory. A last call without --shard joins their shards and builds
+    those that are missing."""
+    verify: bool = False
+    """Compare all tokens with their checksums and write nothing."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        print(
-            USAGE, file=sys.stdout if arguments and arguments[0] in ("-h", "--help") else sys.stderr
-        )
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    usage = USAGE.partition("\n")[0].removeprefix("usage: ")
-    parser = argparse.ArgumentParser("jaxformer prepare", usage, add_help=False, allow_abbrev=False)
-    parser.add_argument("--output", type=_folder)
-    parser.add_argument("--shard", default="")
-    parser.add_argument("--verify", action="store_true")
-    asked, rest = parser.parse_known_args(arguments[1:])
-    config = parse_arguments(
-        read_config(arguments[0]), rest, program=f"jaxformer prepare {arguments[0]}"
-    )
+    asked, config = parse_with_config(PrepareArguments, "jaxformer prepare", arguments)
+    if asked.output is not None and not asked.output.strip():
+        raise ConfigError("--output is empty: name a directory, or leave the option out.")
+    output = None if asked.output is None else Path(asked.output).expanduser()
     share = _share(asked.shard) if asked.shard else None
     if share and asked.verify:
-        raise ConfigError("--verify reads what all tasks have made: leave --shard out.")
-    from jaxformer.data.preparing import TextSummary, prepare_share, prepare_text
+        raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
+    from jaxformer.data.preparing import prepare_share, prepare_text
     from jaxformer.objectives import task_of
 
-    task, size = task_of(config.model, config.data), config.model.vocab_size
-    what = (config.data, config.tokenizer, task)
+    what = (config.data, config.tokenizer, task_of(config.model, config.data))
+    size = config.model.vocab_size
     if share:
-        prepare_share(*what, share, output=asked.output, vocab_size=size, log=_log)
+        prepare_share(*what, share, output=output, vocab_size=size, log=_log)
         _log(
-            f"task {share[0]} of {share[1]} is done; when all are, the same line without --shard"
-            " joins them"
+            f"task {share[0]} of {share[1]} is done; when all are, run the same command without"
+            " --shard to join their shards"
         )
         return 0
-    found: list[TextSummary] = prepare_text(
-        *what, output=asked.output, thorough=asked.verify, vocab_size=size, log=_log
-    )
-    for text in found:
+    texts = prepare_text(*what, output=output, thorough=asked.verify, vocab_size=size, log=_log)
+    for text in texts:
         rate = text.bytes / max(1, text.tokens - text.documents)
         print(
-            f"{text.name}: {text.documents:,} documents, {text.tokens:,} tokens, {rate:.3f} bytes a"
-            f" token, longest document {text.longest:,} tokens"
+            f"{text.name}: {text.documents:,} documents, {text.tokens:,} tokens, {rate:.3f} bytes"
+            f" per token, longest document {text.longest:,} tokens"
         )
         for line in text.skipped:
             print(f"  {line}")
     if asked.verify:
-        print("every byte is as it was written")
-    if asked.output:
-        print(f"{asked.output} can be trained on: --data.train {asked.output}")
+        print("all checksums match")
+    if output:
+        print(f"to train on these tokens: --data.train {output}")
     return 0
-
-
-def _folder(text: str) -> Path:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty: name a directory, or leave --output out")
-    return Path(os.path.expanduser(text))
 
 
 def _share(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or int(found[1]) >= int(found[2]):
-        raise ConfigError(
-            f"--shard {text!r} is no share: write I/N, as in 0/8 to 7/8 for eight tasks."
-        )
+        raise ConfigError(f"--shard {text!r} must be I/N with I below N, for example 0/8 to 7/8.")
     return int(found[1]), int(found[2])
 
 

@@ -1,15 +1,16 @@
-"""What a prompt is to a model: its tokens, with names of special tokens for those that it knows,
-and its text again."""
+"""Prompts of the commands: what a model reads of a text, what it writes, and the text of its
+tokens."""
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxformer.cli.arguments import ModelArguments
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import ROLES, without_tokenizer
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model, as commands that take a prompt read it."""
+    """A model with all that a command needs to read a prompt."""
 
+    path: Path
     params: dict[str, Any]
     config: ModelConfig
     tokenizer: Tokenizer
@@ -29,44 +31,45 @@ class Model:
     run: RunConfig
 
 
-def open_run(path: Path, step: int | None) -> Model:
-    """The model of a run or of a Hugging Face directory, with its tokenizer. Raises ConfigError
-    where there is none."""
+def open_model(asked: ModelArguments, pair: str) -> Model:
+    """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
+    a second text `pair`."""
     from jaxformer.loading import load, run_of
 
-    model = load(path, step)
-    if model.tokenizer is None:
+    path, found = asked.path, load(asked.path, asked.step)
+    if found.tokenizer is None:
         raise without_tokenizer(path)
-    labels = model.labels or tuple(f"class {index}" for index in range(model.config.n_classes))
-    return Model(model.params, model.config, model.tokenizer, labels, run_of(path))
+    if pair and found.config.family != "encoder":
+        raise ConfigError(
+            f"--pair needs an encoder, but {path} has model.family={found.config.family!r}."
+        )
+    labels = found.labels or tuple(f"class {index}" for index in range(found.config.n_classes))
+    return Model(path, found.params, found.config, found.tokenizer, labels, run_of(path))
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a prompt, in which [MASK] and <extra_id_0> and so on stand for these tokens if
-    the tokenizer has them.
+    """The tokens of a prompt, in which [MASK] and <extra_id_0> and so on stand for these special
+    tokens if the tokenizer has them.
 
-    Where tokens hold the space before a word, a hidden one hides that as well.
+    Where tokens include the space before a word, a masked word includes its space as well.
     """
     special = {f"<extra_id_{index}>": token for index, token in enumerate(tokenizer.sentinels())}
     if (mask := tokenizer.special("mask")) is not None:
         special |= dict.fromkeys(ROLES["mask"], mask)
     if not any(name in text for name in special):
         return tokenizer.encode(text)
-    spaced = any(
-        len(token) > 1 and token[0] == " "
-        for token in map(tokenizer.shown, tokenizer.ordinary().tolist())
-    )
-    parts = re.split(f"{' ?' * spaced}({'|'.join(map(re.escape, special))})", text)
-    return [
-        token
-        for part in parts
-        for token in ([special[part]] if part in special else tokenizer.encode(part))
-    ]
+    shown = map(tokenizer.shown, tokenizer.ordinary().tolist())
+    spaced = any(len(token) > 1 and token[0] == " " for token in shown)
+    names = "|".join(map(re.escape, special))
+    tokens: list[int] = []
+    for part in re.split(f"{' ?' * spaced}({names})", text):
+        tokens += [special[part]] if part in special else tokenizer.encode(part)
+    return tokens
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, as `Tokenizer.decode` has it, with the names of sentinels, which tell
-    what belongs where."""
+    """The text of tokens as `Tokenizer.decode` gives it, but with the names of sentinels, which
+    tell where each part belongs."""
     sentinels = {*tokenizer.sentinels()}
     runs = ((marks, list(run)) for marks, run in itertools.groupby(tokens, sentinels.__contains__))
     return "".join(
@@ -75,43 +78,68 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     )
 
 
-def source_of(model: Model, text: str) -> list[int]:
-    """The tokens of a source, as an encoder-decoder was trained to read them."""
-    return model.tokenizer.as_source(tokens_of(model.tokenizer, text))
+def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
+    """The tokens that a model continues, and the source that an encoder-decoder reads (empty for a
+    decoder)."""
+    tokenizer, ids = model.tokenizer, tokens_of(model.tokenizer, text)
+    if model.config.family == "encoder_decoder":
+        return tokenizer.as_target([]), tokenizer.as_source(ids)
+    return tokenizer.as_prompt(ids), []
 
 
-def prompt_of(model: Model, text: str) -> list[int]:
-    """The tokens of a text that a decoder is to write on."""
-    return model.tokenizer.as_prompt(tokens_of(model.tokenizer, text))
+def written(
+    model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
+) -> Iterator[list[int]]:
+    """At most `count` new tokens as they are made; `rules` are those of the beam search, or of
+    sampling if `beams` is 0."""
+    from jaxformer.generation.beam import beam_search
+    from jaxformer.generation.decode import stream_tokens
+
+    rules |= {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    if source:
+        rules["source"] = [source]
+    if beams:
+        found = beam_search(
+            model.params, model.config, [start], count, beams=beams, keep=1, **rules
+        )
+        yield np.asarray(found.tokens[0, 0]).tolist()
+        return
+    for piece in stream_tokens(model.params, model.config, [start], count, **rules):
+        yield piece[0].tolist()
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
-    """The row of one text or two as it was in training: tokens [T] between [CLS] and [SEP],
-    token_types where it has any."""
+    """The row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
+    token_types [T] if the model has them."""
     from jaxformer.data.templates import ClassTemplate
     from jaxformer.objectives import row_format
 
     ids = [tokens_of(model.tokenizer, part) for part in (text, *([pair] if pair else []))]
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
-    return _fitted(template, [*ids, [0]])
+    return _row(template, [*ids, [0]])
 
 
 def words_of(model: Model, text: str) -> tuple[list[str], dict[str, np.ndarray]]:
-    """The words of a text, and their row, in which weights [T] are 1 on the first piece of each."""
+    """The words of a text, and their row, in which weights [T] are 1 on the first token of each
+    word."""
     from jaxformer.data.templates import TagTemplate
     from jaxformer.objectives import row_format
 
     words = text.split()
     template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     (parts,) = template.encode([(tuple(words), ("",) * len(words))], {})
-    return words, _fitted(template, list(parts))
+    return words, _row(template, list(parts))
 
 
-def _fitted(template: "Template", parts: list[Sequence[int]]) -> dict[str, np.ndarray]:
+def _row(template: "Template", parts: list[Sequence[int]]) -> dict[str, np.ndarray]:
     size = int(template.sizes(np.array([[len(part) for part in parts]]))[0, 0])
-    if len(parts[0]) == 0:
-        raise ConfigError("the prompt is empty: give --prompt some text.")
-    if size > template.length:
-        trained = f"this model was trained on rows of {template.length}"
-        raise ConfigError(f"the prompt is {size} tokens, and {trained}: shorten it.")
+    check_size(size if len(parts[0]) else 0, template.length, "into a row of its training")
     return template.arrays(*(np.asarray(part, np.int32) for part in parts))
+
+
+def check_size(size: int, most: int, where: str) -> None:
+    """Raises ConfigError for a prompt of no tokens, or of more than fit."""
+    if not size:
+        raise ConfigError("the prompt is empty: give --prompt some text.")
+    if size > most:
+        raise ConfigError(f"the prompt is {size} tokens, but only {most} fit {where}: shorten it.")

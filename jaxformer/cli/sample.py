@@ -1,189 +1,155 @@
-"""`jaxformer sample RUN`: what a trained run makes of a prompt; text is streamed to the terminal as
-it is written."""
+"""`jaxformer sample RUN`: text that a model writes, streamed to the terminal, or its answer about
+the prompt."""
 
 import functools
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
-from jaxformer.cli.prompts import Model, open_run, prompt_of, row_of, source_of, text_of, words_of
+from jaxformer.cli.arguments import ModelArguments, parse
+from jaxformer.cli.prompts import (
+    Model,
+    check_size,
+    open_model,
+    row_of,
+    start_of,
+    text_of,
+    words_of,
+    written,
+)
 from jaxformer.config import ConfigError
 
-SHOWN_CANDIDATES = 5  # fillings and classes shown
+SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
 
-@dataclass(frozen=True)
-class SampleArguments:
-    """Writes on from a prompt, or to it as the source; fills its [MASK]s; or tells its class or the
-    tags of its words."""
+@dataclass(frozen=True, kw_only=True)
+class SampleArguments(ModelArguments):
+    """Continues a prompt (decoder), or writes the target of a source (encoder-decoder); predicts
+    its [MASK] tokens, its class, or the tags of its words."""
 
-    path: Annotated[Path, tyro.conf.Positional]
-    """Run directory, or a Hugging Face model directory."""
-    prompt: str | None = None
-    """Start of the text, or what is read; without it a decoder starts a new text."""
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Text to continue or to read. If not given, a decoder starts a new text."""
     pair: str = ""
-    """A second text to read beside the prompt, for an encoder trained on two."""
+    """Second text of an encoder that reads two."""
     max_new_tokens: int = 256
-    """Tokens to write, at most."""
-    # At the end of the model's context: stop, or slide, which lets a decoder go on from the newest
-    # three quarters of it, read again each time it is full.
+    """Maximum number of new tokens."""
     beyond: Literal["stop", "slide"] = "stop"
-    temperature: float = 0.8  # 0 always takes the likeliest token.
+    """At the end of the context: stop, or slide, with which a decoder continues from the newest
+    three quarters of it."""
+    temperature: float = 0.8
+    """Sampling temperature; 0 is greedy."""
     top_k: int = 50
-    """Draw from the k likeliest tokens; 0 from all."""
+    """Sample from the k most likely tokens; 0 samples from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this probability together."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     beams: int = 0
-    """Write the likeliest text that a beam search of this width finds; 0 draws."""
+    """Beam width; 0 samples instead."""
     length_penalty: float = 0.6
-    """Of the beam search; 0 favours short texts."""
-    seed: int | None = None
-    """Of the draw; another one each time where it is not given."""
-    step: int | None = None
-    """Checkpoint to read; the newest where it is not given."""
+    """Length penalty of the beam search; 0 prefers short texts."""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Random seed. If not given, each call samples another text."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(SampleArguments, prog="jaxformer sample", args=arguments, use_underscores=True)
-    model = open_run(asked.path, asked.step)
-    writes = model.config.output == "language"
-    if model.config.output not in ANSWERS:
-        new = f"--run.init_from {asked.path} --model.head classes"
+    asked = parse(SampleArguments, "sample", arguments)
+    model = open_model(asked, asked.pair)
+    head, family = model.config.output, model.config.family
+    if head not in ANSWERS:
         raise ConfigError(
-            f"{asked.path} has no head, so there is nothing to sample: train one, as with {new}."
+            f"{asked.path} has no head, so there is nothing to sample: train one, for example with"
+            f" --run.init_from {asked.path} --model.head classes."
         )
-    if asked.prompt is None and not (writes and model.config.family == "decoder"):
+    if asked.prompt is None and (head, family) != ("language", "decoder"):
+        raise ConfigError(f"{asked.path} is a model that needs a text: give one with --prompt.")
+    if asked.beams and head != "language":
         raise ConfigError(
-            f"{asked.path} is a model that reads a text first: give it one with --prompt."
-        )
-    if asked.beams and not writes:
-        raise ConfigError(
-            f"{asked.path} has the head {model.config.output!r}, which writes no text: leave out"
-            " --beams."
-        )
-    if asked.pair and model.config.family != "encoder":
-        raise ConfigError(
-            f"--pair is for an encoder, and {asked.path} has model.family={model.config.family!r}."
+            f"{asked.path} has the head {head!r}, which writes no text: leave out --beams."
         )
     if asked.beyond == "slide":
         _require_slide(model, asked)
-    ANSWERS[model.config.output](model, asked)
+    ANSWERS[head](model, asked)
     return 0
 
 
 def _require_slide(model: Model, asked: SampleArguments) -> None:
-    """ConfigError where a text cannot go on past the context."""
-    if model.config.output != "language":
-        reason = f"{asked.path} has the head {model.config.output!r}, which writes no text"
-    elif model.config.family != "decoder":
-        reason = (
-            f"{asked.path} has model.family={model.config.family!r}, and what it writes is an"
-            " answer that has to begin with its start token"
-        )
+    """Raises ConfigError where a text cannot continue beyond the context."""
+    head, family = model.config.output, model.config.family
+    if head != "language":
+        reason = f"the head {head!r} of {asked.path} writes no text"
+    elif family != "decoder":
+        reason = f"{asked.path} has model.family={family!r}, whose start token would be lost"
     elif asked.beams:
-        reason = "--beams searches for the likeliest of whole texts, which a window does not hold"
+        reason = "--beams compares whole texts, which a sliding window does not hold"
     else:
         return
-    raise ConfigError(f"--beyond slide is for text drawn from a decoder; {reason}: leave it out.")
+    raise ConfigError(f"--beyond slide is for sampling from a decoder, but {reason}: leave it out.")
 
 
 def _write(model: Model, asked: SampleArguments) -> None:
-    """Prints the text that follows the prompt, or that answers it as the source."""
-    given: dict[str, Any] = {}
-    if asks := model.config.family == "encoder_decoder":
-        given["source"] = [source_of(model, asked.prompt or "")]
-    start = model.tokenizer.as_target([]) if asks else prompt_of(model, asked.prompt or "")
+    """Prints the text that continues the prompt, or the target of the prompt as a source."""
+    start, source = start_of(model, asked.prompt or "")
+    context, end = model.config.max_length, model.tokenizer.end_tokens
     if asked.prompt is None:
         start = start or [model.tokenizer.end_token]
-    space = _space(model, start, given.get("source", [[]])[0])
-    sys.stdout.write("" if asks else asked.prompt or "")
-    made: list[int] = []
-    pieces = _noted(_pieces(model, asked, start, space, given), made)
+    if source:
+        check_size(len(source), context, f"into the context of {context}")
+    else:
+        check_size(len(start), context - 1, f"before a new token into the context of {context}")
+    print("" if source else asked.prompt or "", end="")
+    pieces, made = itertools.tee(_pieces(model, asked, start, source))
     for text in _growing(functools.partial(text_of, model.tokenizer), start, pieces):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    ended = not {*made}.isdisjoint(model.tokenizer.end_tokens)
+        print(text, end="", flush=True)
+    print(flush=True)
+    space, ended = context - len(start), not {*itertools.chain(*made)}.isdisjoint(end)
     if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
-        slide = "; --beyond slide goes on" if model.config.family == "decoder" else ""
+        slide = "" if source else "; --beyond slide continues beyond it"
         print(
-            f"note: the text was cut: {asked.max_new_tokens} tokens were asked for, and {space} fit"
-            f" behind the prompt in the context of {model.config.max_length}{slide}.",
+            f"note: the text ends early: of {asked.max_new_tokens} new tokens, only {space} fit"
+            f" after the prompt into the context of {context}{slide}.",
             file=sys.stderr,
         )
 
 
 def _pieces(
-    model: Model, asked: SampleArguments, start: list[int], space: int, given: dict[str, Any]
+    model: Model, asked: SampleArguments, start: list[int], source: list[int]
 ) -> Iterator[list[int]]:
-    """New tokens as they are made: no more than fit, or as many as asked for where they slide."""
-    from jaxformer.generation.beam import beam_search
-    from jaxformer.generation.decode import stream_tokens
-    from jaxformer.generation.slide import slide_tokens
-
-    params, config, count = model.params, model.config, min(asked.max_new_tokens, space)
-    given = given | {
-        "end_token": model.tokenizer.end_tokens,
-        "vocab_size": model.tokenizer.vocab_size,
-    }
+    """New tokens as they are made."""
+    count = min(asked.max_new_tokens, model.config.max_length - len(start))
     if asked.beams:
-        rules = {"beams": asked.beams, "keep": 1, "length_penalty": asked.length_penalty}
-        found = beam_search(params, config, [start], count, **given, **rules)
-        yield np.asarray(found.tokens[0, 0]).tolist()
-        return
-    given |= {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
-    key = _key(asked.seed)
-    if asked.beyond == "slide":
-        first = len(prompt_of(model, ""))  # what every text begins with
-        row = slide_tokens(
-            params, config, start, asked.max_new_tokens, key=key, beginning=first, **given
-        )
-    else:
-        row = stream_tokens(params, config, [start], count, key=key, **given)
-    for piece in row:
-        yield piece[0].tolist()
-
-
-def _noted(pieces: Iterator[list[int]], made: list[int]) -> Iterator[list[int]]:
-    """The pieces, while `made` gathers their tokens."""
-    for piece in pieces:
-        made += piece
-        yield piece
-
-
-def _space(model: Model, start: Sequence[int], source: Sequence[int]) -> int:
-    """How many tokens can follow; ConfigError where none can."""
-    most = model.config.max_length
-    if not start:
-        raise ConfigError(
-            "the prompt is empty: give --prompt some text, or leave it out to start a new text."
-        )
-    if len(start) >= most or len(source) > most:
-        size = max(len(start), len(source))
-        raise ConfigError(
-            f"the prompt is {size} tokens, and the context of this model is {most}: shorten it."
-        )
-    return most - len(start)
-
-
-def _key(seed: int | None) -> Any:
+        penalty = asked.length_penalty
+        return written(model, start, source, count, asked.beams, length_penalty=penalty)
     import jax
 
-    return jax.random.key(secrets.randbits(31) if seed is None else seed)
+    key = jax.random.key(secrets.randbits(31) if asked.seed is None else asked.seed)
+    rules: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+    }
+    if asked.beyond == "stop":
+        return written(model, start, source, count, 0, key=key, **rules)
+    from jaxformer.generation.slide import slide_tokens
+
+    rules |= {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    beginning = len(model.tokenizer.as_prompt([]))  # special tokens with which every text begins
+    count = asked.max_new_tokens
+    row = slide_tokens(
+        model.params, model.config, start, count, key=key, beginning=beginning, **rules
+    )
+    return (piece[0].tolist() for piece in row)
 
 
 def _growing(
     decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]
 ) -> Iterator[str]:
-    """What each piece adds to the text of `start`; a character still lacking bytes waits for
-    them."""
+    """What each piece adds to the text of `start`. A character that still lacks bytes is held
+    back."""
     tokens, shown = [*start], decode(start)
     for piece in pieces:
         tokens += piece
@@ -195,34 +161,33 @@ def _growing(
 
 
 def _fill(model: Model, asked: SampleArguments) -> None:
-    """Prints the likeliest tokens for each [MASK] of the prompt."""
+    """Prints the most likely tokens for each [MASK] of the prompt."""
     row = row_of(model, asked.prompt or "", asked.pair)
-    hidden = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
-    if not hidden.size:
-        raise ConfigError("the prompt hides nothing: write [MASK] where a token is to be told.")
-    texts = [model.tokenizer.shown(token) for token in range(model.tokenizer.vocab_size)]
-    for number, shares in enumerate(_shares(model, row)[hidden], 1):
-        _print_leading(f"[MASK] {number}", [repr(text) for text in texts], shares[: len(texts)])
+    masked = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
+    if not masked.size:
+        raise ConfigError("the prompt has no [MASK]: write one in place of each token to predict.")
+    texts = [repr(model.tokenizer.shown(token)) for token in range(model.tokenizer.vocab_size)]
+    for number, shares in enumerate(_probabilities(model, row)[masked], 1):
+        _print_likeliest(f"[MASK] {number}", texts, shares[: len(texts)])
 
 
 def _classify(model: Model, asked: SampleArguments) -> None:
-    """Prints the likeliest classes of the prompt."""
-    _print_leading(
-        "class", model.labels, _shares(model, row_of(model, asked.prompt or "", asked.pair))
-    )
+    """Prints the most likely classes of the prompt."""
+    row = row_of(model, asked.prompt or "", asked.pair)
+    _print_likeliest("class", model.labels, _probabilities(model, row))
 
 
 def _tag(model: Model, asked: SampleArguments) -> None:
-    """Prints each word of the prompt with its likeliest tag."""
+    """Prints each word of the prompt with its most likely tag."""
     words, row = words_of(model, asked.prompt or "")
-    tags = _shares(model, row)[row["weights"] > 0].argmax(-1)
+    tags = _probabilities(model, row)[row["weights"] > 0].argmax(-1)
     width = max(map(len, words))
     for word, tag in zip(words, tags, strict=True):
         print(f"{word:<{width}}  {model.labels[tag]}")
 
 
-def _shares(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
-    """Probabilities, of each token [T, V] or of the row [C]."""
+def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
+    """The prediction at each token [T, V], or for the row [C]."""
     import jax
 
     from jaxformer.models.transformer import forward
@@ -234,10 +199,10 @@ def _shares(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(jax.nn.softmax(logits[0], axis=-1))
 
 
-def _print_leading(title: str, names: Sequence[str], shares: np.ndarray) -> None:
+def _print_likeliest(title: str, names: Sequence[str], probabilities: np.ndarray) -> None:
     print(title)
-    for index in np.argsort(-shares, kind="stable")[:SHOWN_CANDIDATES]:
-        print(f"{shares[index]:8.1%}  {names[index]}")
+    for index in np.argsort(-probabilities, kind="stable")[:SHOWN_CANDIDATES]:
+        print(f"{probabilities[index]:8.1%}  {names[index]}")
 
 
 ANSWERS: dict[str, Callable[[Model, SampleArguments], None]] = {

@@ -1,12 +1,12 @@
-"""`jaxformer tokenizer train | encode | inspect`: makes a tokenizer, writes the ids of a text,
-shows how it is split."""
+"""`jaxformer tokenizer train | encode | inspect`: trains a tokenizer, encodes a text, or shows how
+it is split."""
 
 import codecs
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,77 +14,74 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 
+from jaxformer.cli.arguments import OPTIONS, check_output
 from jaxformer.config import ConfigError
 
 if TYPE_CHECKING:
     from jaxformer.tokenizer import Tokenizer
 
-USAGE = """usage:
-  jaxformer tokenizer train SOURCE --vocab_size N --output DIR   a byte-level BPE of a text
-  jaxformer tokenizer encode TOKENIZER [FILE]                    the ids of a text
-  jaxformer tokenizer inspect TOKENIZER [--text "..."]           its entries; how a text is split"""
-
-IDS_PER_LINE = 1 << 14  # ids of a line
-SHOWN_ENTRIES = 10  # entries that are shown
-Ids = Iterator[int]
+IDS_PER_BLOCK = 1 << 14  # token ids written at a time
+SHOWN_ENTRIES = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train:
-    """Trains a byte-level BPE: special tokens first, then the 256 bytes, then merges in their
-    order."""
+    """Trains a byte-level BPE. The ids are special tokens, then the 256 bytes, then merges in the
+    order in which they are learned."""
 
-    source: Annotated[str, tyro.conf.Positional]
-    """A text file, read as it is; or what data.train takes, of one source."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Text file, read as it is, or another source that data.train takes."""
     vocab_size: int
-    """Entries, special tokens and bytes counted in."""
+    """Number of entries, including special tokens and bytes."""
     output: Path
     """Directory for tokenizer.json."""
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)
-    """Split out of the text, never merged across."""
+    """Tokens at which the text is split and which are never merged."""
     pattern: str = "gpt2"
-    """How text is parted into words: gpt2, or llama3, which has numbers by 3 digits."""
+    """Rule by which text is split into words: gpt2, or llama3, which splits numbers into groups of
+    three digits."""
     text_field: str = "text"
-    """The field or column of records that holds the text."""
+    """Field or column of the records that holds the text."""
 
 
-@dataclass(frozen=True)
-class Encode:
-    """Writes the ids of a text, as they are made; how many there are is said at the end, on
-    standard error."""
+@dataclass(frozen=True, kw_only=True)
+class TokenizerArguments:
+    tokenizer: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TOKENIZER")]
+    """tokenizer.json, a directory with one, or a run directory."""
+    special_tokens: bool = False
+    """Read names of special tokens in the text as these tokens, and add those with which the
+    tokenizer begins and ends a text."""
 
-    tokenizer: Annotated[Path, tyro.conf.Positional]
-    """A tokenizer.json, its directory, or a run directory."""
-    file: Annotated[str, tyro.conf.Positional] = "-"
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(TokenizerArguments):
+    """Writes the token ids of a text to standard output or a file, and their number to standard
+    error."""
+
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = "-"
     """UTF-8 text, plain, .gz or .zst; - is standard input."""
-    output: Path | None = None
-    """An .npy file for the ids, uint16 or uint32, in place of standard output."""
-    special_tokens: bool = False
-    """Names of special tokens in the text are these, and the template stands around it."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """.npy file for the ids, uint16 or uint32, instead of standard output."""
 
 
-@dataclass(frozen=True)
-class Inspect:
-    """Shows what a tokenizer holds, and how it splits a text."""
+@dataclass(frozen=True, kw_only=True)
+class Inspect(TokenizerArguments):
+    """Shows the entries of a tokenizer, and how it splits a text."""
 
-    tokenizer: Annotated[Path, tyro.conf.Positional]
-    """A tokenizer.json, its directory, or a run directory."""
     text: str = ""
-    """A text to split."""
-    special_tokens: bool = False
-    """Names of special tokens in the text are these, and the template stands around it."""
+    """Text to split."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    name = arguments[0] if arguments else ""
-    if name not in TOKENIZER_COMMANDS:
-        asked_for_help = name in ("-h", "--help")
-        print(USAGE, file=sys.stdout if asked_for_help else sys.stderr)
-        return 0 if asked_for_help else 2
-    kind, command = TOKENIZER_COMMANDS[name]
-    command(
-        tyro.cli(kind, prog=f"jaxformer tokenizer {name}", args=arguments[1:], use_underscores=True)
+    kinds: dict[Any, Any] = {Train: _train, Encode: _encode, Inspect: _inspect}
+    asked: Any = tyro.extras.subcommand_cli_from_dict(
+        {kind.__name__.lower(): kind for kind in kinds},
+        prog="jaxformer tokenizer",
+        description="Trains a tokenizer, encodes a text, or shows how a tokenizer splits it.",
+        args=arguments,
+        **OPTIONS,
     )
+    kinds[type(asked)](asked)
     return 0
 
 
@@ -94,23 +91,21 @@ def _train(asked: Train) -> None:
 
     file = asked.output / TOKENIZER_FILE
     if file.exists() or (asked.output.exists() and not asked.output.is_dir()):
-        raise ConfigError(
-            f"{file if file.exists() else asked.output} is there already: name another --output."
-        )
+        there = file if file.exists() else asked.output
+        raise ConfigError(f"{there} already exists: choose another --output.")
     above = next(path for path in asked.output.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ConfigError(
-            f"{asked.output} cannot be made, since {above} cannot be written: name another"
-            " --output."
+            f"{asked.output} cannot be created, because {above} is not a writable directory: choose"
+            " another --output."
         )
     began = time.perf_counter()
     vocab, merges = _trained(asked)
     Tokenizer.from_bpe(vocab, merges, asked.special_tokens, asked.pattern).save(file)
-    few = f" (no pair is left for {asked.vocab_size:,})" if len(vocab) < asked.vocab_size else ""
+    few = f" (the text has no pairs left for {asked.vocab_size:,})"
+    few *= len(vocab) < asked.vocab_size
     seconds = time.perf_counter() - began
-    print(
-        f"{file}: {len(vocab):,} entries{few}, {len(merges):,} of them merges, in {seconds:.1f} s"
-    )
+    print(f"{file}: {len(vocab):,} entries{few}, including {len(merges):,} merges, {seconds:.1f} s")
 
 
 def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
@@ -118,17 +113,13 @@ def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
     from jaxformer.data.sources.records import RecordField
     from jaxformer.tokenizer.bpe import train_bpe, train_on
 
-    source = find_source(
-        asked.source, "SOURCE", (RecordField("--text_field", asked.text_field, "text"),)
-    )
-    files = source.files
+    field = RecordField("--text_field", asked.text_field, "text")
+    source = find_source(asked.source, "SOURCE", (field,))
+    first, *others = source.files
     rules: dict[str, Any] = {"special_tokens": asked.special_tokens, "pattern": asked.pattern}
-    if (
-        len(files) == 1
-        and files[0].format == "text"
-        and files[0].path.suffix.lower() not in (".gz", ".zst")
-    ):
-        return train_bpe(files[0].path, asked.vocab_size, **rules)
+    packed = first.path.suffix.lower() in (".gz", ".zst")
+    if first.format == "text" and not packed and not others:
+        return train_bpe(first.path, asked.vocab_size, **rules)
     documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
     texts = ((piece.text for piece in document) for _, document in documents)
     return train_on(texts, asked.vocab_size, **rules)
@@ -137,16 +128,16 @@ def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
 def _encode(asked: Encode) -> None:
     from jaxformer.tokenizer import Tokenizer
 
-    tokenizer, read = Tokenizer.load(asked.tokenizer), Read(asked.file)
+    check_output(asked.output)
+    tokenizer, read = Tokenizer.load(asked.tokenizer), TextReader(asked.file)
     ids = tokenizer.encode_iterable(read, asked.special_tokens)
     count = _write_array(asked.output, ids, tokenizer) if asked.output else _print_ids(ids)
-    rate = f", {read.bytes / count:.3f} bytes a token" if count else ""
+    rate = f", {read.bytes / count:.3f} bytes per token" if count else ""
     print(f"{count:,} tokens of {read.bytes:,} bytes{rate}", file=sys.stderr)
 
 
-class Read:
-    """The text of a file or of standard input, a block at a time; `bytes` is how many there were so
-    far."""
+class TextReader:
+    """The text of a file or of standard input, a block at a time; `bytes` counts what was read."""
 
     def __init__(self, name: str) -> None:
         self._name, self.bytes = name, 0
@@ -154,9 +145,8 @@ class Read:
     def __iter__(self) -> Iterator[str]:
         from jaxformer.data.sources.reading import READ_BYTES, read_blocks
 
-        piped = iter(
-            lambda: os.read(sys.stdin.fileno(), READ_BYTES), b""
-        )  # as soon as there is any
+        # A pipe is read with os.read, which returns as soon as there is anything.
+        piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
         blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):
@@ -164,38 +154,33 @@ class Read:
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                place, named = (
-                    start + error.start,
-                    "standard input" if self._name == "-" else self._name,
-                )
+                name = "standard input" if self._name == "-" else self._name
                 raise ConfigError(
-                    f"{named} is not UTF-8 text at offset {place}, {error.reason}: convert it."
+                    f"{name} is not UTF-8 text at offset {start + error.start} ({error.reason}):"
+                    " convert it to UTF-8."
                 ) from None
             self.bytes += len(block)
 
 
-def _print_ids(ids: Ids) -> int:
+def _print_ids(ids: Iterator[int]) -> int:
     count = 0
-    while some := [*itertools.islice(ids, IDS_PER_LINE)]:
+    while some := [*itertools.islice(ids, IDS_PER_BLOCK)]:
         print(" " * bool(count) + " ".join(map(str, some)), end="", flush=True)
         count += len(some)
     print()
     return count
 
 
-def _write_array(path: Path, ids: Ids, tokenizer: "Tokenizer") -> int:
-    """Writes ids as they come; NumPy's header has room for the length, which is known at the
+def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
+    """Writes ids as they come. NumPy's header has space for the length, which is known only at the
     end."""
     from jaxformer.files import replacing
 
     dtype, count = tokenizer.dtype, 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-    advice = "name another --output"
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written (no such directory): {advice}.")
-    with replacing(path, advice) as file:
+    with replacing(path, "choose another --output") as file:
         np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
-        while some := [*itertools.islice(ids, IDS_PER_LINE)]:
+        while some := [*itertools.islice(ids, IDS_PER_BLOCK)]:
             file.write(np.array(some, dtype).tobytes())
             count += len(some)
         file.seek(0)
@@ -220,15 +205,6 @@ def _inspect(asked: Inspect) -> None:
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
     if asked.text:
         ids, size = tokenizer.encode(asked.text, asked.special_tokens), len(asked.text.encode())
-        print(
-            f"text: {size:,} bytes in {len(ids):,} tokens, {size / max(1, len(ids)):.3f} bytes a"
-            " token"
-        )
+        rate = size / max(1, len(ids))
+        print(f"text: {size:,} bytes in {len(ids):,} tokens, {rate:.3f} bytes per token")
         print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))
-
-
-TOKENIZER_COMMANDS: dict[str, tuple[Any, Callable[[Any], None]]] = {
-    "train": (Train, _train),
-    "encode": (Encode, _encode),
-    "inspect": (Inspect, _inspect),
-}

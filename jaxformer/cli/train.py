@@ -1,27 +1,19 @@
-"""`jaxformer train CONFIG`: the main job."""
+"""`jaxformer train CONFIG`: trains a model, or continues its run."""
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from jaxformer.config_file import read_config
-from jaxformer.runs.config import parse_arguments
+from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 
-USAGE = (
-    "usage: python train.py CONFIG [--section.field value ...]   (CONFIG --help lists every field)"
-)
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(ConfigArguments):
+    """Trains the model of a config. The same command continues an interrupted run."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        print(
-            f"{USAGE}\nConfigs are Python files: see configs/, and begin with"
-            " configs/quickstart.py.",
-            file=sys.stderr,
-        )
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    config = parse_arguments(
-        read_config(arguments[0]), arguments[1:], program=f"train.py {arguments[0]}"
-    )
+    _, config = parse_with_config(TrainArguments, "train.py", arguments)
     from jaxformer.runs.run import train
     from jaxformer.training.loop import Diverged, Interrupted
 

@@ -4,7 +4,6 @@ arrays or models."""
 from jaxformer.report.banner import banner, closing
 from jaxformer.report.format import human_bytes, human_count, human_time, printable
 from jaxformer.report.metrics import MetricsLog, has_tensorboard, read_metrics
-from jaxformer.report.plot import plot_losses
 from jaxformer.report.progress import ProgressBar
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "human_bytes",
     "human_count",
     "human_time",
-    "plot_losses",
     "printable",
     "read_metrics",
 ]

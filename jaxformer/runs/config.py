@@ -1,5 +1,5 @@
-"""The config of a run: its file and the command line, over the model that the run begins from, if
-it begins from one."""
+"""The config of a run: its file and the command line, on top of the model from which the run
+starts, if any."""
 
 import contextlib
 import dataclasses
@@ -7,22 +7,14 @@ import io
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.config_file import check, parse_fields, read_config, with_vocabulary
+from jaxformer.config_file import check, parse_fields, read_config, settings_in, with_vocabulary
 
-# What a new run decides for itself, whatever the model it begins from has.
+# Model settings that a new run does not take from the model it starts from.
 OWN = (
-    "head",
-    "n_classes",
-    "pooling",
-    "next_sentence",
-    "dropout",
-    "dtype",
-    "layer_loop",
-    "remat",
-    "attention_kernel",
+    *("head", "n_classes", "pooling", "next_sentence", "dropout"),
+    *("dtype", "layer_loop", "remat", "attention_kernel"),
 )
 
 
@@ -52,73 +44,57 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
-    """`config` with `--section.field value` arguments applied; exits as a command does: 0 for
-    --help, 2 for a mistake."""
-    if base := _given(arguments, "run.init_from", config.run.init_from):
-        stated = {_name(argument).removeprefix("model.") for argument in arguments}
-        config = with_base(
-            config, Path(base), Path(_given(arguments, "run.dir", config.run.dir)), stated
-        )
+    """`config` with `--section.field value` arguments applied. Exits with status 0 after --help, 2
+    after a mistake."""
+    stated = settings_in(arguments)
+    if base := stated.get("run.init_from", config.run.init_from):
+        run_dir = Path(stated.get("run.dir", config.run.dir))
+        names = {name.removeprefix("model.") for name in stated}
+        config = with_base(config, Path(base), run_dir, names)
     return check(with_vocabulary(parse_fields(config, arguments, program)))
+
+
+def origin_of(run_dir: Path, base: Path) -> Path:
+    """Where a run with run.init_from finds its model and tokenizer: in its own directory if it was
+    begun already, else in `base`."""
+    return run_dir if (run_dir / "config.json").is_file() else base
 
 
 def with_base(
     config: RunConfig, base: Path, run_dir: Path, stated: AbstractSet[str] = frozenset()
 ) -> RunConfig:
-    """`config` with the model's settings and the tokenizer of `base`, where it does not ask for
-    others itself.
+    """`config` with the model settings and the tokenizer of `base` where it sets none itself.
 
-    A setting of the model is asked for where it is not the default of `ModelConfig`, but for those
-    that the command line states and so decides (`stated`); those of `OWN` are always the config's.
-    A run that was begun already in `run_dir` keeps the settings it has. Raises ConfigError where
-    neither is there, or the settings asked for contradict those of the base.
+    A config sets a model setting if it is not the default of `ModelConfig` and not among those
+    `stated` on the command line, which are applied later; those of `OWN` are always the config's. A
+    run that was begun already in `run_dir` keeps its settings. Raises ConfigError if neither
+    directory has a model, or if the settings contradict those of the base.
     """
-    origin = run_dir if (run_dir / "config.json").is_file() else base
+    origin = origin_of(run_dir, base)
     if not (origin / "config.json").is_file():
         raise ConfigError(
             f"run.init_from={str(base)!r} has no config.json: give a run directory, or one of a"
             " Hugging Face model."
         )
     from jaxformer.loading import run_of  # with it comes JAX, which a config alone can do without
-    from jaxformer.tokenizer.files import tokenizer_file
 
-    asked = {name: getattr(config.model, name) for name in {*OWN, *_changed(config.model)} - stated}
+    own, default = dataclasses.asdict(config.model), dataclasses.asdict(ModelConfig())
+    changed = {name for name, value in own.items() if value != default[name]}
+    asked = {name: own[name] for name in {*OWN, *changed} - stated}
     try:
         model = dataclasses.replace(run_of(origin).model, **asked)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\nThese settings are asked for on top of run.init_from={str(base)!r}."
+            f"{error}\nThe config sets these on top of the model of run.init_from={str(base)!r}."
         ) from error
-    tokenizer = config.tokenizer
-    if not tokenizer.path:
-        tokenizer = dataclasses.replace(tokenizer, path=str(tokenizer_file(origin)))
-    return dataclasses.replace(config, model=model, tokenizer=tokenizer)
+    return with_tokenizer_of(origin, dataclasses.replace(config, model=model))
 
 
-def _changed(model: ModelConfig) -> list[str]:
-    """The settings that are not the default."""
-    return [
-        entry.name
-        for entry in dataclasses.fields(model)
-        if getattr(model, entry.name) != getattr(ModelConfig(), entry.name)
-    ]
+def with_tokenizer_of(origin: Path, config: RunConfig) -> RunConfig:
+    """`config` with the tokenizer of a model directory if it names none."""
+    from jaxformer.tokenizer.files import tokenizer_file
 
-
-def _given(arguments: Sequence[str], name: str, default: str) -> str:
-    """The value of a setting on the command line, or else the default."""
-    value: Any = default
-    for at, argument in enumerate(arguments):
-        _, equals, rest = argument.partition("=")
-        if _name(argument) == name:
-            value = rest if equals else (arguments[at + 1] if at + 1 < len(arguments) else default)
-    return str(value)
-
-
-def _name(argument: str) -> str:
-    """`section.field` of an argument `--section.field` or `--section.field=value`; empty for a
-    value."""
-    return (
-        argument.partition("=")[0].removeprefix("--").replace("-", "_")
-        if argument.startswith("--")
-        else ""
-    )
+    if config.tokenizer.path:
+        return config
+    tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_file(origin)))
+    return dataclasses.replace(config, tokenizer=tokenizer)

@@ -1,8 +1,9 @@
-"""What the device can do: its best speed, and the attention kernel that serves a run on it."""
+"""What the device can do: its peak speed, and the attention kernel that a run uses on it."""
 
 import dataclasses
 import math
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.training.state import compiler_options
 
-PEAK_TFLOPS = {  # dense bfloat16 products, by a part of the device's name, longest first
+# Dense bfloat16 products, by a part of the name of the device, longest first.
+PEAK_TFLOPS = {
     "H200": 989.0,
     "H100": 989.0,
     "B200": 2250.0,
@@ -26,19 +28,15 @@ PEAK_TFLOPS = {  # dense bfloat16 products, by a part of the device's name, long
     "TPU v5": 459.0,
     "TPU v4": 275.0,
 }
-REFERENCE_BYTES = (
-    2**30
-)  # the check's float32 scores stay under this, by taking fewer rows and heads
-TOLERANCE = {
-    "float32": 2e-4,
-    "bfloat16": 3e-2,
-    "float16": 5e-3,
-}  # of the largest element of the reference
+# The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
+REFERENCE_BYTES = 2**30
+# The largest error of a kernel, relative to the largest element of the reference.
+TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
 
 def peak_flops(dtype: str) -> float:
-    """FLOP/s of one device at its best: the maker's figure, or on a CPU that of a large product
-    measured now."""
+    """Peak FLOP/s of one device: the manufacturer's figure, or, where that is not known, the speed
+    of a large matrix product, measured now."""
     kind = jax.devices()[0].device_kind
     for name, tflops in PEAK_TFLOPS.items():
         if name in kind:
@@ -56,19 +54,18 @@ def peak_flops(dtype: str) -> float:
 
 
 def with_rows_of(run: RunConfig, length: int) -> RunConfig:
-    """`run` as it is while its rows are cut to `length` tokens: as many more of them."""
+    """`run` with rows of `length` tokens, and as many tokens per step as before."""
     rows = run.train.batch_size * run.data.sequence_length // length
     data = dataclasses.replace(run.data, sequence_length=length)
-    return dataclasses.replace(
-        run, data=data, train=dataclasses.replace(run.train, batch_size=rows)
-    )
+    train = dataclasses.replace(run.train, batch_size=rows)
+    return dataclasses.replace(run, data=data, train=train)
 
 
 def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel chosen, and a sentence about it; `prove_kernel` checks it.
+    """`run` with its attention kernel selected, and a sentence about it; `prove_kernel` checks it.
 
-    `packed` says that rows come with segment ids. Raises ConfigError if a kernel asked for by name
-    cannot serve the run.
+    `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
+    support the run.
     """
     config = run.model
     length = math.gcd(run.data.sequence_length, run.data.source_length)
@@ -79,11 +76,8 @@ def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
 
 
 def prove_kernel(run: RunConfig, packed: bool) -> str:
-    """Checks the kernel that `with_kernel` chose on the run's own shapes; a sentence about it,
-    empty for the reference.
-
-    Raises RuntimeError if the kernel does not compute attention.
-    """
+    """Checks the kernel that `with_kernel` selected on the shapes of the run. Returns a sentence
+    about it, empty for the reference. Raises RuntimeError if the kernel is wrong."""
     name = run.model.attention_kernel
     if name == "xla":
         return ""
@@ -94,40 +88,34 @@ def prove_kernel(run: RunConfig, packed: bool) -> str:
 
 
 def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
-    """Runs the kernel forward and backward beside the reference, for every stack of the model; the
-    largest errors in words.
+    """Compares the kernel with the reference, forward and backward, for every stack of the model;
+    returns the largest errors in words.
 
-    Raises RuntimeError where they are larger than the dtype's rounding explains.
+    Raises RuntimeError where they exceed what the rounding of the dtype explains.
     """
     dtype = compute_dtype(config)
-    sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[
-        config.family
-    ]
+    family = config.family
+    sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[family]
 
-    def both(
-        kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def both(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) -> Any:
+        """The output of attention, and the gradients of q, k and v for a random cotangent."""
         out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, mask), *arrays[:3])
         return out, *back(arrays[3].astype(out.dtype))
 
-    def relative_errors(
-        arrays: list[jax.Array], segments: jax.Array | None
-    ) -> list[list[jax.Array]]:
+    def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> Any:
         layout = layout_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
+        scoring = Scoring(config.attention_scale)
         errors = []
         for causal in sides:
-            scoring = Scoring(config.attention_scale)
             mask = AttentionMask(layout, layout, causal, config.window, scoring)
             found = both(kernels.KERNELS[name].run, mask, arrays)
-            expected = both(plain, mask, [a.astype(jnp.float32) for a in arrays])
-            pairs = zip(found, expected, strict=True)
-            errors.append(
-                [
-                    jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
-                    for a, b in pairs
-                ]
-            )
+            expected = both(plain, mask, [array.astype(jnp.float32) for array in arrays])
+            errors.append([relative_error(a, b) for a, b in zip(found, expected, strict=True)])
         return errors
+
+    def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
+        difference = jnp.abs(found.astype(jnp.float32) - expected)
+        return jnp.max(difference) / jnp.max(jnp.abs(expected))
 
     arrays, segments = _case(config, rows, length, packed)
     compiled = jax.jit(relative_errors, compiler_options=compiler_options())
@@ -145,22 +133,16 @@ def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed:
 def _case(
     config: ModelConfig, rows: int, length: int, packed: bool
 ) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Random [q, k, v, cotangent] and the segments, if packed, of the run's length, with as many
-    rows and heads as fit."""
+    """Random [q, k, v, cotangent], each [B, T, N, H], with as many rows and heads as
+    REFERENCE_BYTES allows, and segment ids [B, T] of three texts in each row if packed."""
     groups = config.n_heads // config.kv_heads
+    # 16 bytes for each score [B, N, T, T].
     fitting = max(REFERENCE_BYTES // (16 * length * length * groups), 1)
     k_heads = min(config.kv_heads, fitting)
     rows = min(rows, max(fitting // k_heads, 1))
+    q_heads, keys, values = k_heads * groups, config.head_width, config.value_width
     rng = np.random.default_rng(0)
-    keys, values = config.head_width, config.value_width
-    arrays = [
-        rng.standard_normal((rows, length, heads, width), dtype=np.float32)
-        for heads, width in (
-            (k_heads * groups, keys),
-            (k_heads, keys),
-            (k_heads, values),
-            (k_heads * groups, values),
-        )
-    ]
+    shapes = [(q_heads, keys), (k_heads, keys), (k_heads, values), (q_heads, values)]
+    arrays = [rng.standard_normal((rows, length, *shape), dtype=np.float32) for shape in shapes]
     thirds = np.arange(length, dtype=np.int32) * 3 // length + 1
     return arrays, np.broadcast_to(thirds, (rows, length)) if packed else None

@@ -1,5 +1,5 @@
-"""Beginning from another model, a run's or a Hugging Face directory's: its trunk is taken over,
-another head is new."""
+"""Warm starts: the parameters of a run or of a Hugging Face model outside of the heads, which may
+be new."""
 
 import dataclasses
 from pathlib import Path
@@ -10,84 +10,65 @@ from jax.sharding import Mesh
 
 from jaxformer.checkpoints import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.loading import load, run_of
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, rows
-from jaxformer.runs.config import OWN
-from jaxformer.tokenizer.files import tokenizer_file
+from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
 
 HEADS = ("head", "pooler", "next_sentence")
 LeafShapes = dict[str, tuple[int, ...]]
 
 
 def check_base(run: RunConfig) -> RunConfig:
-    """`run`, with the tokenizer of `run.init_from` where it names none. Raises ConfigError where
-    its model does not fit.
+    """A run with run.init_from, with the tokenizer of that model if it names none. Raises
+    ConfigError where its model does not fit.
 
-    Every setting of the model that is another than the base's takes effect, or is refused by name:
-    what the parameters of the trunk have the shape for is computed as asked (a longer context,
-    another window), what they have not is refused.
+    A model setting that differs from the base takes effect if the parameters keep their shapes (a
+    longer context, another window), and is refused by name otherwise.
     """
-    begun, base = Path(run.run.dir), Path(run.run.init_from)
-    if not run.run.init_from:
+    from jaxformer.loading import run_of
+
+    base = Path(run.run.init_from)
+    origin = origin_of(Path(run.run.dir), base)
+    run = with_tokenizer_of(origin, run)
+    if origin != base:
         return run
-    if not run.tokenizer.path:
-        origin = begun if (begun / "config.json").is_file() else base
-        run = dataclasses.replace(
-            run, tokenizer=dataclasses.replace(run.tokenizer, path=str(tokenizer_file(origin)))
-        )
-    if (begun / "config.json").is_file():
-        return run  # it took over what it needs when it was begun
     there = run_of(base).model
     model = dataclasses.replace(run.model, vocab_size=run.model.vocab_size or there.vocab_size)
     wanted, found = trunk_of(model), trunk_of(there)
     if wanted == found:
         return run
-    lines = [line for name in _differing(model, there) if (line := _reason(name, model, there))]
-    lines += (
-        []
-        if lines
-        else [f"{path}: {list(found.get(path, ()))} there" for path in _apart(wanted, found)[:8]]
-    )
+    names = [entry.name for entry in dataclasses.fields(model) if entry.name not in OWN]
+    differing = [name for name in names if getattr(model, name) != getattr(there, name)]
+    lines = [line for name in differing if (line := _reason(name, model, there))]
+    lines = lines or [f"{path}: {found.get(path)} in the base" for path in _apart(wanted, found)]
+    reasons = "\n  ".join(lines[:8])
     raise ConfigError(
-        f"the parameters of run.init_from={str(base)!r} do not fit the model asked for:\n  "
-        + "\n  ".join(lines)
-        + "\nLeave these settings out of the config and the command line, which then are the"
-        " base's "
-        "(configs/finetune.py sets none), or train without run.init_from."
+        f"the parameters of run.init_from={str(base)!r} do not fit this model:\n  {reasons}\n"
+        "Remove these settings from the config and the command line, so that those of the base are"
+        " used (configs/finetune.py sets none), or train without run.init_from."
     )
 
 
 def trunk_of(model: ModelConfig) -> LeafShapes:
     """The shape of each parameter outside of the heads, by its path."""
-    known = dataclasses.replace(
-        model, n_classes=model.n_classes or 2
-    )  # not known before the data is
+    known = dataclasses.replace(model, n_classes=model.n_classes or 2)  # 0: not known before data
     table = rows({name: part for name, part in model_specs(known).items() if name not in HEADS})
     return {path: spec.shape for path, spec in table.items()}
 
 
-def _differing(model: ModelConfig, there: ModelConfig) -> list[str]:
-    names = [entry.name for entry in dataclasses.fields(model) if entry.name not in OWN]
-    return [name for name in names if getattr(model, name) != getattr(there, name)]
-
-
 def _reason(name: str, model: ModelConfig, there: ModelConfig) -> str:
-    """Which parameters one setting alone would change; empty where it changes none."""
+    """Which parameter one setting alone would change; empty if it changes none."""
     asked, found = getattr(model, name), trunk_of(there)
-    line = f"model.{name}={asked!r}, and it is {getattr(there, name)!r} there"
+    line = f"model.{name}={asked!r}, but it is {getattr(there, name)!r} in the base"
     try:
         wanted = trunk_of(dataclasses.replace(there, **{name: asked}))
     except ConfigError:
         return line
-    apart = _apart(wanted, found)
-    if not apart:
+    if not (apart := _apart(wanted, found)):
         return ""
     path = apart[0]
-    there_shape, here = (
-        list(shapes[path]) if path in shapes else "missing" for shapes in (found, wanted)
-    )
-    return f"{line} ({path}: {there_shape} there, {here} asked for)"
+    shapes = f"{found.get(path, 'missing')} in the base, {wanted.get(path, 'missing')} here"
+    return f"{line} ({path}: {shapes})"
 
 
 def _apart(wanted: LeafShapes, found: LeafShapes) -> list[str]:
@@ -97,58 +78,33 @@ def _apart(wanted: LeafShapes, found: LeafShapes) -> list[str]:
 def warm_start(
     run: RunConfig, params: Params, mesh: Mesh | None = None, labels: tuple[str, ...] = ()
 ) -> tuple[Params, str]:
-    """`params` with every leaf of `run.init_from`'s that has its place here, and a sentence about
-    what is new.
+    """`params` with the leaves of `run.init_from` that fit, and a sentence about those that are
+    new.
 
-    A head of classes is taken over where these are the data's `labels`, in their order.
-    Raises ConfigError where anything but a head has none.
+    A head of classes is used only if its labels are those of the data, in their order. Raises
+    ConfigError if a leaf outside of the heads does not fit.
     """
+    from jaxformer.loading import load
+
     old = load(run.run.init_from, mesh=mesh)
     found, wanted = flat_leaves(old.params), flat_leaves(params)
-    fits = {
-        path for path, leaf in wanted.items() if path in found and found[path].shape == leaf.shape
-    }
-    if old.config.output != run.model.output or (old.labels and old.labels != labels):
-        fits = {path for path in fits if path.partition(".")[0] != "head"}
-    lost = [
-        path
-        for path in [*wanted, *found]
-        if path not in fits and path.partition(".")[0] not in HEADS
-    ]
-    if lost:
-        names = ", ".join(dict.fromkeys(lost))
+    other_head = old.config.output != run.model.output or (old.labels and old.labels != labels)
+    leaves, new = dict(wanted), list[str]()
+    for path, leaf in wanted.items():
+        renewed = other_head and path.partition(".")[0] == "head"
+        if path in found and found[path].shape == leaf.shape and not renewed:
+            leaves[path] = jax.device_put(found[path], leaf.sharding)
+        else:
+            new.append(path)
+    without_place = [*new, *(path for path in found if path not in wanted)]
+    if lost := [path for path in without_place if path.partition(".")[0] not in HEADS]:
         raise ConfigError(
-            f"run.init_from={run.run.init_from!r} does not fit this model, beyond its head:"
-            f" {names}."
+            f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
+            f" {', '.join(lost)}."
         )
-    leaves = [
-        jax.device_put(found[path], leaf.sharding) if path in fits else leaf
-        for path, leaf in wanted.items()
-    ]
-    new = [path for path in wanted if path not in fits]
-    made: Any = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    made: Any = jax.tree.unflatten(jax.tree.structure(params), list(leaves.values()))
+    kept = len(wanted) - len(new)
     return (
         made,
-        f"{len(fits)} tensors are those of {run.run.init_from}; new: {', '.join(new) or 'none'}.",
-    )
-
-
-def with_classes(run: RunConfig, labels: tuple[str, ...]) -> RunConfig:
-    """`run` with model.n_classes filled from the data's labels where it is 0. Raises ConfigError
-    where they do not fit."""
-    model: ModelConfig = run.model
-    if model.output not in ("classes", "tags"):
-        return run
-    if len(labels) < 2:
-        raise ConfigError(
-            f"the data has {len(labels)} label, and at least 2 make something to learn: look at"
-            " data.label_field."
-        )
-    if model.n_classes and model.n_classes < len(labels):
-        raise ConfigError(
-            f"model.n_classes={model.n_classes} is less than the data's {len(labels)} labels: set"
-            " it to 0."
-        )
-    return dataclasses.replace(
-        run, model=dataclasses.replace(model, n_classes=model.n_classes or len(labels))
+        f"{kept} tensors are those of {run.run.init_from}; new: {', '.join(new) or 'none'}.",
     )

@@ -1,0 +1,62 @@
+"""What the commands share: how their arguments are read, and the checks of what these name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from jaxformer.config import ConfigError, RunConfig
+
+ArgumentsT = TypeVar("ArgumentsT")
+ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
+# How tyro reads the arguments of every command.
+OPTIONS: dict[str, Any] = {"use_underscores": True, "config": (tyro.conf.FlagCreatePairsOff,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigArguments:
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+    """Config file, for example configs/quickstart.py, FILE.py:NAME for another config of a file, or
+    the config.json of a run. `CONFIG --help` lists the settings, which `--section.field VALUE`
+    overrides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepArguments:
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Step of the checkpoint of a run to load. If not given, the newest checkpoint is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments(StepArguments):
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory, or a directory with a Hugging Face model."""
+
+
+def parse(kind: type[ArgumentsT], command: str, arguments: Sequence[str]) -> ArgumentsT:
+    """The arguments of a command. Exits with status 0 after --help, 2 after a mistake."""
+    return tyro.cli(kind, prog=f"jaxformer {command}", args=arguments, **OPTIONS)
+
+
+def parse_with_config(
+    kind: type[ConfigArgumentsT], program: str, arguments: Sequence[str]
+) -> tuple[ConfigArgumentsT, RunConfig]:
+    """The arguments of a command, and its config with the overrides among them. Exits as `parse`
+    does."""
+    from jaxformer.config_file import read_config
+    from jaxformer.runs.config import parse_arguments
+
+    named = bool(arguments) and not arguments[0].startswith("-")  # then --help is about the config
+    options = OPTIONS | {"add_help": not named, "return_unknown_args": True}
+    asked, overrides = tyro.cli(kind, prog=program, args=arguments, **options)
+    program = f"{program} {asked.config}"
+    return asked, parse_arguments(read_config(asked.config), overrides, program)
+
+
+def check_output(path: Path | None) -> None:
+    """Raises ConfigError where the directory of an output file does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        folder = path.absolute().parent
+        raise ConfigError(f"{path} cannot be written: the directory {folder} does not exist.")

@@ -1,0 +1,61 @@
+"""The end of a run: its loss curve, its last evaluation, and a sample of what the model writes."""
+
+import jax
+
+from jaxformer.data import gzip_bits_per_byte
+from jaxformer.evaluation import Evaluation
+from jaxformer.generation.decode import generate
+from jaxformer.params import Params
+from jaxformer.report import closing
+from jaxformer.report.plot import plot_losses
+from jaxformer.runs.setup import RunSetup
+
+EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}  # by head, for the command that is suggested
+
+
+def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
+    """Plots the losses of a run, and returns what is printed at its end."""
+    run, bits = setup.run.run, last.get("val_bits_per_byte")
+    prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
+    return closing(
+        seconds=seconds,
+        val_loss=last.get("val_loss"),
+        bits_per_byte=bits,
+        accuracy=last.get("val_accuracy"),
+        gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
+        sample=_sample(setup, params),
+        run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
+        next_command=f'jaxformer sample {run.dir} --prompt "{prompt}"',
+    )
+
+
+def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
+    """A prompt and its continuation; None if the model does not write text, or has nothing to
+    write from."""
+    run, model, tokenizer = setup.run.run, setup.run.model, setup.corpus.tokenizer
+    if not run.sample_tokens or jax.process_count() > 1 or model.output != "language":
+        return None
+    ids, source = tokenizer.encode(run.sample_prompt), {}
+    prompt, between = tokenizer.as_prompt(ids) or [tokenizer.end_token], ""
+    if model.family == "encoder_decoder":
+        if not ids:
+            return None
+        prompt, between = tokenizer.as_target([]), " => "
+        source = {"source": [tokenizer.as_source(ids)]}
+    space = min(run.sample_tokens, model.max_length - len(prompt))
+    if space < 1:
+        return None
+    made = generate(
+        params,
+        model,
+        [prompt],
+        space,
+        key=jax.random.key(run.seed),
+        temperature=0.8,
+        top_k=50,
+        vocab_size=tokenizer.vocab_size,
+        end_token=tokenizer.end_tokens,
+        **source,
+    )
+    text = tokenizer.decode([*prompt, *made[0].tolist()])
+    return run.sample_prompt + between, text[len(tokenizer.decode(prompt)) :]

@@ -1,0 +1,93 @@
+"""The summary of a run that is printed before its first step."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxformer.config import ModelConfig
+from jaxformer.data import Mixture
+from jaxformer.models.stack import compute_dtype
+from jaxformer.optim import decay_groups
+from jaxformer.params import count
+from jaxformer.report import human_bytes, human_count
+from jaxformer.runs.setup import RunSetup
+
+
+def summary(setup: RunSetup) -> dict[str, str | list[str]]:
+    """The banner of a run: what it computes, on which devices, and from which data."""
+    run, model, device = setup.run, setup.run.model, jax.devices()[0]
+    state = sum(map(_bytes_per_device, jax.tree.leaves(setup.target)))
+    flops = human_count(setup.flops_per_token[run.data.sequence_length])
+    groups = decay_groups(run.optimizer, setup.specs).items()
+    kernels = [f"rows of {length}: {reason}" for length, reason in setup.kernels.items()]
+    same_kernel = len({*setup.kernels.values()}) == 1
+    mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
+    return {
+        "device": (
+            f"{jax.device_count()} x {device.device_kind} ({device.platform}), peak"
+            f" {setup.peak / 1e12:.3g} TFLOP/s each"
+        ),
+        "mesh": [mesh, *setup.undivided],
+        "model": (
+            f"{model.family}, {human_count(count(setup.specs))} parameters, {_layers(model)}"
+            f" layers, {model.d_model} wide, {model.n_heads} heads ({model.kv_heads} key-value),"
+            f" {compute_dtype(model)} products"
+        ),
+        "weight decay": "; ".join(
+            f"{name}: {tensors} tensors, {human_count(size)} parameters"
+            for name, (tensors, size) in groups
+        ),
+        "memory": f"{human_bytes(state)} of parameters and optimizer state per device",
+        "FLOPs": f"{flops} per token, forward and backward",
+        "attention": setup.kernels[run.data.sequence_length] if same_kernel else kernels,
+        **_data(setup),
+        "run directory": run.run.dir,
+    }
+
+
+def _data(setup: RunSetup) -> dict[str, str | list[str]]:
+    settings, train, validation = setup.run.train, setup.corpus.train, setup.corpus.validation
+    held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
+    found: dict[str, str | list[str]] = {
+        "data": (
+            f"{setup.corpus.task.name}: {human_count(train.tokens)} tokens to train on"
+            f" ({train.documents:,} documents), {held_out}"
+        )
+    }
+    if isinstance(train, Mixture):
+        found["mixture"] = [
+            f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
+            for drawn in train.shares(settings.steps, settings.batch_size)
+        ]
+    if rows := _rows(setup):
+        found["rows"] = rows
+    rate = train.bytes / max(train.tokens, 1)
+    epoch = setup.batches.examples / settings.batch_size
+    return found | {
+        "tokenizer": f"{setup.corpus.tokenizer.vocab_size:,} tokens, {rate:.2f} bytes per token",
+        "one epoch": (
+            f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; the run is"
+            f" {settings.steps / epoch:.2f} epochs"
+        ),
+    }
+
+
+def _rows(setup: RunSetup) -> str:
+    """The lengths of the rows, if there are several, and how full they are, if not entirely."""
+    lines = [
+        f"{setup.runs[length].train.batch_size:,} of {length} tokens"
+        f" {f'after step {step:,}' if step else 'at first'}"
+        for step, length in setup.batches.lengths
+    ]
+    filled = setup.corpus.train.filled
+    return "; ".join(lines * (len(lines) > 1) + [f"{filled:.2%} filled"] * (filled < 1))
+
+
+def _layers(model: ModelConfig) -> str:
+    decoder = str(model.n_layers)
+    return f"{model.encoder_layers} + {decoder}" if model.family == "encoder_decoder" else decoder
+
+
+def _bytes_per_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
