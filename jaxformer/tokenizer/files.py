@@ -1,11 +1,12 @@
 """The files of a tokenizer in a Hugging Face directory: where they are, and what they say of its
 special tokens."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.files import read_object
+from jaxformer.files import read_object, write_text
 from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ ROLES = {
     "sep": ("[SEP]", "</s>", "<|sep|>"),
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
+MARKS = tuple(ROLES[role][0] for role in ("cls", "sep", "mask"))
+SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
 
 # Keys of config.json and generation_config.json, and the role of the token: the target of an
 # encoder-decoder begins with `start`, and `forced` is the first token that is then written.
@@ -91,6 +94,32 @@ class TokenizerMetadata:
             template=template.read_text(encoding="utf-8") if template.is_file() else None,
         )
 
+    def write(
+        self,
+        folder: Path,
+        special_tokens: dict[str, str],
+        ids: dict[str, Any],
+        max_length: int | None,
+    ) -> None:
+        """Writes the files that stand beside a tokenizer.json.
+
+        tokenizer_config.json holds what it held when it was read; what was not read is made of
+        `special_tokens`, by role, and of `max_length`. generation_config.json keeps what it holds,
+        with `ids`.
+        """
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if max_length is not None:
+            settings["model_max_length"] = max_length
+        if not self.settings:
+            settings["clean_up_tokenization_spaces"] = False
+        if "tokenizer_class" not in self.settings:  # a class knows its special tokens
+            settings |= {f"{role}_token": name for role, name in special_tokens.items()}
+        _write_json(folder / SETTINGS_FILE, settings | self.settings)
+        if self.template is not None:
+            write_text(folder / TEMPLATE_FILE, self.template)
+        if ids:
+            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | ids)
+
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
         """Whether decoded text loses the spaces before punctuation. With BPE it does not: those
         spaces are the text's own."""
@@ -99,9 +128,21 @@ class TokenizerMetadata:
         return wanted and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
 
 
+def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
+    """The ids of the roles, by the names of tokens alone."""
+    known = {
+        role: [vocab[name] for name in names if name in vocab] for role, names in ROLES.items()
+    }
+    return {role: ids[0] for role, ids in known.items() if ids}
+
+
 def read_optional(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no file. Raises ConfigError."""
     return read_object(path) if path.exists() else {}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def tokenizer_file(path: Path) -> Path:

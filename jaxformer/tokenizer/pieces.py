@@ -78,7 +78,10 @@ class Spelling:
         return 0 if self.added.get(token) else len(self.raw(token))
 
     def edges(self, token: str) -> tuple[bool, bool]:
-        """Whether a token that is not special begins, and whether it ends, inside a word."""
+        """Whether a token begins, and whether it ends, inside a word; neither where it is
+        special."""
+        if self.added.get(token):
+            return False, False
         if self.continuation:
             return token.startswith(self.continuation), True
         raw = self.raw(token)
