@@ -255,7 +255,6 @@ def test_the_number_of_processes_changes_nothing(
     path = tmp_path / "corpus.txt"
     path.write_bytes("".join(pieces).encode())
     monkeypatch.setattr(words, "BLOCK_CHARACTERS", 700)
-    monkeypatch.setattr(words, "PROCESS_CHARACTERS", 900)
     found = [train_bpe(path, 320, ["<|endoftext|>"], processes=count) for count in (1, 2, 3)]
     assert found[0] == found[1] == found[2] == plain("".join(pieces), 320, ["<|endoftext|>"])
 

@@ -187,7 +187,7 @@ def _merge(
 ) -> Iterator[tuple[str, str, "array[int]"]]:
     """Replaces a pair by its token in the words at `places`. Gives each new pair, the pair that
     stood there before, and the words where."""
-    first, second = pair
+    first, second = pair[0], pair[1]
     before, after = _no_occurrences(), _no_occurrences()  # by the token to the left, to the right
     for place in places:
         pieces = words[place].split(pair)

@@ -75,8 +75,9 @@ class Encoder:
         names = named and not self._split_names
 
         def encode(text: str) -> TokenIds:
-            long = fast is None or len(text) > MOST_CHARACTERS
-            return self._slow([text], named)[0] if long else fast.encode(text, names)
+            if fast and len(text) <= MOST_CHARACTERS:
+                return fast.encode(text, names)
+            return self._slow([text], named)[0]
 
         try:
             if fast and (fast.marks or not names):

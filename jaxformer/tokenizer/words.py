@@ -1,27 +1,26 @@
 """Splits text into the words within which BPE merges, and counts them, on all cores where there is
 much text.
 
-Counting holds the GIL, so it needs processes, and those of `ProcessPoolExecutor` either fork, which
-is unsafe beside the threads of JAX, or import the caller's script again, which runs a script
-without a main guard twice. Therefore each thread of a pool runs this file as a program, which for a
-fast start imports neither NumPy nor the rest of the package.
+Counting holds the GIL, and the workers of `concurrent.futures.ProcessPoolExecutor` either fork,
+which is unsafe beside the threads of JAX, or import the caller's script again, which runs a script
+without a main guard twice. Therefore this file is also the program of a worker, which so imports
+neither NumPy nor the rest of the package: a worker takes 10 MB and 50 ms to start.
 """
 
+import contextlib
 import functools
 import itertools
 import os
 import pickle
 import re
-import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from subprocess import PIPE, Popen
+from typing import Any, NamedTuple
 
-BLOCK_CHARACTERS = 1 << 19  # characters that are read and split at a time
-PROCESS_CHARACTERS = 1 << 20  # characters that a process counts: long beside the time it starts in
-FEW_BATCHES = 12  # for fewer batches than these, other processes would not save time
+BLOCK_CHARACTERS = 1 << 19  # characters that are read and counted at a time
+FEW_BLOCKS = 24  # for fewer blocks than these, starting workers would not save time
 
 
 class WordPattern(NamedTuple):
@@ -108,69 +107,77 @@ def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
     """How often each word occurs in the texts. None for `processes` takes one per core where that
     is faster."""
-    batches = _batches(texts)
-    first = list(itertools.islice(batches, FEW_BATCHES))
-    if processes is None and len(first) < FEW_BATCHES:
+    blocks = _blocks(texts)
+    first = list(itertools.islice(blocks, FEW_BLOCKS))
+    if processes is None and len(first) < FEW_BLOCKS:
         processes = 1
     elif processes is None:
         affinity = getattr(os, "sched_getaffinity", None)
         processes = len(affinity(0)) if affinity else os.cpu_count() or 1
-    batches = itertools.chain(first, batches)
+    blocks = itertools.chain(first, blocks)
     del first  # the texts are kept no longer than until they are counted
+    counts = map(functools.partial(_count, pattern=pattern), blocks)
     total: Counter[str] = Counter()
-    if processes == 1:
-        for text in itertools.chain.from_iterable(batches):
-            total.update(split_words(text, pattern))
-    else:
-        for counts in _counts_of_batches(batches, pattern, processes):
-            total.update(counts)
+    for counted in counts if processes == 1 else _counts_of_workers(blocks, pattern, processes):
+        total.update(counted)
     return total
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
+def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    block, size = [], 0
     for text in texts:
-        batch.append(text)
+        block.append(text)
         size += len(text)
-        if size >= PROCESS_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= BLOCK_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
-def _counts_of_batches(
-    batches: Iterable[list[str]], pattern: str, processes: int
+def _count(block: list[str], pattern: str) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for text in block:
+        counted.update(split_words(text, pattern))
+    return counted
+
+
+def _counts_of_workers(
+    blocks: Iterable[list[str]], pattern: str, processes: int
 ) -> Iterator[dict[str, int]]:
-    """The counts of each batch, in order. A batch is read when one before it is done, so that
-    memory does not grow with the text."""
-    with ThreadPoolExecutor(processes) as pool:
-        pending: deque[Future[dict[str, int]]] = deque()
-        for batch in batches:
-            pending.append(pool.submit(_count_in_a_process, batch, pattern))
-            if len(pending) > processes:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _count_in_a_process(batch: list[str], pattern: str) -> dict[str, int]:
-    ended = subprocess.run(
-        [sys.executable, "-P", __file__, pattern],
-        input=pickle.dumps(batch),
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,  # an interrupt from the terminal is for the caller alone
+    """The counts of each block, in order. A worker gets its next block when its last one is done,
+    so that memory does not grow with the text."""
+    command = [sys.executable, "-P", __file__, pattern]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # In a session of their own, an interrupt from the terminal is for the caller alone.
+    start = functools.partial(
+        Popen, command, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True
     )
-    if ended.returncode:
+    workers: deque[Any] = deque()  # the one that has worked longest first
+    try:
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                if len(workers) < processes:
+                    workers.append(stack.enter_context(start()))
+                else:
+                    workers.rotate(-1)
+                    yield pickle.load(workers[-1].stdout)
+                pickle.dump(block, workers[-1].stdin)
+                workers[-1].stdin.flush()
+            for worker in workers:
+                yield pickle.load(worker.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        failed = [worker.returncode for worker in workers if worker.returncode]
+        if not failed:  # the error is one of reading the texts
+            raise
         raise RuntimeError(
-            f"a process that counts words ended with status {ended.returncode}: try processes=1."
-        )
-    return pickle.loads(ended.stdout)  # type: ignore[no-any-return]
+            f"a process that counts words ended with status {failed[0]}: try processes=1."
+        ) from None
 
 
 if __name__ == "__main__":
-    counted: Counter[str] = Counter()
-    for text in pickle.load(sys.stdin.buffer):
-        counted.update(split_words(text, sys.argv[1]))
-    pickle.dump(dict(counted), sys.stdout.buffer)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            counts = _count(pickle.load(sys.stdin.buffer), sys.argv[1])
+            pickle.dump(dict(counts), sys.stdout.buffer)
+            sys.stdout.buffer.flush()
