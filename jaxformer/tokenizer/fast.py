@@ -1,5 +1,4 @@
-"""tiktoken's encoder, several times as fast, for tokenizers to whose texts it gives the same ids as
-the tokenizers library."""
+"""tiktoken's encoder, which is several times as fast, for the tokenizers whose ids it reproduces."""
 
 import re
 from typing import TYPE_CHECKING, Any

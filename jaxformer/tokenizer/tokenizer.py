@@ -188,8 +188,7 @@ class Tokenizer:
         yield from self.suffix if named else ()
 
     def decode(self, ids: IdSequence, skip_special_tokens: bool | None = None) -> str:
-        """The text of token ids, with special tokens left out or by name; bytes that are not UTF-8
-        become replacement characters."""
+        """The text of token ids; bytes that are not UTF-8 become replacement characters."""
         skip = not self._reads_names if skip_special_tokens is None else skip_special_tokens
         text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip))
         for spaced in SPACED if self._cleans else ():
@@ -233,8 +232,7 @@ class Tokenizer:
         return [self.start_token, *forced, *map(int, ids)]
 
     def shown(self, token: int) -> str:
-        """A token by itself: a special one by its name, bytes that are not UTF-8 as \\xNN, an id
-        without a token as <id>."""
+        """A token by itself; bytes that are not UTF-8 as \\xNN, an id without a token as <id>."""
         name = self._backend.id_to_token(token)
         if name is None or self._spelling.continuation:
             return f"<{token}>" if name is None else name
@@ -250,8 +248,7 @@ class Tokenizer:
         return self._roles.get(role)
 
     def ids(self) -> dict[str, int | list[int]]:
-        """The ids that a Hugging Face config.json gives, by its keys, as far as they are known; a
-        list where several tokens end a text."""
+        """The known ids by their keys in a Hugging Face config.json, as a list for several ends."""
         known: dict[str, Any] = {**self._roles}
         if "eos" in known:
             ends = [*self.end_tokens]
