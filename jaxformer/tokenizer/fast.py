@@ -1,4 +1,4 @@
-"""tiktoken's encoder, which is several times as fast, for the tokenizers whose ids it reproduces."""
+"""tiktoken's encoder, several times as fast, for the tokenizers whose ids it reproduces."""
 
 import re
 from typing import TYPE_CHECKING, Any
