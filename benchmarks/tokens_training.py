@@ -166,9 +166,9 @@ def resident(process: int) -> int:
     """Bytes of a process and its children; none of one that has ended meanwhile (Linux)."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
-        children = (
-            Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()
-        )
+        tasks = [*Path(f"/proc/{process}/task").iterdir()]  # each thread has children of its own
+        texts = [(task / "children").read_text(encoding="ascii") for task in tasks]
     except (OSError, IndexError):
         return 0
+    children = " ".join(texts).split()
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident(int(child)) for child in children)

@@ -62,7 +62,7 @@ def load(
             f" model directory{hub}."
         )
     check_dtype(dtype)
-    tokenizer = Tokenizer.beside(folder)
+    tokenizer = Tokenizer.find(folder)
     if is_pretrained(folder):
         if step is not None:
             raise ConfigError(

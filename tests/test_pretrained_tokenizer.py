@@ -285,14 +285,14 @@ WRONG = {
             {"added_tokens_decoder": {"100000": {"content": "<new>"}}},
             r"\[100000\] is '<new>', which is token \d+ of",
         ),
-        ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is no object"),
+        ({"added_tokens_decoder": [1]}, r"added_tokens_decoder must be an object"),
     ],
     "special_tokens_map.json": [
         ({"cls_token": "<none>"}, r"cls_token is '<none>', which is not in the vocabulary")
     ],
     "config.json": [
         ({"eos_token_id": "2"}, r"eos_token_id is '2', and must be the id"),
-        (None, "cannot be read"),
+        (None, "is not JSON"),
         (5, "int"),
     ],
     "generation_config.json": [

@@ -278,12 +278,12 @@ def test_an_update_costs_less_than_a_tenth_of_a_millisecond(capsys, mode):
 
 BAR_RUN = """
 import sys, time
-from jaxformer.report import Progress
-with Progress(1000) as progress:
+from jaxformer.report import ProgressBar
+with ProgressBar(1000) as progress:
     for step in range(1, 1001):
         progress.update(step, {"loss": 2.5, "tokens_per_second": 2000.0, "mfu": 0.4})
         if step == 20:
-            progress.say("checkpoint [bold] written")
+            progress.log("checkpoint [bold] written")
         time.sleep(0.02)
 """
 

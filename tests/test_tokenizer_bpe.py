@@ -228,7 +228,7 @@ def test_tokens_added_later_are_read_from_their_file(tmp_path: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<pad>": 900}))
     with pytest.raises(
         ConfigError,
-        match=r"added_tokens\.json: '<pad>' is 900, and vocab\.json leaves no such place",
+        match=r"added_tokens\.json: '<pad>' is 900, which does not follow the ids of vocab\.json",
     ):
         Tokenizer.load(folder)
 
@@ -254,7 +254,7 @@ def test_files_of_another_tokenizer_or_damaged_ones_are_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"merges\.txt, line 6: 'only' is no merge"):
         Tokenizer.load(folder)
     (folder / "vocab.json").write_text('{"a": "b"}')
-    with pytest.raises(ConfigError, match=r"vocab\.json is no object from tokens to ids"):
+    with pytest.raises(ConfigError, match=r"vocab\.json must be an object from tokens to ids"):
         Tokenizer.load(folder)
 
 
@@ -294,7 +294,7 @@ def test_a_stream_has_the_ids_of_the_whole_text(
     closed = "".join(HARD[-9000:].split())  # without a space to cut at
     text = HARD[-15_000:] + TEXT[:5000] + closed
     whole = {name: tokenizer.encode(text, special) for name, tokenizer in streaming().items()}
-    monkeypatch.setattr(cuts, "BLOCK", 64)
+    monkeypatch.setattr(cuts, "PART_CHARACTERS", 64)
     for name, tokenizer in streaming().items():
         for size in (1, 7, 1000, len(text)):
             chunks = (text[start : start + size] for start in range(0, len(text), size))
@@ -336,7 +336,7 @@ def test_special_tokens_that_lie_where_a_text_is_cut(pieces: list[str]) -> None:
         text, tokenizer = "".join(pieces), Tokenizer(backend)
         wanted = tokenizer.encode(text, special_tokens=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuts, "BLOCK", 2)
+            patch.setattr(cuts, "PART_CHARACTERS", 2)
             assert [*tokenizer.encode_iterable(iter(text), special_tokens=True)] == wanted
             assert tokenizer.encode(text, special_tokens=True) == wanted
 

@@ -228,7 +228,7 @@ def test_long_runs_neither_fail_nor_differ(
 def test_half_a_character_is_one_clear_error_on_either_path() -> None:
     for text in ("a\ud800b", "a\ud800b" * 30_000):
         with pytest.raises(
-            ConfigError, match=r"'\\ud800' \(U\+D800\), half of a character of UTF-16"
+            ConfigError, match=r"'\\ud800' \(U\+D800\), half of a surrogate pair of UTF-16"
         ):
             MADE["gpt2"].encode(text)
 
@@ -258,6 +258,6 @@ def test_many_threads_encode_alike() -> None:
 
 def test_one_text_alone_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that finds no memory to begin in is waited for without end."""
-    monkeypatch.setattr(encoding, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(encoding, "ThreadPool", None)
     assert MADE["gpt2"].decode(MADE["gpt2"].encode(HARD)) == HARD
     assert [*MADE["gpt2"].encode_iterable([HARD])] == MADE["gpt2"].encode(HARD)

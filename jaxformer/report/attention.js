@@ -92,7 +92,7 @@ function showGrid() {
   at("says").textContent = `Layers down, heads across. In a map, each ${query} token (row) reads ${key} tokens (columns).`;
   const marks = ticks.map(([place, text]) => make("span", text, { style: `left: ${100 * place}%` }));
   at("legend").replaceChildren(make("i", ""), ...marks);
-  at("legend").setAttribute("aria-label", `Colours of the weights, from ${ticks[0][1]} to ${ticks.at(-1)[1]}`);
+  at("legend").setAttribute("aria-label", `Colors of the weights, from ${ticks[0][1]} to ${ticks.at(-1)[1]}`);
 }
 
 // Step by step
@@ -108,7 +108,7 @@ function strip(kind) { // the tokens that the chosen map of a kind reads from at
   keysOf(kind).forEach((word, key) => {
     const title = `${queriesOf(kind)[query]} → ${word}: ${exact(row[key])}`;
     const chip = make("span", word, { title, onclick: () => go(MAPS[kind].key, key) });
-    Object.assign(chip.style, { background: css(colour(shaded[key])), color: inkOn(colour(shaded[key])) });
+    Object.assign(chip.style, { background: css(color(shaded[key])), color: inkOn(color(shaded[key])) });
     chip.classList.toggle("here", same && key === query);
     chip.classList.toggle("unseen", same && key > query && row[key] === 0);
     list.append(chip);

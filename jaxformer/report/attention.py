@@ -1,23 +1,23 @@
-"""The weights of attention as a page to explore in a browser, and as a picture."""
+"""Attention weights as an HTML page to explore, and as a picture."""
 
 import base64
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
 from jaxformer.report.plot import FAINT, INK
+from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# The tokens that are the queries and those that are the keys of each kind of map.
 AXES = {
     "encoder": ("source", "source"),
     "decoder": ("target", "target"),
@@ -28,13 +28,8 @@ TITLES = {
     "decoder": "Decoder self-attention",
     "cross": "Cross-attention",
 }
-VISIBLE = {
-    "\n": "↵",
-    "\r": "␍",
-    "\t": "⇥",
-    "\u200c": "\u200c",
-    "\u200d": "\u200d",
-}  # joiners shape what is around them
+JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
+VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
 LEVELS = 65_535
 MOST_WEIGHTS = 2**25
 MOST_LABELS = 64
@@ -55,32 +50,28 @@ def attention_page(
     step.
 
     `maps` holds any of "encoder" [L, N, S, S], "decoder" [L, N, T, T] and "cross" [L, N, T, S]:
-    layer, head, query, key; `layers` numbers the layers where they are not all. `tokens` holds the
-    texts of "source" (S) and "target" (T), those of the two that the maps need. `candidates[t]` are
-    the leading (text, probability) for what follows target token t; without a target, for what
-    stands at source token t. Save it as UTF-8. ConfigError if shapes do not fit, or a weight is not
-    within 0 to 1.
+    layer, head, query, key; `layers` are the numbers of the layers where they are not all. `tokens`
+    holds the texts of "source" (S) and "target" (T), as far as the maps need them. `candidates[t]`
+    are the most probable (text, probability) for what follows target token t; without a target, for
+    source token t itself. Save the page as UTF-8. Raises ConfigError where shapes do not fit, or a
+    weight is not within 0 to 1.
     """
     checked = _checked(maps, tokens)
+    axes = sorted(_axes(checked))
     data = {
         "title": title,
         "layers": sorted(layers),
-        "tokens": {
-            axis: [visible(token) for token in tokens[axis]] for axis in sorted(_axes(checked))
-        },
+        "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
         "maps": {kind: _packed(kind, weights) for kind, weights in checked.items()},
-        "candidates": _steps(
-            candidates, tokens["target" if "target" in _axes(checked) else "source"]
-        ),
+        "candidates": _steps(candidates, len(tokens[axes[-1]])),
     }
-    packed = json.dumps(data, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )  # so that no text can end the script element
-    return re.sub(
-        r"{{(.+?)}}",
-        lambda found: packed if found[1] == "data" else _part(found[1]),
-        _part("attention.html"),
-    )
+    # Without "<" in the data no text can end the script element that holds it.
+    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+    def part(found: re.Match[str]) -> str:
+        return packed if found[1] == "data" else _read(found[1])
+
+    return re.sub("{{(.+?)}}", part, _read("attention.html"))
 
 
 def attention_figure(
@@ -92,8 +83,8 @@ def attention_figure(
     kind: str | None = None,
     layers: Sequence[int] = (),
 ) -> None:
-    """Draws one kind of map as a PNG: a row a layer, a column a head; tokens on both axes where
-    they are 64 or fewer.
+    """Draws one kind of map as a PNG, with a row for each layer and a column for each head; tokens
+    are on both axes where they are 64 or fewer.
 
     `maps`, `tokens` and `layers` are those of `attention_page`; `kind` defaults to cross, else
     decoder, else encoder.
@@ -106,9 +97,8 @@ def attention_figure(
         )
     labels = tuple([visible(token) for token in tokens[axis]] for axis in AXES[chosen])
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing"
-        )  # such a character is drawn as a box
+        # A character that the font lacks is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = _figure(checked[chosen], labels, f"{title}\n{TITLES[chosen]}", layers)
         figure.savefig(path, format="png", dpi=min(160.0, 8000 / max(figure.get_size_inches())))
 
@@ -124,7 +114,7 @@ def _visible(char: str) -> str:
     return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
 
 
-def _part(name: str) -> str:
+def _read(name: str) -> str:
     return files("jaxformer.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -133,20 +123,15 @@ def _axes(maps: Maps) -> set[str]:
 
 
 def _checked(maps: Maps, tokens: TokenStrings) -> dict[str, np.ndarray]:
-    """The maps as float32 in the order of AXES; ConfigError with everything that does not fit."""
-    found = [
-        f"{kind!r} is not a kind of map: {', '.join(map(repr, AXES))} are."
-        for kind in maps
-        if kind not in AXES
-    ]
-    found += [] if maps else [f"there is none: pass any of {', '.join(map(repr, AXES))}."]
+    """The maps as float32 in the order of AXES. Raises ConfigError with all that does not fit."""
+    kinds = ", ".join(map(repr, AXES))
+    found = [f"{kind!r} is not a kind of map: {kinds} are." for kind in maps if kind not in AXES]
+    found += [] if maps else [f"there is none: pass any of {kinds}."]
     arrays = {kind: np.asarray(maps[kind], np.float32) for kind in AXES if kind in maps}
     missing = sorted(axis for axis in _axes(arrays) if not len(tokens.get(axis, ())))
     found += [f"{axis} tokens are missing: pass tokens[{axis!r}]." for axis in missing]
     if not found:
-        found = [
-            problem for kind, array in arrays.items() for problem in _misfits(kind, array, tokens)
-        ]
+        found = [text for kind, array in arrays.items() for text in _problems(kind, array, tokens)]
     if (count := sum(array.size for array in arrays.values())) > MOST_WEIGHTS:
         found.append(
             f"{count:,} weights are too many to show (at most {MOST_WEIGHTS:,}): take fewer tokens"
@@ -157,51 +142,38 @@ def _checked(maps: Maps, tokens: TokenStrings) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _misfits(kind: str, array: np.ndarray, tokens: TokenStrings) -> list[str]:
+def _problems(kind: str, array: np.ndarray, tokens: TokenStrings) -> Iterator[str]:
     query, key = AXES[kind]
-    if (
-        array.ndim != 4
-        or array.shape[2:] != (len(tokens[query]), len(tokens[key]))
-        or not array.size
-    ):
-        wanted = (
-            f"(layers, heads, {len(tokens[query])} {query} tokens, {len(tokens[key])} {key} tokens)"
+    queries, keys = len(tokens[query]), len(tokens[key])
+    if array.ndim != 4 or array.shape[2:] != (queries, keys) or not array.size:
+        yield (
+            f"{kind!r} has the shape {array.shape}, not (layers, heads, {queries} {query} tokens,"
+            f" {keys} {key} tokens): pass the weights of one example with its own tokens."
         )
-        return [
-            f"{kind!r} has the shape {array.shape}, not {wanted}: pass the weights of one example"
-            " with its own tokens."
-        ]
-    if not (
-        array.min() >= 0 and array.max() <= 1.01
-    ):  # NaN fails both; a low precision rounds a little above 1
-        return [
+    # NaN fails both comparisons; a low precision rounds to a little above 1.
+    elif not (array.min() >= 0 and array.max() <= 1.01):
+        yield (
             f"{kind!r} holds weights from {array.min():g} to {array.max():g}: pass those after the"
             " softmax, from 0 to 1."
-        ]
-    return []
+        )
 
 
 def _packed(kind: str, weights: np.ndarray) -> dict[str, Any]:
-    """One kind for the page: weights in steps of 1/65535, two bytes each, little end first, in
-    base64."""
+    """One kind of map for the page: weights in steps of 1/65535, as little-endian 16-bit integers
+    in base64."""
     steps = np.rint(np.minimum(weights, 1) * LEVELS).astype("<u2")
-    query, key = AXES[kind]
     text = base64.b64encode(steps.tobytes()).decode("ascii")
-    return {
-        "title": TITLES[kind],
-        "query": query,
-        "key": key,
-        "shape": weights.shape,
-        "weights": text,
-    }
+    query, key = AXES[kind]
+    sides = {"title": TITLES[kind], "query": query, "key": key}
+    return sides | {"shape": weights.shape, "weights": text}
 
 
 def _steps(
-    candidates: Sequence[Sequence[tuple[str, float]]], tokens: Sequence[str]
+    candidates: Sequence[Sequence[tuple[str, float]]], count: int
 ) -> list[list[tuple[str, float]]]:
-    if candidates and len(candidates) != len(tokens):
+    if candidates and len(candidates) != count:
         raise ConfigError(
-            f"{len(candidates)} steps of candidates for {len(tokens)} tokens: give one list a"
+            f"{len(candidates)} steps of candidates for {count} tokens: give one list for each"
             " token, or none."
         )
     steps = [
@@ -218,54 +190,36 @@ def _steps(
 def _figure(
     weights: np.ndarray, labels: tuple[list[str], ...], title: str, layers: Sequence[int]
 ) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     depth, heads, rows, columns = weights.shape
     labelled = max(rows, columns) <= MOST_LABELS
+    # Sizes are in inches: of a cell, of a map, and of the whole figure.
     cell = max(min(0.22, 2.6 / max(rows, columns)), 0.055 if labelled else 0)
     width, height = max(columns * cell, 0.9), max(rows * cell, 0.9)
     size = (heads * (width + 0.12) + 2, depth * (height + 0.3) + 2)
-    text = max(8.0, 3 * width)
+    text: dict[str, Any] = {"color": INK, "fontsize": max(8.0, 3 * width)}
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, color=INK, fontsize=1.5 * text, fontweight="bold", parse_math=False)
+    headline = text | {"fontsize": 1.5 * text["fontsize"]}
+    figure.suptitle(title, fontweight="bold", parse_math=False, **headline)
     grid = figure.subplots(depth, heads, squeeze=False, sharex=True, sharey=True)
+    shading: dict[str, Any] = {"cmap": "Blues", "norm": PowerNorm(0.5, 0, 1), "aspect": "auto"}
+    queries, keys = labels if labelled else ([], [])
+    font: dict[str, Any] = {"fontsize": min(9.0, 72 * cell * 0.85), "family": "monospace"}
     for (layer, head), axes in np.ndenumerate(grid):
-        image = axes.imshow(
-            weights[layer, head],
-            cmap="Blues",
-            norm=PowerNorm(0.5, 0, 1),
-            aspect="auto",
-            interpolation="none",
-        )
-        axes.set_title(
-            f"layer {sorted(layers)[layer] if layers else layer}, head {head}",
-            fontsize=text,
-            color=INK,
-            pad=3,
-        )
+        image = axes.imshow(weights[layer, head], interpolation="none", **shading)
+        number = sorted(layers)[layer] if layers else layer
+        axes.set_title(f"layer {number}, head {head}", pad=3, **text)
         axes.spines[:].set_color(FAINT)
         axes.tick_params(length=0, colors=INK)
-        queries, keys = labels if labelled else ([], [])
-        _label(axes, queries, keys, fontsize=min(9.0, 72 * cell * 0.85))
-    figure.supylabel("query", color=INK, fontsize=text)
-    figure.supxlabel("key", color=INK, fontsize=text)
-    bar = figure.colorbar(
-        image,
-        ax=grid,
-        ticks=[0, 0.01, 0.1, 0.25, 0.5, 1],
-        shrink=min(1, 3 / size[1]),
-        aspect=24,
-        pad=0.01,
-    )
+        axes.set_yticks(range(len(queries)), queries, parse_math=False, **font)
+        axes.set_xticks(range(len(keys)), keys, rotation=90, parse_math=False, **font)
+    figure.supylabel("query", **text)
+    figure.supxlabel("key", **text)
+    ticks, names = [0, 0.01, 0.1, 0.25, 0.5, 1], ["0", ".01", ".1", ".25", ".5", "1"]
+    length = min(1, 3 / size[1])
+    bar = figure.colorbar(image, ax=grid, ticks=ticks, shrink=length, aspect=24, pad=0.01)
     bar.outline.set_visible(False)
-    bar.ax.set_yticklabels(["0", ".01", ".1", ".25", ".5", "1"], fontsize=text, color=INK)
+    bar.ax.set_yticklabels(names, **text)
     return figure
-
-
-def _label(axes: "Axes", queries: list[str], keys: list[str], fontsize: float) -> None:
-    style: dict[str, Any] = {"fontsize": fontsize, "family": "monospace", "parse_math": False}
-    axes.set_yticks(range(len(queries)), queries, **style)
-    axes.set_xticks(range(len(keys)), keys, rotation=90, **style)

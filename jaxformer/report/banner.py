@@ -1,5 +1,5 @@
-"""What a run says before its first step and after its last, as plain text that also reads well in a
-file."""
+"""What a run prints before its first step and after its last, as plain text that also reads well in
+a file."""
 
 import math
 import textwrap
@@ -12,22 +12,19 @@ INDENT = "  "
 
 
 def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -> str:
-    """A title and two aligned columns, names and facts; a fact of several lines stays in its
+    """A title and two aligned columns, names and values; a value of several lines stays in its
     column."""
     margin = max((len(name) for name in summary), default=0)
+    width = WIDTH - margin - 2 * len(INDENT)
     lines = [title]
     for name, value in summary.items():
-        paragraphs = [value] if isinstance(value, str) else value
-        wrapped = [
-            line
-            for text in paragraphs
-            for line in _wrap(text, WIDTH - margin - 2 * len(INDENT)) or [""]
-        ]
-        heads = [name] + [""] * (len(wrapped) - 1)
-        lines += [
-            f"{INDENT}{head:<{margin}}{INDENT}{line}".rstrip()
-            for head, line in zip(heads, wrapped, strict=True)
-        ]
+        for paragraph in [value] if isinstance(value, str) else value:
+            wrapped = textwrap.wrap(
+                paragraph, width, break_long_words=False, break_on_hyphens=False
+            )
+            for line in wrapped or [""]:
+                lines.append(f"{INDENT}{name:<{margin}}{INDENT}{line}".rstrip())
+                name = ""  # stands beside the first line alone
     return "\n".join(lines)
 
 
@@ -43,31 +40,29 @@ def closing(
     next_command: str,
 ) -> str:
     """The end of a run in plain text: how well it predicts held-out text, a sample (prompt,
-    continuation), what to do next.
+    continuation), and what to do next.
 
     `val_loss` is in nats per target, None where nothing was held out. `gzip_bits_per_byte` is that
     of `gzip -9` on the same held-out bytes.
     """
-    summary: dict[str, str | Sequence[str]] = {}
+    summary: dict[str, str] = {}
     if val_loss is not None:
-        summary["validation loss"] = (
-            f"{val_loss:.4f} nats per target (perplexity {_perplexity(val_loss)})"
-        )
+        perplexity = _perplexity(val_loss)
+        summary["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {perplexity})"
     if accuracy is not None:
         summary["accuracy"] = f"{accuracy:.2%} of the held-out targets"
     if bits_per_byte is not None:
-        summary["bits per byte"] = (
-            f"{bits_per_byte:.3f}{_beside_gzip(bits_per_byte, gzip_bits_per_byte)}"
-        )
+        beside_gzip = _beside_gzip(bits_per_byte, gzip_bits_per_byte)
+        summary["bits per byte"] = f"{bits_per_byte:.3f}{beside_gzip}"
     summary |= {"run directory": run_dir, "next": next_command}
-    blocks = [banner(summary, title=f"Done in {human_time(seconds)}")]
-    if sample is not None:
-        blocks.insert(0, _quote("Sample", printable("".join(sample))))
-    return "\n\n".join(blocks)
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    end = banner(summary, title=f"Done in {human_time(seconds)}")
+    if sample is None:
+        return end
+    lines = ["Sample"]
+    for row in printable("".join(sample)).strip("\n").split("\n"):
+        for line in textwrap.wrap(row, WIDTH - 4, drop_whitespace=False) or [""]:
+            lines.append(f"{INDENT}| {line}".rstrip())
+    return "\n".join(lines) + "\n\n" + end
 
 
 def _perplexity(loss: float) -> str:
@@ -76,23 +71,10 @@ def _perplexity(loss: float) -> str:
 
 
 def _beside_gzip(bits: float, gzip_bits: float | None) -> str:
-    if gzip_bits is None or not gzip_bits:
+    if not gzip_bits:
         return ""
-    share = bits / gzip_bits
-    verdict = (
-        f"{1 - share:.0%} fewer"
-        if share < 1
-        else f"{share - 1:.0%} more"
-        if share >= 1
-        else "not comparable"
-    )
+    difference = bits / gzip_bits - 1
+    verdict = f"{abs(difference):.0%} {'fewer' if difference < 0 else 'more'}"
+    if math.isnan(difference):
+        verdict = "not comparable"
     return f" ({verdict} than gzip -9's {gzip_bits:.3f} on the same text)"
-
-
-def _quote(title: str, text: str) -> str:
-    lines = [
-        line
-        for row in text.strip("\n").split("\n")
-        for line in textwrap.wrap(row, WIDTH - 4, drop_whitespace=False) or [""]
-    ]
-    return "\n".join([title, *(f"{INDENT}| {line}".rstrip() for line in lines)])

@@ -1,6 +1,7 @@
 """Numbers and text as people read them."""
 
 import math
+from collections.abc import Sequence
 
 
 def human_count(number: float) -> str:
@@ -9,22 +10,22 @@ def human_count(number: float) -> str:
         return str(number)
     if abs(number) < 9_999.5:
         return f"{number:,.0f}"
-    for unit in ("k", "M", "B"):
-        number /= 1000
-        if abs(number) < 999.95:
-            return f"{number:.1f}{unit}"
-    return f"{number / 1000:,.1f}T"
+    return _in_units(number, 1000, ("k", "M", "B", "T"))
 
 
 def human_bytes(number: float) -> str:
     """`812 B`, `1.5 GiB`: an amount of memory in powers of 1024."""
     if abs(number) < 1023.5:
         return f"{number:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        number /= 1024
-        if abs(number) < 1023.95:
-            return f"{number:.1f} {unit}"
-    return f"{number / 1024:,.1f} TiB"
+    return _in_units(number, 1024, (" KiB", " MiB", " GiB", " TiB"))
+
+
+def _in_units(number: float, base: int, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        number /= base
+        if abs(number) < base - 0.05:
+            return f"{number:.1f}{unit}"
+    return f"{number / base:,.1f}{units[-1]}"
 
 
 def human_time(seconds: float) -> str:

@@ -1,5 +1,5 @@
 "use strict";
-// Weights as colours: the small pictures of the overview, and the large map with its tokens.
+// Weights as colors: the small pictures of the overview, and the large map with its tokens.
 
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 let ramp = [];
@@ -11,7 +11,7 @@ function readTheme() {
     return stops[low].map((c, j) => Math.round(c + (stops[low + 1][j] - c) * (place - low)));
   });
 }
-const colour = (shade) => ramp[Math.round(255 * Math.min(Math.max(shade, 0), 1))];
+const color = (shade) => ramp[Math.round(255 * Math.min(Math.max(shade, 0), 1))];
 const css = (rgb) => `rgb(${rgb})`;
 const inkOn = ([r, g, b]) => (.3 * r + .59 * g + .11 * b > 118 ? "#10151b" : "#fff");
 
@@ -31,7 +31,7 @@ function paint(canvas, values, rows, columns, most) { // a pixel a cell, or, bey
     pooled[i] = Math.max(pooled[i], all[q * columns + k]);
   }
   const image = new ImageData(width, height);
-  pooled.forEach((shade, i) => image.data.set([...colour(shade), 255], 4 * i));
+  pooled.forEach((shade, i) => image.data.set([...color(shade), 255], 4 * i));
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
 }
@@ -51,13 +51,13 @@ function showMap() {
 
 const shortened = (word) => ([...word].length > 14 ? `${[...word].slice(0, 13).join("")}…` : word);
 const fontOf = (size, bold) => `${bold ? "bold " : ""}${size}px ${variable("--code")}`;
-function layOut() { // sizes the large map to the room there is, at whole pixels where cells are large enough
+function layOut() { // fits the large map to the space available, in whole pixels where cells are large enough
   const kind = state.kind, [, , rows, columns] = MAPS[kind].shape, canvas = at("large"), pen = canvas.getContext("2d");
   pen.font = fontOf(13, true);
   const widest = (words) => Math.max(...words.map((word) => pen.measureText(shortened(word)).width));
-  const left = widest(queriesOf(kind)) + 22, long = widest(keysOf(kind)) + 14, room = at("map").clientWidth - left - 2;
-  const slanted = (room - .7 * long) / columns >= 26, top = slanted ? .7 * long + 10 : long, right = slanted ? .7 * long : 2;
-  const fit = Math.min((room - right) / columns, 46), cell = fit >= 4 ? Math.floor(fit) : fit;
+  const left = widest(queriesOf(kind)) + 22, long = widest(keysOf(kind)) + 14, free = at("map").clientWidth - left - 2;
+  const slanted = (free - .7 * long) / columns >= 26, top = slanted ? .7 * long + 10 : long, right = slanted ? .7 * long : 2;
+  const fit = Math.min((free - right) / columns, 46), cell = fit >= 4 ? Math.floor(fit) : fit;
   const width = left + columns * cell + right, height = top + rows * cell + 2, pixels = window.devicePixelRatio || 1;
   [canvas.width, canvas.height] = [width * pixels, height * pixels];
   [canvas.style.width, canvas.style.height] = [`${width}px`, `${height}px`];
@@ -92,7 +92,7 @@ function drawNumbers(pen) {
   [pen.font, pen.textAlign, pen.textBaseline] = [`11px ${variable("--text")}`, "center", "middle"];
   for (let i = 0; i < values.length; i++) {
     if (values[i] < .005) continue;
-    pen.fillStyle = inkOn(colour(all[i]));
+    pen.fillStyle = inkOn(color(all[i]));
     const text = values[i] >= .995 ? "1" : values[i].toFixed(2).slice(1);
     pen.fillText(text, left + (i % columns + .5) * cell, top + (Math.floor(i / columns) + .5) * cell + .5);
   }

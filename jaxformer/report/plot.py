@@ -1,17 +1,19 @@
-"""`loss.png`: the curve of a run, drawn from its metrics alone."""
+"""`loss.png`: the loss curves of a run, drawn from its metrics alone."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.files import replacing
 from jaxformer.report.metrics import read_metrics
+from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Lines = list[dict[str, Any]]
 
 BLUE, RED, INK, FAINT = "#2f6db5", "#c8502b", "#33373d", "#d9dce1"
 TIME_UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
@@ -36,8 +38,10 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_losses(run_dir: str | Path) -> Path:
-    """Draws training and validation loss and the learning rate over tokens into loss.png;
-    ConfigError if none is logged."""
+    """Draws training loss, validation loss and learning rate over tokens into loss.png.
+
+    Raises ConfigError where no loss is logged.
+    """
     lines = read_metrics(run_dir)
     train = [line for line in lines if "loss" in line]
     evals = [line for line in lines if "val_loss" in line]
@@ -49,29 +53,27 @@ def plot_losses(run_dir: str | Path) -> Path:
 
     import matplotlib
 
+    path = Path(run_dir) / "loss.png"
     with matplotlib.rc_context(STYLE):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 5), dpi=160, facecolor="white")
-        FigureCanvasAgg(figure)
         _draw(figure, train, evals, Path(run_dir).resolve().name)
-        return _save(figure, Path(run_dir) / "loss.png")
+        with replacing(path) as file:
+            figure.savefig(file, format="png")
+    return path
 
 
-def _draw(
-    figure: "Figure", train: list[dict[str, Any]], evals: list[dict[str, Any]], title: str
-) -> None:
-    top, bottom = figure.subplots(
-        2, 1, sharex=True, height_ratios=(5, 1), gridspec_kw={"hspace": 0.1}
-    )
-    figure.subplots_adjust(left=0.06, right=0.92, top=0.835, bottom=0.105)
+def _draw(figure: "Figure", train: Lines, evals: Lines, title: str) -> None:
+    """Two panels over one axis of tokens: the losses, and below them the learning rate."""
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    figure.subplots_adjust(left=0.06, right=0.92, top=0.835, bottom=0.105, hspace=0.1)
     figure.text(0.06, 0.95, title, fontsize=13, fontweight="bold", va="center")
-    scale = _tokens_per_step(train)
+    known = [line["tokens"] / line["step"] for line in train if line.get("tokens") and line["step"]]
+    scale = known[-1] if known else 1.0  # tokens per step; unknown, the axis counts steps
     _losses(top, train, evals, scale)
-    figure.legend(
-        frameon=False, loc="center right", bbox_to_anchor=(0.93, 0.95), ncols=2, handlelength=1.6
-    )
+    legend: dict[str, Any] = {"loc": "center right", "bbox_to_anchor": (0.93, 0.95)}
+    figure.legend(frameon=False, ncols=2, handlelength=1.6, **legend)
 
     steps, rates = _column(train, "step"), _column(train, "learning_rate")
     bottom.plot(steps * scale, rates, color=INK, linewidth=1.2, marker=_marker(train))
@@ -84,20 +86,19 @@ def _draw(
     bottom.xaxis.set_major_formatter(lambda value, _: _short(value))
     bottom.set_xlabel("tokens" if scale != 1 else "steps")
     bottom.set_xlim(0, max(line["step"] for line in [*train, *evals]) * scale or 1)
-
     _above(top, [*train, *evals], scale)
 
 
-def _above(axes: "Axes", lines: list[dict[str, Any]], scale: float) -> None:
-    """The second axis: steps where the first counts tokens, and below each the time it took."""
-    steps, seconds = (_column(lines, name) for name in ("step", "seconds"))
+def _above(axes: "Axes", lines: Lines, scale: float) -> None:
+    """The axis at the top: steps where the lower one counts tokens, and the time they took."""
+    steps, seconds = _column(lines, "step"), _column(lines, "seconds")
     order = np.argsort(steps, kind="stable")
     order = order[np.isfinite(seconds[order])]
     steps, seconds = np.append(0, steps[order]), np.append(0.0, seconds[order])
     timed = len(order) > 0
     size, unit = next((row for row in TIME_UNITS if seconds[-1] >= 2 * row[0]), TIME_UNITS[-1])
-    named = ["steps"] * (scale != 1) + [unit] * timed
-    if not named:
+    labels = ["steps"] * (scale != 1) + [unit] * timed
+    if not labels:
         return
 
     def tick(step: float, _: object) -> str:
@@ -106,128 +107,93 @@ def _above(axes: "Axes", lines: list[dict[str, Any]], scale: float) -> None:
             parts.append(f"{np.interp(step, steps, seconds) / size:.3g}")
         return "\n".join(parts)
 
-    def steps_of(x: Any) -> Any:
+    def to_steps(x: Any) -> Any:
         return x / scale
 
-    def place_of(step: Any) -> Any:
+    def from_steps(step: Any) -> Any:
         return step * scale
 
-    above = axes.secondary_xaxis("top", functions=(steps_of, place_of))
-    above.set_xlabel(" and ".join(named), labelpad=6)
+    above = axes.secondary_xaxis("top", functions=(to_steps, from_steps))
+    above.set_xlabel(" and ".join(labels), labelpad=6)
     above.xaxis.set_major_formatter(tick)
     above.spines["top"].set_visible(False)
 
 
-def _losses(
-    axes: "Axes", train: list[dict[str, Any]], evals: list[dict[str, Any]], scale: float
-) -> None:
+def _losses(axes: "Axes", train: Lines, evals: Lines, scale: float) -> None:
     x, loss = _column(train, "step") * scale, _column(train, "loss")
     marks, val = _column(evals, "step") * scale, _column(evals, "val_loss")
     places, smooth = _smooth(loss)
+    line: dict[str, Any] = {"solid_capstyle": "round", "marker": _marker(train)}
+    dots: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
+    dots |= {"markeredgewidth": 0.8, "clip_on": False, "zorder": 3}
     axes.plot(x, loss, color=BLUE, alpha=0.28, linewidth=0.9)
-    axes.plot(
-        x[places],
-        smooth,
-        color=BLUE,
-        linewidth=1.8,
-        solid_capstyle="round",
-        marker=_marker(train),
-        label="training",
-    )
-    dots: dict[str, Any] = {
-        "marker": "o",
-        "markersize": 4.5,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.8,
-    }
-    axes.plot(
-        marks, val, color=RED, linewidth=1.0, **dots, clip_on=False, zorder=3, label="validation"
-    )
+    axes.plot(x[places], smooth, color=BLUE, linewidth=1.8, label="training", **line)
+    axes.plot(marks, val, color=RED, linewidth=1.0, label="validation", **dots)
     axes.text(0.995, 0.985, "loss (nats per token)", transform=axes.transAxes, ha="right", va="top")
     axes.set_ylim(_range(loss, val))
     _label_ends(axes, [(x[places], smooth, BLUE), (marks, val, RED)])
 
 
 def _range(loss: np.ndarray, val: np.ndarray) -> tuple[float, float]:
-    """Limits that hold the start, the end and the validation, and let a lone spike leave the
-    picture."""
+    """Limits that include the start, the end and the validation loss, but not a lone spike."""
     seen = loss[np.isfinite(loss)]
-    held = [
-        *val[np.isfinite(val)],
-        *seen[:1],
-        *([seen.min(), np.percentile(seen, 98)] if len(seen) else []),
-    ] or [0.0, 1.0]
-    margin = max(0.06 * (max(held) - min(held)), 0.1)
-    return min(held) - margin, max(held) + margin
+    shown = [*val[np.isfinite(val)], *seen[:1]]
+    shown += [seen.min(), np.percentile(seen, 98)] if len(seen) else []
+    low, high = (min(shown), max(shown)) if shown else (0.0, 1.0)
+    margin = max(0.06 * (high - low), 0.1)
+    return low - margin, high + margin
 
 
 def _label_ends(axes: "Axes", curves: list[tuple[np.ndarray, np.ndarray, str]]) -> None:
-    """Writes each curve's last value beside its end, pushed apart where the two would overlap."""
-    ends = [
-        (xs[np.isfinite(ys)][-1], ys[np.isfinite(ys)][-1], color)
-        for xs, ys, color in curves
-        if np.isfinite(ys).any()
-    ]
+    """Writes each curve's last value beside its end, apart where the two would overlap."""
+    ends = []
+    for xs, ys, color in curves:
+        if (good := np.isfinite(ys)).any():
+            ends.append((xs[good][-1], ys[good][-1], color))
     low, high = axes.get_ylim()
     gap = 0.052 * (high - low)
-    places = [min(end[1], high) for end in ends]
+    places = [min(y, high) for _, y, _ in ends]
     if len(ends) == 2 and abs(places[0] - places[1]) < gap:
         middle, sign = sum(places) / 2, 1 if places[0] >= places[1] else -1
         places = [middle + sign * gap / 2, middle - sign * gap / 2]
-    style: dict[str, Any] = {
-        "textcoords": "offset points",
-        "va": "center",
-        "fontweight": "bold",
-        "annotation_clip": False,
-    }
+    style: dict[str, Any] = {"va": "center", "fontweight": "bold", "annotation_clip": False}
     for (x, value, color), y in zip(ends, places, strict=True):
-        axes.annotate(f"{value:.3f}", (x, y), (7, 0), color=color, **style)
+        label, offset = f"{value:.3f}", (7, 0)
+        axes.annotate(label, (x, y), offset, textcoords="offset points", color=color, **style)
 
 
-def _marker(points: list[dict[str, Any]]) -> str:
+def _marker(points: Lines) -> str:
     """A line of one point is seen only by its marker."""
     return "o" if len(points) == 1 else ""
 
 
 def _short(value: float) -> str:
-    """`0`, `250`, `2.5k`, `1.6M`, `10B`: a tick in as few characters as it takes."""
+    """`0`, `250`, `2.5k`, `1.6M`, `10B`: a tick in few characters."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
     return f"{value:g}"
 
 
-def _tokens_per_step(train: list[dict[str, Any]]) -> float:
-    """Tokens of one step, from the last line that tells; 1 where none does, and then the axis
-    counts steps."""
-    known = [line["tokens"] / line["step"] for line in train if line.get("tokens") and line["step"]]
-    return known[-1] if known else 1.0
-
-
-def _column(lines: list[dict[str, Any]], name: str) -> np.ndarray:
+def _column(lines: Lines, name: str) -> np.ndarray:
     return np.array([line.get(name, np.nan) for line in lines], dtype=np.float64)
 
 
 def _smooth(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At up to 500 places, their indices and the mean of a hundredth of the run to each side, less
-    at its start.
+    """The indices of up to 500 places, and a smoothed value at each.
 
-    The highest and lowest fifths are left out, so a spike does not bend the curve.
+    It is the mean over a window of a hundredth of the run to each side, narrower at the start,
+    without its highest and lowest fifths, so that a spike does not bend the curve.
     """
     good = np.flatnonzero(np.isfinite(values))
     if not len(good):
         return good, values[good]
     reach = max(len(good) // 100, 2)
     places = np.unique(np.linspace(0, len(good) - 1, 500).astype(int))
-    windows = [values[good[i - min(i, reach) : i + min(i, reach) + 1]] for i in places]
-    return good[places], np.array(
-        [np.sort(w)[len(w) // 5 : len(w) - len(w) // 5].mean() for w in windows]
-    )
-
-
-def _save(figure: "Figure", path: Path) -> Path:
-    """Saves through a temporary file, so that a viewer never opens half a picture."""
-    part = path.with_name(f".{path.name}.new")
-    figure.savefig(part, format="png")
-    os.replace(part, path)
-    return path
+    means = []
+    for place in places:
+        near = min(place, reach)
+        window = np.sort(values[good[place - near : place + near + 1]])
+        cut = len(window) // 5
+        means.append(window[cut : len(window) - cut].mean())
+    return good[places], np.array(means)

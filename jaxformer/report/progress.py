@@ -3,15 +3,12 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jaxformer.report.format import human_time
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-    from rich.progress import Task
-    from rich.text import Text
+    from rich.live import Live
 
 LINE_SECONDS = 2.0
 REDRAWS_PER_SECOND = 4
@@ -19,11 +16,11 @@ NARROW, NARROWER = 76, 64
 
 
 class ProgressBar:
-    """Shows where a run is; used as a context manager around the steps, it leaves the terminal as
-    it found it.
+    """Shows how far a run is. As a context manager around the steps it leaves the terminal as it
+    found it.
 
-    `mode` is "bar", "lines", "none" (only what `log` says), or "auto": a bar if standard output is
-    a terminal, else lines.
+    `mode` is "bar", "lines", "none" (shows only what `log` is given), or "auto": a bar if standard
+    output is a terminal, else lines.
     """
 
     def __init__(
@@ -36,65 +33,55 @@ class ProgressBar:
         self.step = start_step
         self.shown: dict[str, float] = {}
         self._mode = mode
-        self._bar: Bar | None = None
+        self._live: Live | None = None
         self._first: tuple[int, float] | None = None
         self._last_line = float("-inf")
 
     def __enter__(self) -> Self:
         if self._mode == "auto":
-            self._mode = "bar" if sys.stdout.isatty() and _draws() else "lines"
+            self._mode = "bar" if sys.stdout.isatty() and _can_redraw() else "lines"
         if self._mode == "bar":
-            self._bar = _bar(self)
-            self._bar.add_task("", total=self.total, completed=self.step)
-            self._bar.start()
+            self._live = _live(self)
+            self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Marks `step` steps as done; `metrics` (host numbers) are those of a logged step or of an
         evaluation.
 
-        The clock of the time left starts at the first update, so that compiling is not counted.
+        The time left is estimated from the first update on, so that compilation does not count.
         """
         now = time.monotonic()
         self.step = step
         self._first = self._first or (step, now)
-        if metrics:
-            self.shown.update(metrics)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step)
-        elif self._mode == "lines" and metrics and self._due(now, metrics):
-            self._last_line = now
-            self.log(self.line(metrics))
+        self.shown.update(metrics or {})
+        if self._mode == "lines" and metrics:
+            rare = "val_loss" in metrics or self.step >= self.total
+            if rare or now - self._last_line >= LINE_SECONDS:
+                self._last_line = now
+                self.log(self.line(metrics))
 
     def log(self, text: str) -> None:
         """Prints a line above the bar, or among the lines; characters that the output cannot encode
         become `?`."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
     def seconds_left(self) -> float:
-        """Time to the last step at the mean pace since the first update; NaN before there is
-        one."""
+        """Time to the last step at the mean pace since the first update; NaN before the second."""
         if self._first is None or self.step <= self._first[0]:
             return float("nan")
-        return (
-            (time.monotonic() - self._first[1])
-            / (self.step - self._first[0])
-            * max(self.total - self.step, 0)
-        )
+        first, start = self._first
+        pace = (time.monotonic() - start) / (self.step - first)
+        return pace * max(self.total - self.step, 0)
 
     def line(self, metrics: Mapping[str, Any]) -> str:
         """One plain line about a logged step or an evaluation."""
@@ -104,12 +91,11 @@ class ProgressBar:
             parts.append(f"{human_time(self.seconds_left())} left")
         return "  ".join(filter(None, parts))
 
-    def _due(self, now: float, metrics: Mapping[str, Any]) -> bool:
-        return (
-            now - self._last_line >= LINE_SECONDS
-            or "val_loss" in metrics
-            or self.step >= self.total
-        )
+    def status(self) -> str:
+        """What the bar says at its end: the time left, or why there is none."""
+        if self._first is None:
+            return "compiling"
+        return "done" if self.step >= self.total else f"{human_time(self.seconds_left())} left"
 
 
 LINE_PARTS: dict[str, Callable[[Any], str]] = {
@@ -123,51 +109,39 @@ LINE_PARTS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _draws() -> bool:
+def _can_redraw() -> bool:
     """Whether the terminal can redraw a line, which the dumb ones of editors and logs cannot."""
     from rich.console import Console
 
     return not Console().is_dumb_terminal
 
 
-def _bar(progress: ProgressBar) -> "Bar":
+def _live(progress: ProgressBar) -> "Live":
+    """The bar, which is composed when it is drawn, so that a step costs nothing."""
     from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn
-    from rich.progress import Progress as Bar
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar as Bar
+    from rich.table import Table
     from rich.text import Text
 
-    class Words(ProgressColumn):
-        """A column whose words are made when it is drawn, so that a step costs nothing."""
-
-        def __init__(self, words: Callable[[], str], style: str) -> None:
-            super().__init__()
-            self.words, self.style = words, style
-
-        def render(self, task: "Task") -> "Text":
-            return Text(self.words(), style=self.style, no_wrap=True)
-
     console = Console(force_terminal=True)
-    columns: list[ProgressColumn] = [
-        Words(lambda: f"step {progress.step}/{progress.total}", "bold"),
-        BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-        Words(lambda: _shown(progress, "loss"), "bold"),
-        Words(
-            lambda: _shown(progress, "tokens_per_second") if console.width >= NARROWER else "",
-            "cyan",
-        ),
-        Words(lambda: _shown(progress, "mfu") if console.width >= NARROW else "", "cyan"),
-        Words(lambda: _left(progress), ""),
-    ]
-    return Bar(*columns, console=console, refresh_per_second=REDRAWS_PER_SECOND, expand=True)
 
+    def metric(name: str, style: str, narrowest: int = 0) -> Text:
+        known = name in progress.shown and console.width >= narrowest
+        text = LINE_PARTS[name](progress.shown[name]) if known else ""
+        return Text(text, style, no_wrap=True)
 
-def _shown(progress: ProgressBar, name: str) -> str:
-    return LINE_PARTS[name](progress.shown[name]) if name in progress.shown else ""
+    def draw() -> Table:
+        total, step = progress.total, progress.step
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_row(
+            Text(f"step {step}/{total}", "bold", no_wrap=True),
+            Bar(total, step, complete_style="cyan", finished_style="green"),
+            metric("loss", "bold"),
+            metric("tokens_per_second", "cyan", narrowest=NARROWER),
+            metric("mfu", "cyan", narrowest=NARROW),
+            Text(progress.status(), no_wrap=True),
+        )
+        return row
 
-
-def _left(progress: ProgressBar) -> str:
-    if progress._first is None:
-        return "compiling"
-    return (
-        "done" if progress.step >= progress.total else f"{human_time(progress.seconds_left())} left"
-    )
+    return Live(console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND)

@@ -1,10 +1,10 @@
-"""Text to token ids and back: one `Tokenizer`, whether trained here, made of bytes or characters,
-or given."""
+"""Text to token ids and back: one `Tokenizer`, whether it is trained here, made of bytes or
+characters, or read from files."""
 
 from jaxformer.tokenizer.bpe import train_bpe
-from jaxformer.tokenizer.files import END_OF_TEXT
+from jaxformer.tokenizer.files import END_OF_TEXT, MARKS, SENTINELS
 from jaxformer.tokenizer.make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
-from jaxformer.tokenizer.tokenizer import MARKS, SENTINELS, Tokenizer
+from jaxformer.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "END_OF_TEXT",

@@ -1,17 +1,16 @@
-"""Texts to ids on all cores: in parts where they are long, by tiktoken's core where it gives the
-same ids."""
+"""Encodes texts on all cores: long ones in parts, and by tiktoken where it gives the same ids."""
 
 import copy
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
 from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
 
@@ -20,45 +19,44 @@ if TYPE_CHECKING:
 
 TokenIds = list[int] | np.ndarray
 
-MUCH = 1 << 14  # characters that are worth to look whether tiktoken can be had
+MUCH = 1 << 14  # characters from which on it pays to find out whether tiktoken can be used
 BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
-SHARE = 1 << 15  # characters that a thread encodes before it takes the next
 
 
 class Encoder:
-    """Ids of texts without what a template puts around them; `named` says whether names of special
-    tokens are these."""
+    """Ids of texts, without a template around them; `named` says whether names of special tokens in
+    a text are these tokens."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", split_names: bool) -> None:
         backend.encode_special_tokens = True
         self._backend, self._split_names = backend, split_names
 
     def spec(self) -> dict[str, Any]:
-        """What the tokenizer.json holds."""
+        """The tokenizer.json as an object."""
         return json.loads(self._backend.to_str())  # type: ignore[no-any-return]
 
     @functools.cached_property
     def marking(self) -> "tokenizers.Tokenizer":
-        """A second backend, to which names of special tokens are these: a switch of the first would
-        meet other threads."""
+        """A copy of the backend that reads names of special tokens as these tokens. Setting this
+        back and forth on one backend would affect other threads."""
         backend = copy.deepcopy(self._backend)
         backend.encode_special_tokens = self._split_names
         return backend
 
     def rows(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
         """The ids of each text. Raises ConfigError for what the tokenizer cannot encode."""
-        cores = (
-            len(texts) > 1
-        )  # one text alone starts no threads: its caller may have little memory to give, or none
+        # One text starts no threads: where memory is short, a thread may never begin to run.
+        cores = len(texts) > 1
         if max(map(len, texts), default=0) <= 2 * PART_CHARACTERS:
             return self._rows(texts, named, cores)
+        # The parts of all texts are encoded together, and then joined again text by text.
         parts = [[*self._cuts[named].parts(text)] for text in texts]
         rows = iter(self._rows([*itertools.chain.from_iterable(parts)], named, cores))
         return [_joined([*itertools.islice(rows, len(of_text))]) for of_text in parts]
 
     def stream(self, chunks: Iterable[str], named: bool) -> Iterator[TokenIds]:
-        """The ids of a text that comes in chunks of any size, a part after the other, in the memory
-        of a few."""
+        """The ids of a text that comes in chunks of any size, part after part, in the memory of a
+        few parts."""
         blocks = self._cuts[named].blocks(_checked(chunks))
         while several := [*itertools.islice(blocks, BLOCKS_IN_FLIGHT)]:
             yield from self._rows(several, named, False)
@@ -75,52 +73,50 @@ class Encoder:
     def _rows(self, texts: Sequence[str], named: bool, cores: bool) -> list[TokenIds]:
         fast = self._fast if sum(map(len, texts)) >= MUCH else None
         names = named and not self._split_names
+
+        def encode(text: str) -> TokenIds:
+            if fast and len(text) <= MOST_CHARACTERS:
+                return fast.encode(text, names)
+            return self._slow([text], named)[0]
+
         try:
             if fast and (fast.marks or not names):
-                encode = functools.partial(self._row, fast, names)
-                return _on_all_cores(encode, texts) if cores else [*map(encode, texts)]
+                if not cores:
+                    return [*map(encode, texts)]
+                with ThreadPool() as pool:  # tiktoken releases the GIL
+                    return pool.map(encode, texts)
             return self._slow(texts, named)
         except Exception as error:  # the libraries raise nothing narrower
             raise self._unencodable(texts, error) from None
 
-    def _row(self, fast: Fast, names: bool, text: str) -> TokenIds:
-        return (
-            fast.encode(text, names)
-            if len(text) <= MOST_CHARACTERS
-            else self._slow([text], names)[0]
-        )
-
     def _slow(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
         backend = self.marking if named else self._backend
-        return [
-            encoding.ids
-            for encoding in backend.encode_batch_fast([*texts], add_special_tokens=False)
-        ]
+        encodings = backend.encode_batch_fast([*texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
-        text = "".join(texts)
-        if half := next((char for char in text if "\ud800" <= char <= "\udfff"), None):
+        characters = sorted({*"".join(texts)})
+        if half := next((char for char in characters if "\ud800" <= char <= "\udfff"), None):
             return ConfigError(
-                f"the text holds {half!r} (U+{ord(half):04X}), half of a character of UTF-16, which"
-                ' stands for nothing: decode it with errors="replace".'
+                f"the text holds {half!r} (U+{ord(half):04X}), half of a surrogate pair of UTF-16:"
+                ' decode it with errors="replace".'
             )
-        unseen = [char for char in sorted({*text}) if self._backend.token_to_id(char) is None]
+        unseen = [char for char in characters if self._backend.token_to_id(char) is None]
         if "UNK" not in str(error) or not unseen:
             return ConfigError(f"the tokenizer cannot encode this text: {error}.")
-        shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in unseen[:5]) + (
-            ", ..." if len(unseen) > 5 else ""
-        )
+        shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in unseen[:5])
+        more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         return ConfigError(
-            f"the character tokenizer has never seen {shown}: leave"
-            f" {'it' if len(unseen) == 1 else 'them'} out, or train with tokenizer.kind=bytes or"
-            " bpe, which encode any text."
+            f"the character tokenizer has no token for {shown}{more}: leave them out of the text,"
+            " or train with tokenizer.kind=bytes or bpe, which encode any text."
         )
 
 
 def _checked(chunks: Iterable[str]) -> Iterator[str]:
-    """The strings of an iterable; those of a file handle not by lines, which may be long."""
-    read: Callable[[int], str] | None = getattr(chunks, "read", None)
-    for chunk in iter(lambda: read(2 * PART_CHARACTERS) or None, None) if read else chunks:
+    """The strings of an iterable. A file is read in blocks rather than lines, which may be long."""
+    if read := getattr(chunks, "read", None):
+        chunks = itertools.takewhile(len, map(read, itertools.repeat(2 * PART_CHARACTERS)))
+    for chunk in chunks:
         if not isinstance(chunk, str):
             raise ConfigError(
                 f"a piece of the text is {type(chunk).__name__}, not str: open the file as text."
@@ -134,19 +130,3 @@ def _joined(rows: list[TokenIds]) -> TokenIds:
     if all(isinstance(row, list) for row in rows):
         return [*itertools.chain.from_iterable(rows)]
     return np.concatenate([np.asarray(row, np.uint32) for row in rows])
-
-
-def _on_all_cores(encode: Callable[[str], TokenIds], texts: Sequence[str]) -> list[TokenIds]:
-    """Each text's row, by threads that take some texts at a time."""
-    ends = itertools.accumulate(map(len, texts))
-    groups = [
-        [text for _, text in group]
-        for _, group in itertools.groupby(zip(ends, texts, strict=True), _share)
-    ]
-    with ThreadPoolExecutor() as pool:
-        shares = pool.map(lambda group: [encode(text) for text in group], groups)
-        return [*itertools.chain.from_iterable(shares)]
-
-
-def _share(sized: tuple[int, str]) -> int:
-    return sized[0] // SHARE

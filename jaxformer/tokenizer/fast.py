@@ -1,5 +1,4 @@
-"""tiktoken's core for tokenizers to which it gives the ids of the tokenizers library, several times
-as fast."""
+"""tiktoken's encoder, several times as fast, for the tokenizers whose ids it reproduces."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -14,39 +13,36 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-MOST_CHARACTERS = (
-    1 << 18
-)  # characters of a text: its regular expressions give up at a million white spaces in a row
+# The longest text that tiktoken reads here: its regular expressions fail at a million white spaces
+# in a row.
+MOST_CHARACTERS = 1 << 18
 
-# A letter or digit that each version of Unicode from 13 to 17 brought: two libraries that agree on
-# all have one table.
+# A letter or digit that is new in each version of Unicode from 13 to 17: two libraries that agree
+# on all of them use the same tables of characters.
 NEWEST = (
     "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940"
     "\U00011de0"
 )
+# Settings of a BPE model that change how it merges.
+MERGE_SETTINGS = (
+    *("dropout", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("byte_fallback", "ignore_merges"),
+)
 
 
 class Fast:
-    """The ids of plain text, and of text in which names of special tokens are these where
-    `marks`."""
+    """Encodes plain text; and, where `marks`, text in which names of special tokens are these
+    tokens."""
 
     def __init__(self, core: "tiktoken.Encoding", names: dict[str, int], marks: bool) -> None:
         self._core, self._names, self.marks = core, names, marks
         longest_first = sorted(names, key=len, reverse=True)
-        self._parted = (
-            re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if names else None
-        )
+        self._names_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @classmethod
     def of(cls, spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> "Fast | None":
-        """tiktoken's core for a tokenizer.json; None where it is not installed, or ids could
-        differ.
-
-        tiktoken merges what makes a token, BPE the two parts that its one merge names. These are
-        the same where each token, taken alone, is merged to itself: as long as a token's borders
-        stand, what happens inside does not know of the rest. Entries that no merge makes are in no
-        text, so the core has no need of them.
-        """
+        """The encoder for a tokenizer.json; None where tiktoken is not installed, or its ids could
+        differ."""
         try:
             import tiktoken
         except ImportError:
@@ -55,78 +51,64 @@ class Fast:
         ranks = _ranks(spec, backend) if pattern else None
         if not ranks or not pattern:
             return None
-        # Never met: without a special token the core looks for the empty one, at every byte.
+        # Without any special token the core looks for the empty one, at every byte.
         unused = {"\0 not a token": max(backend.get_vocab().values()) + 1}
+        words = WORD_PATTERNS[pattern].words
         core = tiktoken.Encoding(
-            pattern,
-            pat_str=WORD_PATTERNS[pattern].words,
-            mergeable_ranks=ranks,
-            special_tokens=unused,
+            pattern, pat_str=words, mergeable_ranks=ranks, special_tokens=unused
         )
         added = spec["added_tokens"]
-        flags = {
-            (token["single_word"], token["lstrip"], token["rstrip"], token["normalized"])
-            for token in added
-        }
-        plain = len(flags) <= 1 and not any(flag for found in flags for flag in found[:3])
-        fast = cls(core, {token["content"]: token["id"] for token in added}, plain)
-        probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
-        return (
-            fast
-            if fast.encode(probe, False).tolist()
-            == backend.encode(probe, add_special_tokens=False).ids
-            else None
+        # A plain search finds names where the library does, if they all are of one kind, in the
+        # text as it is or as it is normalized, and neither strip spaces nor must be whole words.
+        plain = not any(
+            token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")
         )
+        marks = plain and len({token["normalized"] for token in added}) <= 1
+        fast = cls(core, {token["content"]: token["id"] for token in added}, marks)
+        probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
+        expected = backend.encode(probe, add_special_tokens=False).ids
+        return fast if fast.encode(probe, False).tolist() == expected else None
 
     def encode(self, text: str, names_are_tokens: bool) -> np.ndarray:
-        """The ids of a text of at most LONGEST characters: uint32."""
-        if not names_are_tokens or self._parted is None:
+        """The ids of a text of at most MOST_CHARACTERS characters: uint32."""
+        if not names_are_tokens or not self._names:
             return self._core.encode_to_numpy(text, disallowed_special=())
-        rows = []
-        for place, part in enumerate(self._parted(text)):
-            rows.append(
-                np.array([self._names[part]], np.uint32) if place % 2 else self.encode(part, False)
-            )
+        # Split by a group, a text gives plain text at even places, and names at odd ones.
+        rows = [
+            np.array([self._names[part]], np.uint32) if place % 2 else self.encode(part, False)
+            for place, part in enumerate(self._names_pattern.split(text))
+        ]
         return np.concatenate(rows)
 
 
 def _ranks(spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> dict[bytes, int] | None:
     """The bytes of each token with its id, in the order of merges; None where tiktoken would not
-    merge as BPE does."""
+    merge as BPE does.
+
+    tiktoken merges two parts if together they are the bytes of a token, BPE only those that the
+    merge of this token names. Both give the same ids where BPE alone makes each token of its own
+    bytes: while the borders of a token stand, what is merged inside does not depend on the rest.
+    """
     model = spec["model"]
-    unlike = (
-        "dropout",
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-        "byte_fallback",
-        "ignore_merges",
-    )
-    if model["type"] != "BPE" or spec["normalizer"] or any(model.get(name) for name in unlike):
+    settings = any(model.get(name) for name in MERGE_SETTINGS)
+    if model["type"] != "BPE" or spec["normalizer"] or settings:
         return None
     if not all(token["special"] for token in spec["added_tokens"]):
         return None  # these are tokens in plain text too
     vocab: dict[str, int] = model["vocab"]
     made = ["".join(pair) for pair in model["merges"]]
     order = [vocab[token] for token in made]
-    if (
-        order != sorted({*order})
-        or not BYTES.keys() <= vocab.keys()
-        or not {*"".join(made)} <= BYTES.keys()
-    ):
+    # Ids are tiktoken's ranks, so those of merges must ascend, each once.
+    if order != sorted({*order}) or not {*"".join(made)} <= BYTES.keys() <= vocab.keys():
         return None
     merge = backend.model.tokenize
     if any(len(merge(token)) > 1 for token in made):
         return None
-    # Words are spelled in BYTES, and only merges make longer tokens, so no text reaches another
-    # entry: GPT-2's end-of-text where nothing names it special, which is plain text then. The core
-    # lacks it.
-    others = vocab.keys() - {*made, *BYTES}
-    if any(
-        vocab[token] in (piece.id for piece in merge(token))
-        for token in others
-        if {*token} <= BYTES.keys()
-    ):
-        return None
+    # The core does without entries that no merge makes: words are spelled in BYTES, so these are in
+    # no text. An example is GPT-2's end of text where no file says that it is special.
+    for token in vocab.keys() - {*made, *BYTES}:
+        if {*token} <= BYTES.keys() and vocab[token] in (piece.id for piece in merge(token)):
+            return None
     return {
         bytes(BYTES[character] for character in token): vocab[token] for token in (*BYTES, *made)
     }

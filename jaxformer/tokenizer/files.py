@@ -1,15 +1,13 @@
-"""The files beside a tokenizer.json in a Hugging Face directory, which say what its special tokens
-are for."""
+"""The files of a tokenizer in a Hugging Face directory: where they are, and what they say of its
+special tokens."""
 
-import contextlib
 import json
-import os
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.config import ConfigError
+from jaxformer.files import read_object, write_text
+from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,50 +18,42 @@ ADDED_FILE = "added_tokens.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 IDS_FILE = "generation_config.json"
+# Files of tokenizers that have no tokenizer.json.
+OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.spm", "tekken.json")
 
-# Special tokens by what they are for, and what published tokenizers call them, the likeliest first.
+# What special tokens are for, and their names in published tokenizers, the likeliest first.
 END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|eot_id|>")
 ROLES = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),
-    "eos": (
-        END_OF_TEXT,
-        "<|end_of_text|>",
-        "</s>",
-        "<eos>",
-        "<|eos|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "[EOS]",
-        "[SEP]",
-    ),
+    "eos": (*ENDS, "[EOS]", "[SEP]"),
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
     "unk": ("<unk>", "[UNK]"),
     "cls": ("[CLS]", "<s>", "<|cls|>"),
     "sep": ("[SEP]", "</s>", "<|sep|>"),
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
+MARKS = tuple(ROLES[role][0] for role in ("cls", "sep", "mask"))
+SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
 
-# Keys of config.json and generation_config.json, and what the token is for: `start` is what the
-# target of an encoder-decoder begins with, `forced` what is then written first.
+# Keys of config.json and generation_config.json, and the role of the token: the target of an
+# encoder-decoder begins with `start`, and `forced` is the first token that is then written.
 IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
     "decoder_start_token_id": "start",
     "forced_bos_token_id": "forced",
 }
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
-
-# What tokenizers that have no tokenizer.json are kept in.
-OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.spm", "tekken.json")
 
 
 @dataclass(frozen=True)
-class Beside:
+class TokenizerMetadata:
     """What the files beside a tokenizer.json say.
 
     `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for,
-    `ids` those of roles that a model's own files give by number, `ends` all that these say to end a
-    text; `template` is the text of chat_template.jinja.
+    `ids` those of roles that a model's own files give by number, and `ends` all ids that these give
+    for tokens that end a text; `template` is the text of chat_template.jinja.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -73,83 +63,90 @@ class Beside:
     template: str | None = None
 
     @classmethod
-    def read(cls, folder: Path, backend: "tokenizers.Tokenizer") -> "Beside":
-        """The files of a directory, those that are there; the backend learns which of its tokens
+    def read(cls, folder: Path, backend: "tokenizers.Tokenizer") -> "TokenizerMetadata":
+        """Reads those files of a directory that exist, and tells the backend which of its tokens
         are special.
 
-        Raises ConfigError for a file that is malformed, and for a token that the vocabulary lacks.
+        Raises ConfigError for a malformed file, and for a token that the vocabulary lacks.
         """
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", SETTINGS_FILE):
-            found = read_object(folder / name)
-            _learn(backend, found, folder / name)
-            settings |= {
-                key: _typed(value)
-                for key, value in found.items()
-                if value is not None or key not in settings
-            }
-        contents = {
-            role: _content(value)
-            for role in ROLES
-            if (value := settings.get(f"{role}_token")) is not None
-        }
-        named = {
-            role: token
-            for role, content in contents.items()
-            if (token := backend.token_to_id(content)) is not None
-        }
+            found = read_optional(folder / name)
+            _add_tokens(backend, found, folder / name)
+            for key, value in found.items():
+                if value is not None or key not in settings:
+                    settings[key] = _typed(value)
+        named: dict[str, int] = {}
+        for role in ROLES:
+            value = settings.get(f"{role}_token")
+            token = None if value is None else backend.token_to_id(_content(value))
+            if token is not None:
+                named[role] = token
         ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
-            ids |= _numbers(backend, read_object(folder / name), folder / name)
-        first = {role: several[0] for role, several in ids.items()}
+            ids |= _ids(backend, read_optional(folder / name), folder / name)
         template = folder / TEMPLATE_FILE
-        ends = tuple(ids.get("eos", ()))
         return cls(
             settings,
             named,
-            first,
-            ends,
-            template.read_text(encoding="utf-8") if template.is_file() else None,
+            ids={role: several[0] for role, several in ids.items()},
+            ends=tuple(ids.get("eos", ())),
+            template=template.read_text(encoding="utf-8") if template.is_file() else None,
         )
 
+    def write(
+        self,
+        folder: Path,
+        special_tokens: dict[str, str],
+        ids: dict[str, Any],
+        max_length: int | None,
+    ) -> None:
+        """Writes the files that stand beside a tokenizer.json.
+
+        tokenizer_config.json holds what it held when it was read; what was not read is made of
+        `special_tokens`, by role, and of `max_length`. generation_config.json keeps what it holds,
+        with `ids`.
+        """
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if max_length is not None:
+            settings["model_max_length"] = max_length
+        if not self.settings:
+            settings["clean_up_tokenization_spaces"] = False
+        if "tokenizer_class" not in self.settings:  # a class knows its special tokens
+            settings |= {f"{role}_token": name for role, name in special_tokens.items()}
+        _write_json(folder / SETTINGS_FILE, settings | self.settings)
+        if self.template is not None:
+            write_text(folder / TEMPLATE_FILE, self.template)
+        if ids:
+            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | ids)
+
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
-        """Whether a decoded text loses the spaces before punctuation: not with BPE, whose spaces
-        are those of the text."""
+        """Whether decoded text loses the spaces before punctuation. With BPE it does not: those
+        spaces are the text's own."""
         bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         wanted = bool(self.settings.get("clean_up_tokenization_spaces"))
         return wanted and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none. Raises ConfigError for anything
-    else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore it, or remove it.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path} is no JSON object, but {type(found).__name__}: restore it, or remove it."
-        )
-    return found
+def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
+    """The ids of the roles, by the names of tokens alone."""
+    known = {
+        role: [vocab[name] for name in names if name in vocab] for role, names in ROLES.items()
+    }
+    return {role: ids[0] for role, ids in known.items() if ids}
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
+def read_optional(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. Raises ConfigError."""
+    return read_object(path) if path.exists() else {}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file that a path to a tokenizer, or to a directory that holds one, means."""
+    """The file of the tokenizer at a path, which is that file or its directory."""
     if not path.is_dir():
         return path
     files = path / TOKENIZER_FILE, path / VOCABULARY_FILE
@@ -161,15 +158,9 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     try:
-        text = file.read_text(encoding="utf-8")
+        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise missing(file) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file} cannot be read ({error}): set tokenizer.path to a tokenizer.json."
-        ) from None
-    try:
-        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
             f"{file} is not a tokenizer.json of the tokenizers library ({error}): set"
@@ -178,94 +169,77 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
 
 
 def without_tokenizer(folder: Path | str) -> ConfigError:
-    """What to say where text is to be read or written, and a model's directory has no
+    """The error where text is to be read or written, and a model's directory has no
     tokenizer.json."""
     file = Path(folder) / TOKENIZER_FILE
-    if _others(file):
+    if _other_forms(file):
         return missing(file)
     return ConfigError(f"{folder} has no {TOKENIZER_FILE}, so there is no text to read or write.")
 
 
-def _others(file: Path) -> list[str]:
-    return sorted({path.name for form in OTHER_FORMS for path in file.parent.glob(form)})
-
-
 def missing(file: Path) -> ConfigError:
-    """What to say where there is no tokenizer.json."""
-    others = _others(file)
+    """The error where there is no tokenizer.json."""
+    folder, others = file.parent, _other_forms(file)
     if file.name != TOKENIZER_FILE or not others:
         return ConfigError(
             f"{file} does not exist: name a tokenizer.json, a directory of one, or of vocab.json"
             " and merges.txt."
         )
+    found = f"{folder} has no tokenizer.json, but {', '.join(others)}"
     if any(name.endswith(".spm") for name in others) and "merges.txt" not in others:
         return ConfigError(
-            f"{file.parent} has no tokenizer.json, but {', '.join(others)}, which only Marian's own"
-            " tokenizer reads: make token ids with that of transformers, and call the model from"
-            " Python."
+            f"{found}, which only Marian's own tokenizer reads: make token ids with that of"
+            " transformers, and call the model from Python."
         )
-    return ConfigError(
-        f"{file.parent} has no tokenizer.json, but {', '.join(others)}: write one with"
-        " transformers, "
-        f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})."
-    )
+    written = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    return ConfigError(f"{found}: write one with transformers, {written}.")
 
 
-def _learn(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> None:
-    """Gives the backend the tokens that a file adds to it or makes special, as transformers
-    does."""
-    from tokenizers import AddedToken
+def _other_forms(file: Path) -> list[str]:
+    return sorted({path.name for form in OTHER_FORMS for path in file.parent.glob(form)})
 
+
+def _add_tokens(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> None:
+    """Adds to the backend the tokens that a file adds or makes special, as transformers does."""
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(str(index).isdecimal() for index in listed):
         raise ConfigError(
-            f"{file}: added_tokens_decoder is no object from ids to tokens: restore it, or"
-            " remove it."
+            f"{file}: added_tokens_decoder must be an object from ids to tokens: restore or remove"
+            " it."
         )
     for index, value in sorted(listed.items(), key=lambda item: int(item[0])):
         where = f"{file}: added_tokens_decoder[{index}]"
-        content = _content(value, where)
-        flags = {name: bool(value[name]) for name in (*FLAGS, "special") if name in value}
-        backend.add_tokens([AddedToken(content, **flags)])
-        if backend.token_to_id(content) != int(index):
+        token = _added_token(value, where)
+        backend.add_tokens([token])
+        if (actual := backend.token_to_id(token.content)) != int(index):
             raise ConfigError(
-                f"{where} is {content!r}, which is token {backend.token_to_id(content)} of"
-                " tokenizer.json: the two files do not belong together."
+                f"{where} is {token.content!r}, which is token {actual} of tokenizer.json: the two"
+                " files do not belong together."
             )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for where, value in _special(backend, settings, file):
-        content = _content(value, where)
-        if backend.token_to_id(content) is None:
+    for where, value in _special_tokens(backend, settings, file):
+        token = _added_token(value, where, special=True)
+        if backend.token_to_id(token.content) is None:
             raise ConfigError(
-                f"{where} is {content!r}, which is not in the vocabulary of tokenizer.json: "
-                "name one of its tokens, or add it to its added_tokens."
+                f"{where} is {token.content!r}, which is not in the vocabulary of tokenizer.json:"
+                " name one of its tokens, or add it to its added_tokens."
             )
-        if content not in known:
-            flags = (
-                {name: bool(value[name]) for name in FLAGS if name in value}
-                if isinstance(value, dict)
-                else {}
-            )
-            backend.add_tokens([AddedToken(content, special=True, **flags)])
+        if token.content not in known:
+            backend.add_tokens([token])
 
 
-def _is_token(backend: "tokenizers.Tokenizer", value: Any) -> bool:
-    """Whether a setting names a token: CodeLlama's fill_token is none, but what its class splits a
-    text at."""
-    return isinstance(value, str | dict) and backend.token_to_id(_content(value)) is not None
-
-
-def _special(
+def _special_tokens(
     backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
 ) -> list[tuple[str, Any]]:
-    """The special tokens that a file names, each with where it stands."""
-    roles = {f"{role}_token" for role in ROLES}
-    found = [
-        (f"{file}: {key}", value)
-        for key, value in settings.items()
-        if value is not None
-        and (key in roles or (key.endswith("_token") and _is_token(backend, value)))
-    ]
+    """The special tokens that a file names, each with the place where it does."""
+    found = []
+    for key, value in settings.items():
+        if value is None or not key.endswith("_token"):
+            continue
+        # Other keys may name no token: CodeLlama's fill_token is where its class splits a text.
+        is_role, may_be = key.removesuffix("_token") in ROLES, isinstance(value, str | dict)
+        if is_role or (may_be and backend.token_to_id(_content(value)) is not None):
+            found.append((f"{file}: {key}", value))
     for key in EXTRA:
         more = settings.get(key) or []
         if not isinstance(more, list | dict):
@@ -276,15 +250,20 @@ def _special(
 
 
 def _typed(value: Any) -> Any:
-    """A value in which tokens that are objects say so, as tokenizer_config.json has it, and
-    special_tokens_map.json not."""
+    """A value in which tokens that are objects say that they are, as they do in
+    tokenizer_config.json but not in special_tokens_map.json."""
     if isinstance(value, list):
         return [_typed(entry) for entry in value]
-    return (
-        {"__type": "AddedToken"} | value
-        if isinstance(value, dict) and "content" in value
-        else value
-    )
+    token = isinstance(value, dict) and "content" in value
+    return {"__type": "AddedToken"} | value if token else value
+
+
+def _added_token(value: Any, where: str, **more: bool) -> "tokenizers.AddedToken":
+    import tokenizers
+
+    given = value if isinstance(value, dict) else {}
+    flags = {name: bool(given[name]) for name in FLAGS if name in given} | more
+    return tokenizers.AddedToken(_content(value, where), **flags)
 
 
 def _content(value: Any, where: str = "") -> str:
@@ -296,11 +275,11 @@ def _content(value: Any, where: str = "") -> str:
     return content
 
 
-def _numbers(
+def _ids(
     backend: "tokenizers.Tokenizer", found: dict[str, Any], file: Path
 ) -> dict[str, list[int]]:
-    """The roles that a model's file gives by one number or by several; ids without a token are
-    padding."""
+    """The ids that a model's file gives for roles, one or several for each. Ids without a token,
+    which pad a vocabulary, are left out."""
     ids: dict[str, list[int]] = {}
     for key, role in IDS.items():
         values = found[key] if isinstance(found.get(key), list) else [found.get(key)]

@@ -1,15 +1,16 @@
 """Makes tokenizers: a byte-level BPE trained on texts, the 256 bytes, or the characters of texts.
-All deterministic.
 
-`specials` are tokens that an objective needs beside the end token, which they follow.
+All are deterministic. `specials` are tokens that an objective needs besides the end token, whose
+ids follow that of the end token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from jaxformer.config import ConfigError
+from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.bpe import train_on
 from jaxformer.tokenizer.files import END_OF_TEXT
-from jaxformer.tokenizer.pieces import ANY_CHARACTER, byte_characters
+from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.table import byte_level_bpe
 from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS
@@ -18,11 +19,11 @@ from jaxformer.tokenizer.words import BLOCK_CHARACTERS
 def train_bpe_tokenizer(
     texts: Iterable[str], vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2"
 ) -> Tokenizer:
-    """A byte-level BPE of texts, each parted by itself: the end token is 0, then `specials`, 256
-    bytes, and merges.
+    """A byte-level BPE of texts, in which no word reaches from one text into the next. Ids are the
+    end token (0), `specials`, the 256 bytes, and the merges.
 
-    A text too small for `vocab_size` entries gives fewer. Raises ConfigError where the first three
-    do not fit in them.
+    Texts too small for `vocab_size` entries give fewer. Raises ConfigError where `vocab_size` is
+    too small for the entries before the merges.
     """
     if vocab_size < 257 + len(specials):
         others = f", and {len(specials)} tokens that the objective needs" * bool(specials)
@@ -31,46 +32,44 @@ def train_bpe_tokenizer(
             f"the 256 bytes and the end of text{others}."
         )
     special_tokens = [END_OF_TEXT, *specials]
-    in_blocks = (
-        (text[start : start + BLOCK_CHARACTERS] for start in range(0, len(text), BLOCK_CHARACTERS))
-        for text in texts
-    )
-    vocab, merges = train_on(in_blocks, vocab_size, special_tokens, pattern=pattern)
+    vocab, merges = train_on(map(_in_blocks, texts), vocab_size, special_tokens, pattern=pattern)
     return Tokenizer(byte_level_bpe(vocab, merges, special_tokens, pattern))
 
 
+def _in_blocks(text: str) -> Iterator[str]:
+    for start in range(0, len(text), BLOCK_CHARACTERS):
+        yield text[start : start + BLOCK_CHARACTERS]
+
+
 def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:
-    """A token for each byte of UTF-8, its id the byte's value, the end token 256, and then
+    """A token for each byte of UTF-8, whose id is the byte; then the end token, 256, and
     `specials`."""
-    from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
-    backend = Backend(
-        models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[])
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([END_OF_TEXT, *specials])
-    return Tokenizer(backend)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _made(models.BPE(vocab=BYTES, merges=[]), words, decoders.ByteLevel(), specials)
 
 
 def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> Tokenizer:
-    """A token for each character of the texts, in the order of code points, then the end token,
-    then `specials`."""
+    """A token for each character of the texts, in the order of code points; then the end token and
+    `specials`."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
 
     alphabet: set[str] = set()
     for text in texts:
         alphabet.update(text)
-    # Without an unknown token in the vocabulary the library refuses an unseen character instead of
-    # dropping it.
-    backend = Backend(
-        models.WordLevel(
-            vocab={char: index for index, char in enumerate(sorted(alphabet))}, unk_token="<unk>"
-        )
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(ANY_CHARACTER), "isolated")
-    backend.decoder = decoders.Fuse()
+    vocab = {char: index for index, char in enumerate(sorted(alphabet))}
+    # The unknown token is not in the vocabulary, so that an unseen character is an error: without
+    # one the library drops it.
+    model = models.WordLevel(vocab=vocab, unk_token="<unk>")
+    words = pre_tokenizers.Split(Regex(ANY_CHARACTER), "isolated")
+    return _made(model, words, decoders.Fuse(), specials)
+
+
+def _made(model: Any, words: Any, decoder: Any, specials: Sequence[str]) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(model)
+    backend.pre_tokenizer, backend.decoder = words, decoder
     backend.add_special_tokens([END_OF_TEXT, *specials])
     return Tokenizer(backend)

@@ -1,19 +1,19 @@
-"""A byte-level BPE from its two tables, the bytes of each id and the merges in order; or from
-GPT-2's files of these."""
+"""A byte-level BPE from its two tables, the bytes of each id and the merges in order; or from the
+files in which GPT-2 has them."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.config import ConfigError
+from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.files import (
     ADDED_FILE,
     SETTINGS_FILE,
     TOKENIZER_FILE,
     missing,
-    read_object,
+    read_optional,
 )
-from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_special_tokens
+from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_pattern, check_special_tokens
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ GPT2_SPECIAL = ("<|endoftext|>",)
 CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's
 ROBERTA_SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
 
-# Special tokens by the class or the model_type that a directory names, of those whose words are
-# GPT-2's.
+# The special tokens of the families that split text as GPT-2 does, by the tokenizer class or the
+# model_type that a directory names.
 SPECIAL_TOKENS = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj"), GPT2_SPECIAL),
     **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA_SPECIAL),
@@ -38,14 +38,15 @@ def byte_level_bpe(
     special_tokens: Sequence[str] = (),
     pattern: str = "gpt2",
 ) -> "tokenizers.Tokenizer":
-    """A tokenizer of the library with just these ids; special tokens that the vocabulary lacks
-    follow its last id.
+    """A tokenizer of the tokenizers library with these ids; special tokens that the vocabulary
+    lacks follow its last id.
 
-    Raises ConfigError for a byte that is no entry, for two entries of the same bytes, and for a
-    merge whose parts or whole are none.
+    Raises ConfigError where the vocabulary lacks a byte, a part of a merge or its result, and where
+    it holds an entry twice.
     """
-    if pattern not in WORD_PATTERNS:
-        raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(WORD_PATTERNS)}.")
+    from tokenizers import Regex, pre_tokenizers
+
+    check_pattern(pattern)
     check_special_tokens(special_tokens)
     ids: dict[bytes, int] = {}
     for index, entry in vocab.items():
@@ -59,15 +60,15 @@ def byte_level_bpe(
             f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
             " add them."
         )
-    characters = byte_characters()
-    names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
-    names |= {name.encode(): name for name in special_tokens}
     for place, (left, right) in enumerate(merges):
         if unknown := [part for part in (left, right, left + right) if part not in ids]:
             raise ConfigError(
                 f"merge {place}, {left!r} and {right!r}: {unknown[0]!r} is not in the vocabulary."
             )
+    characters = byte_characters()
+    names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
     for name in special_tokens:
+        names[name.encode()] = name
         ids.setdefault(name.encode(), max(ids.values()) + 1)
     strings = {names[entry]: index for entry, index in ids.items()}
     made = {names[left] + names[right] for left, right in merges}
@@ -76,40 +77,42 @@ def byte_level_bpe(
             f"special_tokens={[*special_tokens]!r}: one is written as an entry is; take another"
             " name."
         )
-    return _backend(
-        strings,
-        [(names[left], names[right]) for left, right in merges],
-        special_tokens,
-        _words(pattern),
-    )
+    named_merges = [(names[left], names[right]) for left, right in merges]
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
+    if pattern != "gpt2":
+        split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
+        words = pre_tokenizers.Sequence([split, words])
+    backend = _backend(strings, named_merges, words)
+    backend.add_special_tokens([*special_tokens])
+    return backend
 
 
 def from_files(file: Path) -> "tokenizers.Tokenizer":
     """The tokenizer of a vocab.json and the merges.txt beside it, with what transformers adds to it
-    by the model's family.
+    for the model's family.
 
-    The family is that of tokenizer_config.json or config.json; without them RoBERTa's where all its
-    special tokens are entries, else GPT-2's. Raises ConfigError for one whose words are not
-    GPT-2's, and for files that do not fit together.
+    tokenizer_config.json or config.json says the family; without them it is RoBERTa's where the
+    vocabulary holds all of its special tokens, else GPT-2's. Raises ConfigError for a family that
+    does not split text as GPT-2 does, and for files that do not belong together.
     """
     from tokenizers import pre_tokenizers, processors
 
-    vocab, settings = _read_vocabulary(file), read_object(file.with_name(SETTINGS_FILE))
+    vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
     if not is_gpt2(file):
         raise missing(file.with_name(TOKENIZER_FILE))
     family = _family(file.parent, settings, vocab)
     space = bool(settings.get("add_prefix_space", False))
     names = [name for name in SPECIAL_TOKENS[family] if name in vocab]
     words = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), [], words)
-    for content, index in sorted(
-        read_object(file.with_name(ADDED_FILE)).items(), key=lambda item: str(item[1]).zfill(20)
-    ):
+    backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), words)
+    added = read_optional(file.with_name(ADDED_FILE))
+    # Ids are sorted as text, since a malformed one is found only below.
+    for content, index in sorted(added.items(), key=lambda item: str(item[1]).zfill(20)):
         backend.add_tokens([content])
         if backend.token_to_id(content) != index:
             raise ConfigError(
-                f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, and {file.name} leaves no"
-                " such place."
+                f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, which does not follow the"
+                f" ids of {file.name}: restore the two files."
             )
     backend.add_special_tokens(names)
     if SPECIAL_TOKENS[family] == ROBERTA_SPECIAL and {"<s>", "</s>"} <= {*names}:
@@ -121,63 +124,42 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
 
 
 def is_gpt2(file: Path) -> bool:
-    """Whether a vocab.json, with what lies beside it, is one that `from_files` reads. Raises
-    ConfigError for no JSON."""
-    vocab, settings = _read_vocabulary(file), read_object(file.with_name(SETTINGS_FILE))
-    known = _family(file.parent, settings, vocab) in SPECIAL_TOKENS and not settings.get(
-        "add_bos_token"
-    )
-    return (
-        known
-        and file.with_name(MERGES_FILE).is_file()
-        and BYTES.keys() <= vocab.keys()
-        and CLOSED not in vocab
-    )
+    """Whether `from_files` reads a vocab.json with the files beside it. Raises ConfigError for a
+    malformed one."""
+    vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
+    known = _family(file.parent, settings, vocab) in SPECIAL_TOKENS
+    byte_level = BYTES.keys() <= vocab.keys() and CLOSED not in vocab
+    merges = file.with_name(MERGES_FILE).is_file()
+    return known and byte_level and merges and not settings.get("add_bos_token")
 
 
 def _read_vocabulary(file: Path) -> dict[str, int]:
-    vocab: dict[str, Any] = read_object(file)
+    vocab: dict[str, Any] = read_optional(file)
     if not all(type(index) is int and index >= 0 for index in vocab.values()):
-        raise ConfigError(f"{file} is no object from tokens to ids: restore it.")
+        raise ConfigError(f"{file} must be an object from tokens to ids: restore it.")
     return vocab
 
 
-def _words(pattern: str) -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    if pattern == "gpt2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
-    return pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-
-
 def _backend(
-    vocab: dict[str, int], merges: list[tuple[str, str]], special_tokens: Sequence[str], words: Any
+    vocab: dict[str, int], merges: list[tuple[str, str]], words: Any
 ) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([*special_tokens])
     return backend
 
 
 def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> str:
-    named = (
-        str(settings.get("tokenizer_class") or "")
-        .removesuffix("Fast")
-        .removesuffix("Tokenizer")
-        .lower()
-    )
-    said = named or read_object(folder / "config.json").get("model_type")
-    return str(said or ("roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"))
+    name = str(settings.get("tokenizer_class") or "")
+    name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
+    guessed = "roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"
+    return str(name or read_optional(folder / "config.json").get("model_type") or guessed)
 
 
 def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a merges.txt. Raises ConfigError with the number of a line that is none."""
+    """The merges of a merges.txt. Raises ConfigError with the number of a malformed line."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

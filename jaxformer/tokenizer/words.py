@@ -1,8 +1,10 @@
-"""Parts text into the words within which BPE merges, and counts them, on all cores where there is
+"""Splits text into the words within which BPE merges, and counts them, on all cores where there is
 much text.
 
-This file is also the program of a counting process, which so imports neither NumPy nor the rest of
-the package.
+Counting holds the GIL, and the workers of `concurrent.futures.ProcessPoolExecutor` either fork,
+which is unsafe beside the threads of JAX, or import the caller's script again, which runs a script
+without a main guard twice. Therefore this file is also the program of a worker, which so imports
+neither NumPy nor the rest of the package: a worker takes 10 MB and 50 ms to start.
 """
 
 import contextlib
@@ -11,26 +13,25 @@ import itertools
 import os
 import pickle
 import re
-import signal
-import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from subprocess import PIPE, Popen
+from typing import Any, NamedTuple
 
-BLOCK_CHARACTERS = 1 << 19  # characters that are parted at a time
-FEW = 24  # blocks that one process has counted before others have started
+BLOCK_CHARACTERS = 1 << 19  # characters that are read and counted at a time
+FEW_BLOCKS = 24  # for fewer blocks than these, starting workers would not save time
 
 
 class WordPattern(NamedTuple):
-    """How text becomes words, as the `regex` module reads it, and where text can be cut without
-    changing a word."""
+    """Two regular expressions of the `regex` module: what a word is, and the places where a text
+    can be cut without changing a word."""
 
     words: str
     cuts: str
 
 
-# A run of letters or of digits ends with no look at what follows it.
+# A run of letters, or of digits, ends without regard to what follows it.
 RUNS = r"|(?<=\p{L})(?=\P{L})|(?<=\p{N})(?=\P{N})"
 
 WORD_PATTERNS = {
@@ -40,17 +41,14 @@ WORD_PATTERNS = {
     ),
     "llama3": WordPattern(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         r"(?<=\S)(?=[^\S\r\n])|(?<=[\r\n])(?=\S)" + RUNS,
     ),
 }
 
-# What the classes of a pattern are in ASCII, where the standard library's `re`, twice as fast, can
-# stand for `regex`.
+# What the classes of a pattern are in ASCII text, for which the standard library's `re` is used: it
+# is twice as fast as `regex`.
 ASCII = {r"\p{L}\p{N}]": "A-Za-z0-9]", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
-
-Block = list[str]  # texts that are counted together
 
 
 def split_words(text: str, pattern: str) -> list[str]:
@@ -71,19 +69,19 @@ def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
 
 
 def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
-    """What stands between special tokens in a text that comes in blocks, itself cut where it is
-    long and no word changes.
+    """The text between special tokens, from a text that comes in blocks.
 
-    Of special tokens that begin at the same character the longest is taken.
+    Of special tokens that begin at the same character the longest is taken. Long parts are cut
+    where no word changes, so that little text is held at a time.
     """
-    specials = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    specials = re.compile("|".join(map(re.escape, longest_first)))
     longest = max(map(len, special_tokens), default=0)
     held = ""
     for block in itertools.chain(filter(None, blocks), ("",)):
         held += block
-        known = (
-            len(held) - longest if block else len(held)
-        )  # a special token that begins by here is here as a whole
+        # A special token that begins later may be incomplete until the next block is read.
+        known = len(held) - longest if block else len(held)
         start = 0
         for match in specials.finditer(held) if special_tokens else ():
             if match.start() > known:
@@ -96,8 +94,8 @@ def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) ->
 
 
 def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
-    """The last place before `stop` where text can be cut; `start` where there is none, or not much
-    to cut."""
+    """The last place before `stop` where the text can be cut; `start` where there is none, or where
+    too little text would be cut off."""
     if stop - start < BLOCK_CHARACTERS // 2:
         return start
     import regex
@@ -107,31 +105,27 @@ def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
-    """How often each word is in the texts, counted by so many processes; None takes all cores where
-    that is sooner."""
+    """How often each word occurs in the texts. None for `processes` takes one per core where that
+    is faster."""
     blocks = _blocks(texts)
-    first = list(itertools.islice(blocks, FEW))
-    if processes is None:
-        processes = _cores() if len(first) == FEW else 1
+    first = list(itertools.islice(blocks, FEW_BLOCKS))
+    if processes is None and len(first) < FEW_BLOCKS:
+        processes = 1
+    elif processes is None:
+        affinity = getattr(os, "sched_getaffinity", None)
+        processes = len(affinity(0)) if affinity else os.cpu_count() or 1
     blocks = itertools.chain(first, blocks)
-    del first
+    del first  # the texts are kept no longer than until they are counted
+    counts = map(functools.partial(_count, pattern=pattern), blocks)
     total: Counter[str] = Counter()
-    if processes == 1:
-        for words in (split_words(text, pattern) for block in blocks for text in block):
-            total.update(words)
-    else:
-        for counted in _counted_beside(blocks, pattern, processes):
-            total.update(counted)
+    for counted in counts if processes == 1 else _counts_of_workers(blocks, pattern, processes):
+        total.update(counted)
     return total
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[Block]:
+def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
     block, size = [], 0
-    for text in filter(None, texts):
+    for text in texts:
         block.append(text)
         size += len(text)
         if size >= BLOCK_CHARACTERS:
@@ -141,69 +135,49 @@ def _blocks(texts: Iterable[str]) -> Iterator[Block]:
         yield block
 
 
-def _counted_beside(
-    blocks: Iterable[Block], pattern: str, processes: int
+def _count(block: list[str], pattern: str) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for text in block:
+        counted.update(split_words(text, pattern))
+    return counted
+
+
+def _counts_of_workers(
+    blocks: Iterable[list[str]], pattern: str, processes: int
 ) -> Iterator[dict[str, int]]:
-    """The counts of each block, in order; blocks are dealt to `processes` processes in turn."""
-    with contextlib.ExitStack() as stack:
-        busy: deque[_Process] = deque()
-        for block in blocks:
-            if len(busy) < processes:
-                process, counted = stack.enter_context(_Process(pattern)), {}
-            else:
-                process = busy.popleft()
-                counted = process.answer()
-            process.ask(block)
-            busy.append(process)
-            yield counted
-        while busy:
-            yield busy.popleft().answer()
-
-
-class _Process(subprocess.Popen[bytes]):
-    """A counting process: this file as a program. With multiprocessing each would run the caller's
-    script again."""
-
-    def __init__(self, pattern: str) -> None:
-        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-P", __file__, pattern]
-        super().__init__(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | paths
-        )
-
-    def ask(self, block: Block) -> None:
-        assert self.stdin is not None
-        with self._alive():
-            pickle.dump(block, self.stdin)
-            self.stdin.flush()
-
-    def answer(self) -> dict[str, int]:
-        assert self.stdout is not None
-        with self._alive():
-            return pickle.load(self.stdout)  # type: ignore[no-any-return]
-
-    @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            self.communicate()
-            raise RuntimeError(
-                f"a process that counts words ended (status {self.wait()}): try processes=1."
-            ) from None
-
-
-def _serve(pattern: str) -> None:
-    """Answers each block with its counts, until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's business, who then closes the pipes
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
-            counted: Counter[str] = Counter()
-            for text in pickle.load(sys.stdin.buffer):
-                counted.update(split_words(text, pattern))
-            pickle.dump(dict(counted), sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+    """The counts of each block, in order. A worker gets its next block when its last one is done,
+    so that memory does not grow with the text."""
+    command = [sys.executable, "-P", __file__, pattern]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # In a session of their own, an interrupt from the terminal is for the caller alone.
+    start = functools.partial(
+        Popen, command, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True
+    )
+    workers: deque[Any] = deque()  # the one that has worked longest first
+    try:
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                if len(workers) < processes:
+                    workers.append(stack.enter_context(start()))
+                else:
+                    workers.rotate(-1)
+                    yield pickle.load(workers[-1].stdout)
+                pickle.dump(block, workers[-1].stdin)
+                workers[-1].stdin.flush()
+            for worker in workers:
+                yield pickle.load(worker.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        failed = [worker.returncode for worker in workers if worker.returncode]
+        if not failed:  # the error is one of reading the texts
+            raise
+        raise RuntimeError(
+            f"a process that counts words ended with status {failed[0]}: try processes=1."
+        ) from None
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            counts = _count(pickle.load(sys.stdin.buffer), sys.argv[1])
+            pickle.dump(dict(counts), sys.stdout.buffer)
+            sys.stdout.buffer.flush()
