@@ -81,7 +81,7 @@ def _write_run(model: "Loaded", asked: ConvertArguments) -> None:
 
 
 def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> None:
-    from jaxformer.interop.hf_config import read_json
+    from jaxformer.interop.hf_config import read_config_json
     from jaxformer.interop.pretrained import save_pretrained
 
     files = save_pretrained(
@@ -94,7 +94,7 @@ def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> N
         dtype=asked.dtype,
         labels=model.labels,
     )
-    kind = read_json(asked.target / "config.json")["architectures"][0]
+    kind = read_config_json(asked.target)["architectures"][0]
     count = sum(file.suffix == ".safetensors" for file in files)
     print(
         f"{asked.target}: {kind} {_size(model)}, {asked.dtype}, in {count} file{'s' * (count > 1)}"

@@ -18,8 +18,8 @@ from jaxformer.interop.fields import (
 from jaxformer.interop.table import TensorRow, linear, norm
 
 
-def fields(**default: int) -> tuple[KeyMapping, ...]:
-    """The keys that both have; `default` has the values of keys that are left out."""
+def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
+    """The keys of both, with the default of vocab_size."""
     return (
         Constant(
             family="encoder",
@@ -29,7 +29,7 @@ def fields(**default: int) -> tuple[KeyMapping, ...]:
             embedding_norm=True,
             positions="learned",
         ),
-        Key("vocab_size", "vocab_size", default["vocab_size"]),
+        Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", 768),
         Key("num_hidden_layers", "n_layers", 12),
         Key("num_attention_heads", "n_heads", 12),
@@ -39,13 +39,13 @@ def fields(**default: int) -> tuple[KeyMapping, ...]:
         FixedKey("position_embedding_type", ("absolute",)),
         Tied(True),
         ClassCount(),
-        Dropout(("hidden_dropout_prob", "attention_probs_dropout_prob")),
-        IgnoredKeys(("classifier_dropout", "gradient_checkpointing")),
+        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        IgnoredKeys("classifier_dropout gradient_checkpointing"),
     )
 
 
 def trunk(base: str) -> tuple[TensorRow, ...]:
-    """All but the heads, under the name that the base model has."""
+    """All but the heads; `base` is the prefix of the names."""
     layer = base + ".encoder.layer.{}."
     return (
         TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
@@ -64,7 +64,7 @@ def trunk(base: str) -> tuple[TensorRow, ...]:
 
 
 def placed(base: str, config: ModelConfig, found: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
-    """The rows as the class with the head names them, or, without a head, the base model itself."""
+    """The rows as a class with a head names them; without a head, as the base model does."""
     if config.output != "none":
         return found
     return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in found)
@@ -88,13 +88,12 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow("classifier.bias", "head.bias"),
     )
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
-    return placed(
-        "bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head)
-    )
+    pooler = linear("bert.pooler.dense", "pooler.dense")
+    return placed("bert", config, (*trunk("bert"), *pooler, *head))
 
 
 def masked_copies(head: str, embedding: str) -> Copies:
-    """The output layer is stored again where it is tied; where not, its bias has a second name that
+    """A tied output layer may be stored again; the bias of an untied one has a second name that
     is not read."""
 
     def copies(config: ModelConfig) -> tuple[Copy, ...]:
@@ -102,9 +101,8 @@ def masked_copies(head: str, embedding: str) -> Copies:
             return ()
         if not config.tied_head:
             return (Copy(f"{head}.bias", f"{head}.decoder.bias", written=True, checked=False),)
-        return Copy(f"{head}.decoder.weight", embedding, unties=True), Copy(
-            f"{head}.decoder.bias", f"{head}.bias"
-        )
+        weight = Copy(f"{head}.decoder.weight", embedding, unties=True)
+        return weight, Copy(f"{head}.decoder.bias", f"{head}.bias")
 
     return copies
 
@@ -119,7 +117,7 @@ BERT = Family(
         "BertModel": {"head": "none"},
     },
     (
-        *fields(vocab_size=30522),
+        *fields(30522),
         Key("max_position_embeddings", "max_length", 512),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Present("bert.pooler.dense.weight", "pooler"),

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv:2211.05100): ALiBi, and a norm behind the embedding."""
+"""BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding."""
 
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, Tied
@@ -16,17 +16,10 @@ FIELDS = (
     Key("seq_length", "max_length", 2048),
     FixedKey("apply_residual_connection_post_layernorm", (False,)),
     Tied(True),
-    Dropout(("hidden_dropout", "attention_dropout")),
-    FixedKey("slow_but_exact", (False,)),  # leaves out biases where pretraining_tp is above 1
-    IgnoredKeys(
-        (
-            "attention_softmax_in_fp32",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "offset_alibi",
-        )
-    ),
-    IgnoredKeys(("pretraining_pp", "skip_bias_add", "skip_bias_add_qkv", "n_inner")),
+    Dropout("hidden_dropout attention_dropout"),
+    FixedKey("slow_but_exact", (False,)),  # would leave out biases with pretraining_tp > 1
+    IgnoredKeys("attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"),
+    IgnoredKeys("pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
 )
 
 LAYER = "transformer.h.{}."

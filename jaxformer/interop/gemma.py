@@ -24,9 +24,10 @@ SIZES = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 256,
 }
-SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 ROWS = (
     *TRUNK,
     *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
@@ -38,7 +39,7 @@ COMMON = (
     DivisibleHeads(),
     Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
     Choice("hidden_activation", "activation", GATED_NAMES, "gelu_pytorch_tanh"),
-    IgnoredKeys(("hidden_act",)),
+    IgnoredKeys("hidden_act"),
     Biases({"attention_bias": (ATTENTION, False)}),
     Scale("query_pre_attn_scalar", 256),
     FixedKey("use_bidirectional_attention", (False, None)),
@@ -69,9 +70,7 @@ GEMMA3 = dataclasses.replace(
         *sizes(vocab_size=262208, max_position_embeddings=131072, **SIZES),
         *COMMON,
         Constant(query_key_norm="head"),
-        FixedKey(
-            "attn_logit_softcapping", (None,)
-        ),  # transformers has the key and does not apply it
+        FixedKey("attn_logit_softcapping", (None,)),  # transformers does not apply it
         OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(LAYERS, every=6, period="sliding_window_pattern"),

@@ -27,12 +27,10 @@ FIELDS = (
     Choice("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
     FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
     Tied(True),
-    Dropout(("resid_pdrop", "embd_pdrop", "attn_pdrop")),
-    AliasKey("n_ctx", "n_positions", "max_length"),  # which llama.cpp's converter reads
-    IgnoredKeys(
-        ("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation")
-    ),
-    IgnoredKeys(("summary_proj_to_labels", "summary_first_dropout")),
+    Dropout("resid_pdrop embd_pdrop attn_pdrop"),
+    AliasKey("n_ctx", "n_positions", "max_length"),  # read by llama.cpp's converter
+    IgnoredKeys("reorder_and_upcast_attn summary_type summary_use_proj summary_activation"),
+    IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
 )
 
 LAYER = "transformer.h.{}."

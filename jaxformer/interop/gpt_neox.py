@@ -1,4 +1,4 @@
-"""GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
+"""GPT-NeoX (arXiv:2204.06745), also the architecture of Pythia."""
 
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import (
@@ -33,7 +33,7 @@ FIELDS = (
     AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
     Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
     Tied(False),
-    Dropout(("attention_dropout", "hidden_dropout")),
+    Dropout("attention_dropout hidden_dropout"),
 )
 
 LAYER = "gpt_neox.layers.{}."

@@ -19,7 +19,7 @@ from jaxformer.interop.table import TensorRow, linear, norm
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."
 
-# All but the norms of a layer, which each of the families places in its own way.
+# All but the norms of a layer, which the families place differently.
 TRUNK = (
     TensorRow("model.embed_tokens.weight", "embed.tokens"),
     *linear(LAYER + "self_attn.q_proj", "blocks.attention.q"),
@@ -41,19 +41,24 @@ ROWS = (
 )
 
 
+SIZE_KEYS = (  # key, field, and the default of Llama
+    ("vocab_size", "vocab_size", 32000),
+    ("hidden_size", "d_model", 4096),
+    ("num_hidden_layers", "n_layers", 32),
+    ("num_attention_heads", "n_heads", 32),
+    ("num_key_value_heads", "n_kv_heads", None),
+    ("head_dim", "head_dim", None),
+    ("intermediate_size", "d_ff", 11008),
+    ("rms_norm_eps", "norm_eps", 1e-6),
+)
+
+
 def sizes(**default: float) -> tuple[KeyMapping, ...]:
-    """The keys that all of them have; `default` has the values of keys that are left out."""
+    """The keys of all these families; `default` has a family's own defaults."""
     return (
-        Key("vocab_size", "vocab_size", default.get("vocab_size", 32000)),
-        Key("hidden_size", "d_model", default.get("hidden_size", 4096)),
-        Key("num_hidden_layers", "n_layers", default.get("num_hidden_layers", 32)),
-        Key("num_attention_heads", "n_heads", default.get("num_attention_heads", 32)),
-        Key("num_key_value_heads", "n_kv_heads", default.get("num_key_value_heads")),
-        Key("head_dim", "head_dim", default.get("head_dim")),
-        Key("intermediate_size", "d_ff", default.get("intermediate_size", 11008)),
-        Key("rms_norm_eps", "norm_eps", default.get("rms_norm_eps", 1e-6)),
+        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
         Length(int(default.get("max_position_embeddings", 2048))),
-        Dropout(("attention_dropout",)),
+        Dropout("attention_dropout"),
     )
 
 
