@@ -1,21 +1,9 @@
 """BART (arXiv:1910.13461), and what Marian shares with it."""
 
 from jaxformer.config import ModelConfig
+from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import (
-    PLAIN,
-    Choice,
-    Constant,
-    Dropout,
-    Fields,
-    FixedKey,
-    IgnoredKeys,
-    Key,
-    KeyMapping,
-    Keys,
-    Present,
-    Tied,
-)
+from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.table import AS_ROW, TensorRow, linear, norm
 
@@ -27,7 +15,7 @@ class SharedSizes(KeyMapping):
 
     keys = (("ffn_dim", "d_ff", 4096), ("attention_heads", "n_heads", 16))
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         found = {}
         for name, field, default in self.keys:
             found[field] = hf.get(f"encoder_{name}", default)
@@ -40,27 +28,29 @@ class SharedSizes(KeyMapping):
         return {f"{side}_{name}": size for name, size in sizes.items() for side in STACKS}
 
 
-def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
+def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
     """The keys of both, with the default of vocab_size."""
     return (
-        Constant(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
-        Key("vocab_size", "vocab_size", vocab_size),
-        Key("d_model", "d_model", 1024),
-        Key("encoder_layers", "n_encoder_layers", 12),
-        Key("decoder_layers", "n_layers", 12),
+        fields.Constant(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
+        fields.Key("vocab_size", "vocab_size", vocab_size),
+        fields.Key("d_model", "d_model", 1024),
+        fields.Key("encoder_layers", "n_encoder_layers", 12),
+        fields.Key("decoder_layers", "n_layers", 12),
         SharedSizes(),
-        Key("max_position_embeddings", "max_length", 1024),
-        Choice("activation_function", "activation", PLAIN, "gelu"),
-        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
-        Present("final_logits_bias", "head_bias"),
-        Tied(True),
-        Dropout("dropout attention_dropout"),
-        IgnoredKeys("encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"),
-        IgnoredKeys("classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"),
-        IgnoredKeys("extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"),
-        IgnoredKeys("gradient_checkpointing static_position_embeddings"),
+        fields.Key("max_position_embeddings", "max_length", 1024),
+        fields.Choice("activation_function", "activation", fields.PLAIN, "gelu"),
+        fields.Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
+        fields.Present("final_logits_bias", "head_bias"),
+        fields.tied(True),
+        fields.Dropout("dropout attention_dropout"),
+        fields.IgnoredKeys(
+            "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
+            " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
+            " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
+            " gradient_checkpointing static_position_embeddings"
+        ),
         # Written by the first versions of transformers with these models.
-        *(FixedKey(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
+        *(fields.FixedKey(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
     )
 
 
@@ -93,18 +83,18 @@ ROWS = (
     *stack("encoder", "encoder."),
     *stack("decoder", ""),
 )
-EMBEDDINGS = ("model.shared.weight", *(f"model.{side}.embed_tokens.weight" for side in STACKS))
+REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
 
 BART = Family(
     "bart",
     {"BartForConditionalGeneration": {}},
     (
-        *fields(50265),
-        Constant(positions="learned", position_offset=2, embedding_norm=True),
-        FixedKey("normalize_embedding", (True,)),
+        *shared_fields(50265),
+        fields.Constant(positions="learned", position_offset=2, embedding_norm=True),
+        fields.FixedKey("normalize_embedding", (True,)),
     ),
     lambda config: ROWS,
     prefix="model.",
     bases=("BartModel",),
-    copies=tied_copy("lm_head.weight", *EMBEDDINGS),
+    copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
 )

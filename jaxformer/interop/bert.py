@@ -1,27 +1,16 @@
 """BERT (arXiv:1810.04805), and what RoBERTa shares with it."""
 
 from jaxformer.config import ModelConfig
+from jaxformer.interop import fields
 from jaxformer.interop.family import Copies, Copy, Family
-from jaxformer.interop.fields import (
-    PLAIN,
-    Choice,
-    ClassCount,
-    Constant,
-    Dropout,
-    FixedKey,
-    IgnoredKeys,
-    Key,
-    KeyMapping,
-    Present,
-    Tied,
-)
+from jaxformer.interop.fields import KeyMapping
 from jaxformer.interop.table import TensorRow, linear, norm
 
 
-def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
+def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
     """The keys of both, with the default of vocab_size."""
     return (
-        Constant(
+        fields.Constant(
             family="encoder",
             norm="layer",
             norm_placement="post",
@@ -29,18 +18,18 @@ def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
             embedding_norm=True,
             positions="learned",
         ),
-        Key("vocab_size", "vocab_size", vocab_size),
-        Key("hidden_size", "d_model", 768),
-        Key("num_hidden_layers", "n_layers", 12),
-        Key("num_attention_heads", "n_heads", 12),
-        Key("intermediate_size", "d_ff", 3072),
-        Key("type_vocab_size", "token_types", 2),
-        Key("layer_norm_eps", "norm_eps", 1e-12),
-        FixedKey("position_embedding_type", ("absolute",)),
-        Tied(True),
-        ClassCount(),
-        Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
-        IgnoredKeys("classifier_dropout gradient_checkpointing"),
+        fields.Key("vocab_size", "vocab_size", vocab_size),
+        fields.Key("hidden_size", "d_model", 768),
+        fields.Key("num_hidden_layers", "n_layers", 12),
+        fields.Key("num_attention_heads", "n_heads", 12),
+        fields.Key("intermediate_size", "d_ff", 3072),
+        fields.Key("type_vocab_size", "token_types", 2),
+        fields.Key("layer_norm_eps", "norm_eps", 1e-12),
+        fields.FixedKey("position_embedding_type", ("absolute",)),
+        fields.tied(True),
+        fields.ClassCount(),
+        fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        fields.IgnoredKeys("classifier_dropout gradient_checkpointing"),
     )
 
 
@@ -117,11 +106,11 @@ BERT = Family(
         "BertModel": {"head": "none"},
     },
     (
-        *fields(30522),
-        Key("max_position_embeddings", "max_length", 512),
-        Choice("hidden_act", "activation", PLAIN, "gelu"),
-        Present("bert.pooler.dense.weight", "pooler"),
-        Present("cls.seq_relationship.weight", "next_sentence"),
+        *shared_fields(30522),
+        fields.Key("max_position_embeddings", "max_length", 512),
+        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
+        fields.Present("bert.pooler.dense.weight", "pooler"),
+        fields.Present("cls.seq_relationship.weight", "next_sentence"),
     ),
     rows,
     prefix="bert.",

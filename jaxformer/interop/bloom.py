@@ -1,7 +1,7 @@
 """BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, Tied
+from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, tied
 from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
@@ -15,7 +15,7 @@ FIELDS = (
     Key("layer_norm_epsilon", "norm_eps", 1e-5),
     Key("seq_length", "max_length", 2048),
     FixedKey("apply_residual_connection_post_layernorm", (False,)),
-    Tied(True),
+    tied(True),
     Dropout("hidden_dropout attention_dropout"),
     FixedKey("slow_but_exact", (False,)),  # would leave out biases with pretraining_tp > 1
     IgnoredKeys("attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.interop.compare import differences, resolved
-from jaxformer.interop.fields import Choice, Fields, Key, KeyMapping
+from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.table import Tensor, TensorRow, tensors, unplaced
 from jaxformer.models.transformer import specs as model_specs
@@ -46,7 +46,7 @@ class Family:
     """
 
     model_type: str
-    architectures: Mapping[str, Fields]
+    architectures: Mapping[str, ConfigFields]
     fields: Sequence[KeyMapping]
     rows: Callable[[ModelConfig], tuple[TensorRow, ...]]
     copies: Copies
@@ -60,7 +60,7 @@ class Family:
         for key, allowed in REQUIRED.items():
             if key in hf.values:
                 hf.only(key, allowed)
-        found: Fields = {}
+        found: ConfigFields = {}
         for row in self.fields:
             found |= row.read(hf)
         found |= self.architectures[architecture]
@@ -74,7 +74,7 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """The keys of a config."""
-        # Fields that change no logit, or only in training, are written as they are.
+        # ConfigFields that change no logit, or only in training, are written as they are.
         kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
         complete = dataclasses.replace(resolved(config), **kept)
         keys = {"architectures": [architecture], "model_type": self.model_type}

@@ -15,7 +15,7 @@ from jaxformer.interop.compare import bias_named
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.pattern import layer_configs
 
-Fields = dict[str, Any]  # of ModelConfig
+ConfigFields = dict[str, Any]  # of ModelConfig
 Keys = dict[str, Any]  # of a config.json
 TYPES = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}
 
@@ -45,7 +45,7 @@ class KeyMapping:
     """One row: `read` gives fields of a `ModelConfig`; `write` gives keys, of a config that
     `resolved` has completed."""
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         return {}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -61,7 +61,7 @@ class Key(KeyMapping):
     default: Any = None
     old: str = ""  # its name in older files
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         value = hf.get(self.hf, hf.get(self.old, self.default) if self.old else self.default)
         if value is None:
             return {}
@@ -88,7 +88,7 @@ class Choice(KeyMapping):
     values: Mapping[Any, Any]
     default: Any
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         value = hf.get(self.hf, self.default)
         if isinstance(value, (list, dict)) or value not in self.values:
             raise hf.unsupported(self.hf, value, self.values)
@@ -107,7 +107,7 @@ class FixedKey(KeyMapping):
     hf: str
     allowed: tuple[Any, ...]
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         hf.only(self.hf, self.allowed)
         return {}
 
@@ -124,7 +124,7 @@ class AliasKey(KeyMapping):
     field: str
     checked: bool = False
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         stated = hf.get(self.hf)
         if self.checked and stated is not None:
             hf.only(self.hf, (hf.get(self.key, stated),))
@@ -137,7 +137,7 @@ class AliasKey(KeyMapping):
 class ClassCount(KeyMapping):
     """The number of classes of a head: the length of id2label, else num_labels."""
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         labels = hf.get("id2label")
         return {"n_classes": len(labels) if labels else hf.get("num_labels", 2)}
 
@@ -151,7 +151,7 @@ class IgnoredKeys(KeyMapping):
 
     keys: str
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         hf.asked.update(self.keys.split())
         return {}
 
@@ -164,12 +164,12 @@ class Dropout(IgnoredKeys):
 
 
 class Constant(KeyMapping):
-    """Fields with the same value in every model of the family."""
+    """ConfigFields with the same value in every model of the family."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         return dict(self.fields)
 
 
@@ -181,7 +181,7 @@ class Biases(KeyMapping):
     flags: Mapping[str, tuple[frozenset[str], bool]]
     always: frozenset[str] = frozenset()
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         on = [parts for key, (parts, default) in self.flags.items() if hf.flag(key, default)]
         return {"bias": bias_named(self.always.union(*on))}
 
@@ -189,25 +189,17 @@ class Biases(KeyMapping):
         return {key: parts <= config.biased for key, (parts, _) in self.flags.items()}
 
 
-@dataclass(frozen=True)
-class Tied(KeyMapping):
+def tied(default: bool) -> Choice:
     """Whether the output layer is the embedding. Where a file has both and they differ, they are
     read as untied, as in transformers 5."""
-
-    default: bool
-
-    def read(self, hf: HFConfig) -> Fields:
-        return {"tied_head": hf.flag("tie_word_embeddings", self.default)}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {"tie_word_embeddings": config.tied_head}
+    return Choice("tie_word_embeddings", "tied_head", {True: True, False: False}, default)
 
 
 class DivisibleHeads(KeyMapping):
     """The number of heads has to divide the width, whatever head_dim is: transformers refuses
     other configs."""
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         width, heads = hf.get("hidden_size", 0), hf.get("num_attention_heads", 1)
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
             divisor = f"a divisor of hidden_size={width}"
@@ -222,7 +214,7 @@ class Present(KeyMapping):
     tensor: str
     field: str
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         return {self.field: self.tensor in hf.names}
 
 
@@ -233,7 +225,7 @@ class Scale(KeyMapping):
     hf: str
     default: float
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         return {"attention_scale": hf.get(self.hf, self.default) ** -0.5}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -258,7 +250,7 @@ class Windows(KeyMapping):
     kinds: bool = True  # the architecture reads layer_types
     switch: bool = False
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.get("num_hidden_layers", self.default_layers)
         window = hf.get("sliding_window", 4096) or 0
         if self.switch and not hf.flag("use_sliding_window", False):

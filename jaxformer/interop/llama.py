@@ -1,18 +1,11 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share
 with it."""
 
+from collections.abc import Sequence
+
+from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import (
-    GATED_NAMES,
-    Biases,
-    Choice,
-    Constant,
-    DivisibleHeads,
-    Dropout,
-    Key,
-    KeyMapping,
-    Tied,
-)
+from jaxformer.interop.fields import KeyMapping
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import TensorRow, linear, norm
 
@@ -40,7 +33,6 @@ ROWS = (
     *norm(LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
 )
 
-
 SIZE_KEYS = (  # key, field, and the default of Llama
     ("vocab_size", "vocab_size", 32000),
     ("hidden_size", "d_model", 4096),
@@ -56,30 +48,45 @@ SIZE_KEYS = (  # key, field, and the default of Llama
 def sizes(**default: float) -> tuple[KeyMapping, ...]:
     """The keys of all these families; `default` has a family's own defaults."""
     return (
-        *(Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
+        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
         Length(int(default.get("max_position_embeddings", 2048))),
-        Dropout("attention_dropout"),
+        fields.Dropout("attention_dropout"),
     )
 
 
-SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
+SILU = fields.Choice("hidden_act", "activation", fields.GATED_NAMES, "silu")
+ATTENTION_BIAS = fields.Biases({"attention_bias": (ATTENTION, False)})
 INV_FREQ = r"rotary_emb\.inv_freq$"
 
-LLAMA = Family(
-    "llama",
-    {"LlamaForCausalLM": {}},
-    (
-        *sizes(),
-        DivisibleHeads(),
-        Constant(norm="rms"),
-        SILU,
-        Rope(),
-        Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
-        Tied(False),
-    ),
-    lambda config: ROWS,
-    prefix="model.",
-    bases=("LlamaModel",),
-    copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
-    ignored=(INV_FREQ,),
+
+def llama_like(
+    model_type: str,
+    name: str,
+    rows: tuple[TensorRow, ...],
+    found: Sequence[KeyMapping],
+    base: str = "",
+) -> Family:
+    """A family of decoders with the tensors of Llama but for the norms; `name` begins the names of
+    its classes in transformers, and `base` is the class without a head if it has another name."""
+    return Family(
+        model_type,
+        {f"{name}ForCausalLM": {}},
+        found,
+        lambda config: rows,
+        prefix="model.",
+        bases=(base or f"{name}Model",),
+        copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
+        ignored=(INV_FREQ,),
+    )
+
+
+FIELDS = (
+    *sizes(),
+    fields.DivisibleHeads(),
+    fields.Constant(norm="rms"),
+    SILU,
+    Rope(),
+    fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
+    fields.tied(False),
 )
+LLAMA = llama_like("llama", "Llama", ROWS, FIELDS)

@@ -2,9 +2,9 @@
 padding token."""
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, masked_copies, placed, trunk
+from jaxformer.interop.bert import BUFFERS, OLD_NORMS, masked_copies, placed, shared_fields, trunk
 from jaxformer.interop.family import Family
-from jaxformer.interop.fields import Constant, Fields, FixedKey, KeyMapping, Keys, Present
+from jaxformer.interop.fields import ConfigFields, Constant, FixedKey, KeyMapping, Keys, Present
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.table import TensorRow, linear, norm
 
@@ -12,7 +12,7 @@ from jaxformer.interop.table import TensorRow, linear, norm
 class OffsetPositions(KeyMapping):
     """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         padding, most = hf.get("pad_token_id", 1), hf.get("max_position_embeddings", 512)
         if not isinstance(padding, int) or not 0 <= padding < most - 1:
             allowed = ["an id below max_position_embeddings - 1"]
@@ -54,7 +54,7 @@ ROBERTA = Family(
         "RobertaModel": {"head": "none"},
     },
     (
-        *fields(50265),
+        *shared_fields(50265),
         OffsetPositions(),
         FixedKey("hidden_act", ("gelu",)),  # the masked head always has this one
         Constant(activation="gelu"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.fields import FULL, SLIDING, Fields, KeyMapping, Keys
+from jaxformer.interop.fields import FULL, SLIDING, ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 
 # The fields of each scaling's own keys.
@@ -35,7 +35,7 @@ class Rope(KeyMapping):
     fraction: tuple[str, float] | None = None
     local: tuple[str, float] | None = None
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         parameters, scaling = hf.table("rope_parameters"), hf.table("rope_scaling")
         near: dict[str, Any] = {}
         if self.local:  # parameters by kind of layer; older files have one table for both kinds
@@ -43,7 +43,7 @@ class Rope(KeyMapping):
         entry = {**parameters, **scaling}
         theta = hf.get(*self.theta)
         part = hf.get(*self.fraction) if self.fraction else 1.0
-        found: Fields = {
+        found: ConfigFields = {
             "positions": "rope",
             "rope_theta": float(entry.get("rope_theta") or theta),
             "rope_fraction": float(entry.get("partial_rotary_factor") or part),
@@ -74,7 +74,7 @@ class Rope(KeyMapping):
         return keys
 
 
-def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> Fields:
+def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> ConfigFields:
     """The fields of a scaling; none where it changes nothing."""
     kind = entry.get("rope_type", entry.get("type", "default")) or "default"
     if kind not in allowed:
@@ -86,7 +86,7 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> F
     if factor is None:  # YaRN's follows from the two lengths
         factor = length / original if kind == "yarn" else 1
     factor = float(factor)
-    found: Fields = {}
+    found: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
         if entry.get(key) is not None:
             found[field] = float(entry[key])
@@ -123,7 +123,7 @@ class Length(KeyMapping):
 
     default: int = 2048
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         return {"max_length": hf.get("max_position_embeddings", self.default)}
 
     def write(self, config: ModelConfig) -> Keys:

@@ -4,9 +4,9 @@ from jaxformer.config import ModelConfig
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import (
     Choice,
+    ConfigFields,
     Constant,
     Dropout,
-    Fields,
     IgnoredKeys,
     Key,
     KeyMapping,
@@ -35,7 +35,7 @@ FEED_FORWARD = by_hf_name(
 class StackDepths(KeyMapping):
     """num_layers of the encoder, num_decoder_layers of the decoder (default: as many)."""
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.get("num_layers", 6)
         return {"n_encoder_layers": layers, "n_layers": hf.get("num_decoder_layers") or layers}
 
@@ -48,7 +48,7 @@ class T5Head(KeyMapping):
     1.0). In transformers 5 it means only the division, and the layer is tied where no other is
     stored."""
 
-    def read(self, hf: HFConfig) -> Fields:
+    def read(self, hf: HFConfig) -> ConfigFields:
         scaled = hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
         tied = hf.get("tie_word_embeddings") is not False or "lm_head.weight" not in hf.names
         return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
@@ -112,7 +112,7 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
 
 # Of a bug of 2019; never read.
 UNUSED_BIAS = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
-EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 T5 = Family(
     "t5",
@@ -120,6 +120,6 @@ T5 = Family(
     FIELDS,
     rows,
     bases=("T5Model", "T5WithLMHeadModel"),
-    copies=tied_copy("lm_head.weight", *EMBEDDINGS),
+    copies=tied_copy("lm_head.weight", *EMBEDDING_NAMES),
     ignored=(UNUSED_BIAS,),
 )
