@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxformer.settings import ConfigError, Log
+from jaxformer.settings import ConfigError, Log, first_of
 
 # TensorStore's status for files that are truncated, altered or missing, and a part of its message,
 # under another status, for a chunk that cannot be decoded.
 DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
 UNDECODABLE = "compressed stream"
-DIFFERENCES_SHOWN = 20
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
@@ -221,11 +220,9 @@ def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: 
                 f"{path}: {there[1]}{there[0]} in the checkpoint, {here[1]}{here[0]} in the model"
             )
     if problems:
-        more = len(problems) - DIFFERENCES_SHOWN
-        shown = problems[:DIFFERENCES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise ConfigError(
             f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n  "
-            + "\n  ".join(shown)
+            + first_of(problems)
         )
 
 

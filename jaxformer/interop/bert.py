@@ -4,7 +4,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Copies, Copy, Family
 from jaxformer.interop.fields import KeyMapping
-from jaxformer.interop.table import TensorRow, linear, norm
+from jaxformer.interop.table import TensorRow, linear, norm, output
 
 
 def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
@@ -69,13 +69,9 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         *norm("cls.predictions.transform.LayerNorm", "head.norm"),
         TensorRow("cls.predictions.decoder.weight", "head.weight"),
         TensorRow(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-        TensorRow("cls.seq_relationship.weight", "next_sentence.weight"),
-        TensorRow("cls.seq_relationship.bias", "next_sentence.bias"),
+        *output("cls.seq_relationship", "next_sentence"),
     )
-    classes = (
-        TensorRow("classifier.weight", "head.weight"),
-        TensorRow("classifier.bias", "head.bias"),
-    )
+    classes = output("classifier", "head")
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
     pooler = linear("bert.pooler.dense", "pooler.dense")
     return placed("bert", config, (*trunk("bert"), *pooler, *head))

@@ -26,6 +26,7 @@ from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
+from jaxformer.settings import first_of
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12
@@ -152,10 +153,9 @@ def _checked_names(
             if not _equal(files, name, of):
                 problems.append(f"{name}: in {entries[name].file} not equal to {of}, its original")
     if problems:
-        more = len(problems) - MISMATCHES_SHOWN
-        shown = problems[:MISMATCHES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise ConfigError(
-            f"the tensors of {files.directory} do not fit its config.json:\n  " + "\n  ".join(shown)
+            f"the tensors of {files.directory} do not fit its config.json:\n  "
+            + first_of(problems, MISMATCHES_SHOWN)
         )
     return found
 

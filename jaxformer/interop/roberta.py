@@ -6,7 +6,7 @@ from jaxformer.interop.bert import BUFFERS, OLD_NORMS, masked_copies, placed, sh
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import ConfigFields, Constant, FixedKey, KeyMapping, Keys, Present
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.table import TensorRow, linear, norm
+from jaxformer.interop.table import TensorRow, linear, norm, output
 
 
 class OffsetPositions(KeyMapping):
@@ -31,18 +31,14 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow("lm_head.decoder.weight", "head.weight"),
         TensorRow(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
     )
-    classes = (
-        *linear("classifier.dense", "pooler.dense"),
-        TensorRow("classifier.out_proj.weight", "head.weight"),
-        TensorRow("classifier.out_proj.bias", "head.bias"),
-    )
-    tags = (
-        TensorRow("classifier.weight", "head.weight"),
-        TensorRow("classifier.bias", "head.bias"),
-    )
-    pooler = linear("roberta.pooler.dense", "pooler.dense") if config.output != "classes" else ()
-    head = {"masked": masked, "classes": classes, "tags": tags}.get(config.output, ())
-    return placed("roberta", config, (*trunk("roberta"), *pooler, *head))
+    pooler = linear("roberta.pooler.dense", "pooler.dense")
+    dense = linear("classifier.dense", "pooler.dense")
+    heads = {
+        "masked": (*pooler, *masked),
+        "classes": (*dense, *output("classifier.out_proj", "head")),
+        "tags": (*pooler, *output("classifier", "head")),
+    }
+    return placed("roberta", config, (*trunk("roberta"), *heads.get(config.output, pooler)))
 
 
 ROBERTA = Family(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxformer.config import ConfigError
 from jaxformer.files import read_object
+from jaxformer.settings import first_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")
@@ -36,7 +37,6 @@ REFUSED = {  # other files of weights: why they are not read, and what converts 
 }
 POINTER = b"version https://git-lfs"
 HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
-PROBLEMS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class TensorFiles:
         found = {file: _read_header(directory / file) for file in files}
         if placed is not None:
             _compare(index, placed, found)
-        self.entries = {
-            name: entry for entries in found.values() for name, entry in entries.items()
-        }
+        self.entries: dict[str, Entry] = {}
+        for entries in found.values():
+            self.entries |= entries
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """A tensor in the dtype of its file, or consecutive rows of its first axis.
@@ -136,7 +136,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if outside := [f"{name} in {f!r}" for name, f in placed.items() if not SHARD_NAME.fullmatch(f)]:
         raise ConfigError(
             f"{path} places tensors elsewhere than in a *.safetensors beside it:"
-            f" {first_problems(outside, ', ')}."
+            f" {first_of(outside, between=', ')}."
         )
     return placed
 
@@ -156,13 +156,8 @@ def _compare(index: Path, placed: dict[str, str], found: dict[str, dict[str, Ent
     if problems:
         raise ConfigError(
             f"{index} does not match its files; download all again from one source:\n  "
-            + first_problems(problems)
+            + first_of(problems)
         )
-
-
-def first_problems(lines: list[str], between: str = "\n  ") -> str:
-    rest = [f"and {len(lines) - PROBLEMS_SHOWN} more"] if len(lines) > PROBLEMS_SHOWN else []
-    return between.join([*lines[:PROBLEMS_SHOWN], *rest])
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxformer.config import ConfigError
-from jaxformer.interop.safetensors import DTYPES, INDEX, SINGLE, first_problems
+from jaxformer.interop.safetensors import DTYPES, INDEX, SINGLE
+from jaxformer.settings import first_of
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)(\.tmp)?")
 
@@ -33,10 +34,8 @@ def write_tensors(
     """
     dtypes = [*DTYPES.values()]
     if wrong := [f"{name}: {dtype}" for name, (_, dtype) in shapes.items() if dtype not in dtypes]:
-        raise ConfigError(
-            f"weights are saved as {', '.join(map(str, dtypes))}, not {first_problems(wrong, '; ')}"
-            "."
-        )
+        allowed = ", ".join(map(str, dtypes))
+        raise ConfigError(f"weights are saved as {allowed}, not {first_of(wrong, between='; ')}.")
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes} must be at least 1.")
     shards = _shards(shapes, shard_bytes)
@@ -52,9 +51,10 @@ def write_tensors(
         files = sorted(path.name for path in drafts.iterdir())
         _replace(directory, drafts, files)
     except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error  # of an OSError
         raise ConfigError(
-            f"weights cannot be written to {directory}: {getattr(error, 'strerror', 0) or error}."
-            " Make room, or choose another directory."
+            f"weights cannot be written to {directory}: {reason}. Make room, or choose another"
+            " directory."
         ) from error
     finally:
         shutil.rmtree(drafts, ignore_errors=True)

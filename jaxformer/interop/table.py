@@ -125,6 +125,11 @@ def linear(
     return weight, TensorRow(f"{hf}.bias", biases, transform)
 
 
+def output(hf: str, path: str) -> tuple[TensorRow, ...]:
+    """The weight [out, in] of an output layer, which is stored as it is, and its bias."""
+    return TensorRow(f"{hf}.weight", f"{path}.weight"), TensorRow(f"{hf}.bias", f"{path}.bias")
+
+
 def norm(hf: str, path: str) -> tuple[TensorRow, ...]:
     """The scale of a norm and its bias."""
     return TensorRow(f"{hf}.weight", f"{path}.scale"), TensorRow(f"{hf}.bias", f"{path}.bias")
