@@ -33,7 +33,7 @@ def padded(
     return tokens, real.astype(np.int32)
 
 
-def full_batch(rows: Sequence[Any], size: int) -> list[Any]:
+def full_batch(rows: list[Any], size: int) -> list[Any]:
     """The rows, and copies of the first up to `size`, so that every batch has one shape."""
     return [*rows, *rows[:1] * (size - len(rows))]
 

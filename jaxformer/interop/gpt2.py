@@ -2,7 +2,7 @@
 
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.table import CONV, QKV, STACKED_QKV, TensorRow, linear, norm
+from jaxformer.interop.table import CONV, QKV, TensorRow, linear, norm
 
 FIELDS = (
     fields.Constant(norm="layer", bias="all", positions="learned"),
@@ -28,7 +28,7 @@ ROWS = (
     TensorRow("transformer.wte.weight", "embed.tokens"),
     TensorRow("transformer.wpe.weight", "embed.positions"),
     *norm(LAYER + "ln_1", "blocks.attention_norm"),
-    *linear(LAYER + "attn.c_attn", QKV, STACKED_QKV),
+    *linear(LAYER + "attn.c_attn", QKV, CONV),
     *linear(LAYER + "attn.c_proj", "blocks.attention.out", CONV),
     *norm(LAYER + "ln_2", "blocks.ffn_norm"),
     *linear(LAYER + "mlp.c_fc", "blocks.ffn.up", CONV),

@@ -26,15 +26,6 @@ class Transform(NamedTuple):
     join: Callable[[Arrays, LayerSpecs], np.ndarray]
 
 
-def _in_out(specs: LayerSpecs) -> tuple[int, int]:
-    """The shape of a leaf as a matrix [in, out]: its inputs come first."""
-    return specs[0].fan_in, math.prod(specs[0].shape) // specs[0].fan_in
-
-
-def _out_in(specs: LayerSpecs) -> tuple[int, int]:
-    return _in_out(specs)[::-1]
-
-
 def _flat_shape(specs: LayerSpecs) -> tuple[int, ...]:
     """The shape of a table, or of a vector with its axes flattened."""
     return specs[0].shape if specs[0].is_matrix else (math.prod(specs[0].shape),)
@@ -49,56 +40,44 @@ def _reshaped(shape: Callable[[LayerSpecs], tuple[int, ...]]) -> Transform:
     )
 
 
+def _ordered(order: str) -> Transform:
+    """Leaves with their axes in another order, as a matrix of inputs and outputs.
+
+    The axes are P parts (queries, keys and values, or one leaf), I inputs, and outputs of N heads
+    with H numbers each (N is 1 without heads). Leaves are [I, N, H]; their biases have no I.
+    """
+
+    def sizes(specs: LayerSpecs) -> dict[str, int]:
+        inputs, width = specs[0].fan_in, specs[0].shape[-1]
+        heads = math.prod(specs[0].shape) // (inputs * width)
+        return {"P": len(specs), "I": inputs, "N": heads, "H": width}
+
+    def shape(specs: LayerSpecs) -> tuple[int, ...]:
+        size = sizes(specs)
+        outputs = size["P"] * size["N"] * size["H"]
+        if not specs[0].is_matrix:
+            return (outputs,)
+        return (size["I"], outputs) if order[0] == "I" else (outputs, size["I"])
+
+    def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
+        size = sizes(specs)
+        axes = tensor.reshape([size[axis] for axis in order])
+        parts = axes.transpose([order.index(axis) for axis in "PINH"])
+        return [part.reshape(spec.shape) for part, spec in zip(parts, specs, strict=True)]
+
+    def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
+        size = sizes(specs)
+        parts = np.stack(leaves).reshape([size[axis] for axis in "PINH"])
+        return parts.transpose(["PINH".index(axis) for axis in order]).reshape(shape(specs))
+
+    return Transform(shape, split, join)
+
+
 SAME = _reshaped(_flat_shape)
-CONV = _reshaped(_in_out)  # GPT-2's Conv1D
 AS_ROW = _reshaped(lambda specs: (1, *specs[0].shape))  # a vector as a matrix of one row
-LINEAR = Transform(  # torch.nn.Linear
-    _out_in,
-    lambda tensor, specs: [tensor.T.reshape(specs[0].shape)],
-    lambda leaves, specs: leaves[0].reshape(_in_out(specs)).T,
-)
-
-
-def _stacked_shape(specs: LayerSpecs) -> tuple[int, ...]:
-    """[in, 3 out] for matrices, [3 out] for biases."""
-    shape = _in_out(specs) if specs[0].is_matrix else _flat_shape(specs)
-    return (*shape[:-1], 3 * shape[-1])
-
-
-def _split_stacked(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-    parts = np.split(tensor, 3, axis=-1)
-    return [part.reshape(spec.shape) for part, spec in zip(parts, specs, strict=True)]
-
-
-def _join_stacked(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-    inputs = _stacked_shape(specs)[:-1]
-    return np.concatenate([leaf.reshape(*inputs, -1) for leaf in leaves], axis=-1)
-
-
-def _by_head(specs: LayerSpecs) -> tuple[int, ...]:
-    """[N, 3, H, D] for matrices [D, N, H]; [N, 3, H] for biases [N, H]."""
-    *inputs, heads, width = specs[0].shape
-    return (heads, 3, width, *inputs)
-
-
-def _by_head_shape(specs: LayerSpecs) -> tuple[int, ...]:
-    heads, three, width, *inputs = _by_head(specs)
-    return (heads * three * width, *inputs)
-
-
-def _split_by_head(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
-    parts = np.moveaxis(tensor.reshape(_by_head(specs)), 1, 0)  # [3, N, H, D] or [3, N, H]
-    return [part if part.ndim == 2 else np.moveaxis(part, -1, 0) for part in parts]
-
-
-def _join_by_head(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
-    parts = [leaf if leaf.ndim == 2 else np.moveaxis(leaf, 0, -1) for leaf in leaves]
-    return np.stack(parts, axis=1).reshape(_by_head_shape(specs))
-
-
-# Queries, keys and values in one tensor: side by side (GPT-2), or head by head (GPT-NeoX, BLOOM).
-STACKED_QKV = Transform(_stacked_shape, _split_stacked, _join_stacked)
-BY_HEAD = Transform(_by_head_shape, _split_by_head, _join_by_head)
+LINEAR = _ordered("PNHI")  # torch.nn.Linear: [out, in]
+CONV = _ordered("IPNH")  # GPT-2's Conv1D: [in, out]; several leaves side by side
+BY_HEAD = _ordered("NPHI")  # GPT-NeoX and BLOOM: [out, in] with the parts of each head together
 
 
 class TensorRow(NamedTuple):
