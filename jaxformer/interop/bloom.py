@@ -9,9 +9,9 @@ FIELDS = (
         norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
     ),
     Key("vocab_size", "vocab_size", 250880),
-    Key("hidden_size", "d_model", 64, old="n_embed"),
-    Key("n_layer", "n_layers", 2, old="num_hidden_layers"),
-    Key("n_head", "n_heads", 8, old="num_attention_heads"),
+    Key("hidden_size", "d_model", 64, instead="n_embed"),
+    Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
+    Key("n_head", "n_heads", 8, instead="num_attention_heads"),
     Key("layer_norm_epsilon", "norm_eps", 1e-5),
     Key("seq_length", "max_length", 2048),
     FixedKey("apply_residual_connection_post_layernorm", (False,)),

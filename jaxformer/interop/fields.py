@@ -59,10 +59,13 @@ class Key(KeyMapping):
     hf: str
     field: str
     default: Any = None
-    old: str = ""  # its name in older files
+    instead: str = ""  # the key that is read where there is none, as in older files
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        value = hf.get(self.hf, hf.get(self.old, self.default) if self.old else self.default)
+        default = hf.get(self.instead, self.default) if self.instead else self.default
+        value = hf.get(self.hf, default)
+        if value is None and self.instead:
+            value = default
         if value is None:
             return {}
         whole = isinstance(value, int) and not isinstance(value, bool)

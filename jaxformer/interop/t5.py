@@ -32,17 +32,6 @@ FEED_FORWARD = by_hf_name(
 )
 
 
-class StackDepths(KeyMapping):
-    """num_layers of the encoder, num_decoder_layers of the decoder (default: as many)."""
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.get("num_layers", 6)
-        return {"n_encoder_layers": layers, "n_layers": hf.get("num_decoder_layers") or layers}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {"num_layers": config.encoder_layers, "num_decoder_layers": config.n_layers}
-
-
 class T5Head(KeyMapping):
     """tie_word_embeddings ties the output layer, whose input is then divided by sqrt(d_model) (T5
     1.0). In transformers 5 it means only the division, and the layer is tied where no other is
@@ -66,7 +55,8 @@ FIELDS = (
     Key("d_model", "d_model", 512),
     Key("d_kv", "head_dim", 64),
     Key("d_ff", "d_ff", 2048),
-    StackDepths(),
+    Key("num_layers", "n_encoder_layers", 6),
+    Key("num_decoder_layers", "n_layers", 6, instead="num_layers"),
     Key("num_heads", "n_heads", 8),
     Key("relative_attention_num_buckets", "relative_buckets", 32),
     Key("relative_attention_max_distance", "relative_distance", 128),
