@@ -24,6 +24,10 @@ def prepared(params: Params, config: ModelConfig) -> Params:
 class _Last:
     """The weights that were prepared last, and weak references to the arrays they were made of."""
 
+    _sources: list[Any]
+    _made_of: Any
+    _weights: Params | None
+
     def __init__(self) -> None:
         self._forget()
 
@@ -31,7 +35,7 @@ class _Last:
         leaves, treedef = jax.tree.flatten(params)
         if not all(isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) for a in leaves):
             return _prepare(params, config)
-        weights: Params | None = self._weights
+        weights = self._weights
         if (
             weights is not None
             and self._made_of == (treedef, config)
@@ -45,9 +49,7 @@ class _Last:
         return weights
 
     def _forget(self, _: Any = None) -> None:
-        self._sources: list[Any] = []
-        self._made_of: Any = None
-        self._weights: Params | None = None
+        self._sources, self._made_of, self._weights = [], None, None
 
 
 _LAST = _Last()

@@ -253,7 +253,7 @@ class JaxformerLM(TemplateLM):
         tokens, real = padded(prompts, length, left=True)
         key = jax.random.key(np.random.randint(2**31))  # the harness has seeded NumPy
         stream = start(self.params, self.config, tokens, count, key, real)
-        made, texts = np.zeros((len(prompts), 0), np.int32), []
+        made, texts = np.zeros((len(prompts), 0), np.int32), [""] * len(contexts)
         while made.shape[1] < count:
             piece, stream = decode(self._weights, self.config, rules, CHUNK, stream)
             made = np.concatenate([made, piece], axis=1)[:, :count]
