@@ -106,8 +106,8 @@ def start(
     check_model(params, config)
     if config.output != "language":
         raise ConfigError(
-            f"a model with the head {config.output!r} writes no text: generation needs the head"
-            " 'language'."
+            f"a model with the head {config.output!r} does not write text: generation needs the"
+            " head 'language'."
         )
     if (config.family == "encoder_decoder") != (source is not None):
         raise ConfigError(
