@@ -1,5 +1,5 @@
-"""Checkpoints by Orbax: saved on a thread, checked before an array is read, never silently replaced
-by a fresh start.
+"""Checkpoints by Orbax: saved on a thread, and checked before an array is read. A run never starts
+anew in silence where they cannot be read.
 
 A checkpoint holds the train state as a flat table (dotted path to array) and a manifest of that
 table's paths, shapes and dtypes.
@@ -14,18 +14,16 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxformer.settings import ConfigError, Log
+from jaxformer.settings import ConfigError, Log, first_of
 
-# What TensorStore says of files that are cut short, altered or gone.
+# TensorStore's status for files that are truncated, altered or missing, and a part of its message,
+# under another status, for a chunk that cannot be decoded.
 DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
-TRUNCATED = (  # in what it says, under another status, of a chunk that cannot be decoded
-    "compressed stream"
-)
+UNDECODABLE = "compressed stream"
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
-    """`{"params.blocks.attention.q": leaf, ...}`: names that survive any change of the
-    containers."""
+    """`{"params.blocks.attention.q": leaf, ...}`: names that do not depend on the containers."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -37,10 +35,10 @@ def manifest_of(leaves: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, in `run_dir/checkpoints/<step>`. As a context manager,
-    leaving waits for the last save.
+    """The checkpoints of one run directory, in `run_dir/checkpoints/<step>`. A context manager that
+    waits for the last save at its end.
 
-    `every` is the number of steps between two saves of `fit` (0: at the end and on a signal alone);
+    `every` is the number of steps between two saves of `fit` (0: only at the end and on a signal);
     the newest `keep` are kept.
     """
 
@@ -65,7 +63,7 @@ class Checkpoints:
         self._manager.close()
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk."""
+        """Waits until all saves are on the disk."""
         self._manager.wait_until_finished()
 
     def steps(self) -> list[int]:
@@ -73,20 +71,17 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, state: Any, step: int) -> None:
-        """Copies the state off the devices and returns; a thread writes it. A step already saved is
-        left as it is."""
+        """Copies the state to the host and returns; a thread writes it. A step that is already
+        saved is not written again."""
         if step in self._manager.all_steps():
             return
         leaves = flat_leaves(state)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(leaves), manifest=ocp.args.JsonSave(manifest_of(leaves))
-            ),
-        )
+        manifest = ocp.args.JsonSave(manifest_of(leaves))
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=manifest)
+        self._manager.save(step, args=args)
 
     def newest(self, state: Any, log: Log = warnings.warn) -> Any:
-        """The newest checkpoint that can be read and is beyond `state.step`, placed as `state` is;
+        """The newest checkpoint that can be read, placed as `state` is, if it is of a later step;
         else `state` itself.
 
         The arrays of `state` are freed before those of the checkpoint are read. Raises ConfigError
@@ -103,10 +98,9 @@ class Checkpoints:
     def restore(self, target: Any, log: Log) -> Any | None:
         """The newest checkpoint that can be read, placed as `target` says; None if there are none.
 
-        A checkpoint that is proven to be damaged is set aside under a name that says why, once one
-        before it was read; none is ever deleted. Raises ConfigError if a checkpoint is of another
-        model or optimizer, if every one of them is damaged, or if one cannot be read for another
-        reason.
+        Damaged checkpoints are renamed, with a file that says why, once an earlier one was read;
+        none is deleted. Raises ConfigError if a checkpoint is of another model or optimizer, if all
+        are damaged, or if one cannot be read for another reason.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -115,22 +109,21 @@ class Checkpoints:
             except Damaged as error:
                 damaged[step] = str(error)
                 log(
-                    f"WARNING: the checkpoint of step {step} cannot be read; trying the one before"
-                    f" it.\n  {error}"
+                    f"WARNING: the checkpoint of step {step} cannot be read; trying an earlier one."
+                    f"\n  {error}"
                 )
                 continue
             self._set_aside(damaged, log)
             return jax.tree.unflatten(jax.tree.structure(target), leaves.values())
         if damaged:
-            lines = "\n".join(f"  {line}" for line in damaged.values())
+            lines = "\n  ".join(damaged.values())
             raise ConfigError(
-                "no checkpoint of this run can be read; nothing was overwritten:\n" + lines
+                f"no checkpoint of this run can be read; nothing was overwritten:\n  {lines}"
             )
         return None
 
     def _set_aside(self, damaged: Mapping[int, str], log: Log) -> None:
-        """Renames damaged checkpoints, so that their steps can be saved again and nothing is
-        lost."""
+        """Renames damaged checkpoints, so that their steps can be saved again."""
         if not damaged or jax.process_index() > 0:
             return
         for step in damaged:
@@ -148,49 +141,40 @@ class Checkpoints:
 
 
 class Damaged(Exception):
-    """What a checkpoint holds is not what was written; the message says where and why."""
+    """A checkpoint does not hold what was written; the message says where and why."""
 
 
 def read_checkpoint(
     folder: Path, step: int, wanted: dict[str, Any], whole: bool = True
 ) -> dict[str, jax.Array]:
-    """The leaves of `wanted` from the checkpoint of `step`, after its manifest was held against
-    them.
+    """The leaves of `wanted` from the checkpoint of `step`, after a comparison with its manifest.
 
-    Raises Damaged where the files are proven to be torn: twice in a row their content is not what a
-    checkpoint has. Raises ConfigError if it is of another model, or cannot be read for another
-    reason (memory, rights, a file system that fails), which says nothing about the checkpoint.
+    Raises Damaged where two attempts show that its files are truncated, altered or missing. Raises
+    ConfigError if it is of another model, or cannot be read for another reason (memory,
+    permissions, a failing file system), which says nothing about the checkpoint.
     """
     place = folder / str(step)
-    try:
-        return _read(place, wanted, whole)
-    except ConfigError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise many kinds
-        if not _shows_damage(error):
-            raise _unreadable(place, error) from error
-    try:
-        return _read(place, wanted, whole)
-    except Exception as error:
-        if _shows_damage(error):
-            raise Damaged(f"{place}: {_in_short(error)}") from error
-        raise _unreadable(place, error) from error
-
-
-def _unreadable(place: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"the checkpoint {place} cannot be read ({_in_short(error)}), and that does not show that"
-        " it is damaged; nothing was changed. Free memory, or see to the file system and its"
-        " rights, and run the same command again. To go on from an earlier step instead, move"
-        f" {place} elsewhere."
-    )
+    for _ in range(2):
+        try:
+            return _read(place, wanted, whole)
+        except ConfigError:
+            raise
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            cause = error
+            if not _shows_damage(error):
+                raise ConfigError(
+                    f"the checkpoint {place} cannot be read ({_in_short(error)}), and that does not"
+                    " show that it is damaged; nothing was changed. Check memory, file system and"
+                    " permissions, and run the same command again. To continue from an earlier"
+                    f" step, move {place} elsewhere."
+                ) from error
+    raise Damaged(f"{place}: {_in_short(cause)}") from cause
 
 
 def _read(place: Path, wanted: dict[str, Any], whole: bool) -> dict[str, jax.Array]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        saved = reader.restore(place, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))[
-            "manifest"
-        ]
+        only_manifest = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+        saved = reader.restore(place, args=only_manifest)["manifest"]
         _compare(place, saved, manifest_of(wanted), whole)
         args = ocp.args.PyTreeRestore(
             wanted,
@@ -202,8 +186,8 @@ def _read(place: Path, wanted: dict[str, Any], whole: bool) -> dict[str, jax.Arr
 
 
 def _shows_damage(error: BaseException) -> bool:
-    """Whether an error, or one behind it, says that a file of a checkpoint is missing, cut short or
-    altered."""
+    """Whether an error, or one of its causes, says that a file of a checkpoint is missing,
+    truncated or altered."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -211,47 +195,40 @@ def _shows_damage(error: BaseException) -> bool:
         link = link.__cause__ or link.__context__
     if any(isinstance(one, (MemoryError, PermissionError)) for one in chain):
         return False
-    if any(
-        isinstance(one, (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError))
-        for one in chain
-    ):
+    missing = (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError)
+    if any(isinstance(one, missing) for one in chain):
         return True
-    # TensorStore raises ValueError with its status first.
-    told = [str(one) for one in chain if isinstance(one, ValueError)]
-    return any(text.startswith(DAMAGE) or TRUNCATED in text for text in told)
+    # TensorStore raises ValueError, and its message begins with the status.
+    messages = [str(one) for one in chain if isinstance(one, ValueError)]
+    return any(text.startswith(DAMAGE) or UNDECODABLE in text for text in messages)
 
 
 def _in_short(error: Exception) -> str:
-    said = (
-        error.__cause__ or error
-    )  # TensorStore's own words, where Orbax puts a long error around them
-    return f"{type(said).__name__}: {' '.join(str(said).split())[:200]}"
+    cause = error.__cause__ or error  # Orbax puts a long message around that of TensorStore
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
 
 
 def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: bool) -> None:
+    """ConfigError where a manifest is not that of the leaves that are wanted."""
     problems = [f"{path}: not in the checkpoint" for path in wanted if path not in saved]
-    problems += [
-        f"{path}: only in the checkpoint" for path in saved if whole and path not in wanted
-    ]
-    problems += [
-        f"{path}: {saved[path][1]}{saved[path][0]} in the checkpoint,"
-        f" {wanted[path][1]}{wanted[path][0]} in the model"
-        for path in wanted
-        if path in saved and saved[path] != wanted[path]
-    ]
+    if whole:
+        problems += [f"{path}: only in the checkpoint" for path in saved if path not in wanted]
+    for path, here in wanted.items():
+        there = saved.get(path, here)
+        if there != here:
+            problems.append(
+                f"{path}: {there[1]}{there[0]} in the checkpoint, {here[1]}{here[0]} in the model"
+            )
     if problems:
-        shown = "\n  ".join(
-            [*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])]
-        )
         raise ConfigError(
-            f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n "
-            f" {shown}"
+            f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n  "
+            + first_of(problems)
         )
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the finished checkpoints in a run directory, ascending; unfinished ones carry
-    another name."""
+    """Steps of the finished checkpoints in a run directory, ascending; unfinished ones have other
+    names."""
     return sorted(
         int(entry.name)
         for entry in (run_dir / "checkpoints").glob("*")

@@ -71,7 +71,7 @@ def _registry() -> Any:
             instance_from_str=lambda words: words[0],
             is_instance=lambda value: value in allowed,
             str_from_instance=lambda value: [value],
-            choices=allowed,
+            choices=(*allowed, *(FORMER_OBJECTIVES if "sft" in allowed else ())),
         )
 
     return registry

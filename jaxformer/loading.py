@@ -21,21 +21,21 @@ from jaxformer.config import (
 )
 from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
+from jaxformer.files import read_object, write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
 from jaxformer.tokenizer import Tokenizer
 
-# most tokens of a row when a model directory is evaluated, which says nothing of its rows in
-# training
+# The longest row when a model directory is evaluated, which does not say how it was trained.
 MOST_EVALUATION_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model read from disk. `tokenizer` is None where none lies beside it; `labels` are its
-    classes' names."""
+    """A model read from disk. `tokenizer` is None where the directory has none; `labels` are the
+    names of its classes."""
 
     params: Params
     config: ModelConfig
@@ -50,13 +50,12 @@ def load(
     Hugging Face directory.
 
     Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
-    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step, nothing
-    in it can be read, or it is of an architecture, or has an option or a tensor, that jaxformer
-    does not compute.
+    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step or
+    cannot be read, or if its architecture, an option or a tensor is not supported.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        hub = f" (to get one: hf download {path} --local-dir DIRECTORY)" * (not folder.exists())
+        hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
         raise ConfigError(
             f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
             f" model directory{hub}."
@@ -66,12 +65,9 @@ def load(
     if is_pretrained(folder):
         if step is not None:
             raise ConfigError(
-                f"{folder} is a Hugging Face model directory, which has no steps: leave out"
-                f" step={step}."
+                f"{folder} is a Hugging Face directory, which has no steps: leave out step={step}."
             )
-        from jaxformer.interop.pretrained import (
-            load_pretrained,
-        )  # only needed for Hugging Face directories
+        from jaxformer.interop.pretrained import load_pretrained
 
         found = load_pretrained(folder, mesh, dtype)
         return Loaded(found.params, found.config, tokenizer, found.labels)
@@ -85,9 +81,8 @@ def _load_run(
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         held = f"it holds steps {steps}" if steps else "training has not saved one yet"
-        raise ConfigError(
-            f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}: {held}."
-        )
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise ConfigError(f"{run_dir} has {missing}: {held}.")
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
@@ -96,32 +91,23 @@ def _load_run(
 
     shapes = map_specs(shape, model_specs(config))
     wanted = flat_leaves({"params": shapes})
-    errors = []
+    errors, folder = [], run_dir.absolute() / "checkpoints"
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            leaves = read_checkpoint(
-                run_dir.absolute() / "checkpoints", candidate, wanted, whole=False
-            )
+            leaves = read_checkpoint(folder, candidate, wanted, whole=False)
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
-            warnings.warn(
-                f"a checkpoint of {run_dir} cannot be read, so an older one is taken: {errors[-1]}",
-                stacklevel=2,
-            )
+            said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
+            warnings.warn(said, stacklevel=2)
             continue
         typed = [leaf.astype(dtype) for leaf in leaves.values()]
-        return Loaded(
-            jax.tree.unflatten(jax.tree.structure(shapes), typed),
-            config,
-            tokenizer,
-            _labels(run_dir),
-        )
+        params = jax.tree.unflatten(jax.tree.structure(shapes), typed)
+        return Loaded(params, config, tokenizer, _labels(run_dir))
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
 
 
 def run_of(path: str | Path) -> RunConfig:
-    """The settings of a run directory, or those under which a Hugging Face model directory is read:
-    whole rows of its text.
+    """The settings of a run directory, or those with which a Hugging Face directory is evaluated.
 
     Raises ConfigError if `path` is neither.
     """
@@ -132,41 +118,31 @@ def run_of(path: str | Path) -> RunConfig:
 
     model = pretrained_config(folder)
     length = min(model.max_length, MOST_EVALUATION_TOKENS)
+    has_source = model.family == "encoder_decoder"
     return RunConfig(
         run=RunSettings(dir=str(folder)),
         model=model,
         data=DataConfig(
-            train="",
-            sequence_length=length,
-            objective="seq2seq" if model.family == "encoder_decoder" else "auto",
+            train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
         ),
         tokenizer=TokenizerConfig(path=str(folder)),
     )
 
 
 def save_run(target: Path, model: Loaded, origin: Path) -> None:
-    """Writes a model, read from the model directory `origin`, as a run directory whose one
-    checkpoint is of step 0."""
+    """Writes a model, read from the model directory `origin`, as a run directory with one
+    checkpoint, of step 0."""
     if model.tokenizer is not None:
         model.tokenizer.save(target / "tokenizer.json")
     with Checkpoints(target) as checkpoints:
         checkpoints.save({"params": model.params}, 0)
     if model.labels:
-        (target / "data.json").write_text(
-            json.dumps({"labels": list(model.labels)}) + "\n", encoding="utf-8"
-        )
-    run = dataclasses.replace(
-        run_of(origin),
-        run=RunSettings(dir=str(target)),
-        tokenizer=TokenizerConfig(path=str(target)),
-    )
-    (target / "config.json").write_text(to_json(run), encoding="utf-8")
+        write_text(target / "data.json", json.dumps({"labels": list(model.labels)}) + "\n")
+    settings, tokenizer = RunSettings(dir=str(target)), TokenizerConfig(path=str(target))
+    run = dataclasses.replace(run_of(origin), run=settings, tokenizer=tokenizer)
+    write_text(target / "config.json", to_json(run))
 
 
 def _labels(run_dir: Path) -> tuple[str, ...]:
     record = run_dir / "data.json"
-    return (
-        tuple(json.loads(record.read_text(encoding="utf-8")).get("labels", ()))
-        if record.is_file()
-        else ()
-    )
+    return tuple(read_object(record).get("labels", ())) if record.is_file() else ()

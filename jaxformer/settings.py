@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -127,3 +127,9 @@ def _field_problems(section: Section) -> Iterator[str]:
 def divisors(number: int) -> str:
     """The divisors of a number, separated by commas."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def first_of(problems: Sequence[str], most: int = 20, between: str = "\n  ") -> str:
+    """The first problems for a message, and how many more there are."""
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return between.join([*problems[:most], *more])

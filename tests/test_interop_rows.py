@@ -12,9 +12,10 @@ import transformers as tf
 
 import jaxformer as jf
 from jaxformer.interop import table
+from jaxformer.interop.architectures import HF_FAMILIES, stated_architecture
 from jaxformer.interop.compare import resolved
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
-from jaxformer.interop.pretrained import HF_FAMILIES, load_pretrained, stated_architecture
+from jaxformer.interop.pretrained import load_pretrained
 from jaxformer.models.transformer import specs
 
 CLASSES = {

@@ -11,6 +11,9 @@ from pretrained import directory, folder, loaded, rewrite, tensors
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
+from jaxformer.layers.norm import NORMS, NormRow
+from jaxformer.layers.positions import FREQUENCIES, rope_frequencies
+from jaxformer.params import Spec, zeros
 
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -225,6 +228,26 @@ def test_a_model_that_no_architecture_states_is_refused_with_the_fields_in_the_w
     missing = [word for word in named if word not in str(told.value)]
     assert not missing, f"{missing} in: {told.value}"
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_norm_or_a_scaling_of_ones_own_is_a_field_in_the_way_and_no_fault(tmp_path, monkeypatch):
+    def run(params, config, x):
+        return x / abs(x).max(-1, keepdims=True) + params["bias"]
+
+    def bias(config):
+        return {"bias": Spec((config.d_model,), ("norm",), zeros)}
+
+    monkeypatch.setitem(NORMS, "largest", NormRow(bias, run))
+    monkeypatch.setitem(FREQUENCIES, "halved", lambda c, _: rope_frequencies(c.rotated_width, 2.0))
+    for fields, named in (
+        (dict(norm="largest"), "model.norm='largest'"),
+        (dict(norm="largest", bias="all"), "model.norm='largest'"),
+        (dict(rope_scaling="halved", rope_factor=2.0), "halved"),
+    ):
+        config = jf.ModelConfig(**SMALL | fields)
+        with pytest.raises(jf.ConfigError, match=named):
+            jf.save_pretrained(tmp_path / "out", jf.init(config, jax.random.key(0)), config)
+    assert not (tmp_path / "out").exists()
 
 
 def test_parameters_of_another_config_are_refused_and_nothing_is_written(tmp_path):

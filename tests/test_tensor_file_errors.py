@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxformer.config import ConfigError
-from jaxformer.interop.safetensors import INDEX, SINGLE, TensorFiles, write_tensors
+from jaxformer.interop.safetensors import INDEX, SINGLE, TensorFiles
+from jaxformer.interop.shards import write_tensors
 
 
 def write(folder: Path, *names: str, limit: int = 1 << 20) -> None:
@@ -58,29 +59,23 @@ def cut(size: int) -> Callable[[Path], Any]:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda p: p.write_bytes(b""), "{p} is empty"),
     "cut in its data": (
-        cut(181),
+        cut(165),
         (
-            r"{p} is damaged: it has 181 bytes where its header promises 184; the first tensor that"
-            r" is not whole is b\."
+            r"{p} is damaged: it has 165 bytes where its header promises 168; the first incomplete"
+            r" tensor is b\."
         ),
     ),
-    "cut by a tensor": (
-        cut(174),
-        "it has 174 bytes .* 184; the first tensor that is not whole is a",
-    ),
-    "cut between tensors": (
-        cut(176),
-        "it has 176 bytes .* 184; the first tensor that is not whole is b",
-    ),
-    "cut in its header": (cut(94), "{p} is truncated: its 94 bytes end within the header"),
+    "cut by a tensor": (cut(158), "it has 158 bytes .* 168; the first incomplete tensor is a"),
+    "cut between tensors": (cut(160), "it has 160 bytes .* 168; the first incomplete tensor is b"),
+    "cut in its header": (cut(78), "{p} is truncated: its 78 bytes end within the header"),
     "cut in its length": (cut(5), "{p} is truncated: its 5 bytes end within the header"),
     "too long": (
         lambda p: p.write_bytes(p.read_bytes() + b"xx"),
-        "{p} is damaged: it has 186 bytes .* 184. Download",
+        "{p} is damaged: it has 170 bytes .* 168. Download",
     ),
     "a web page": (
         lambda p: p.write_text("<!DOCTYPE html><html>"),
-        "{p} is no sound safetensors file",
+        "{p} is not a valid safetensors file",
     ),
     "a pointer": (
         lambda p: p.write_text(
@@ -90,29 +85,32 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a hostile length": (
         lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()),
-        "no sound safetensors file",
+        "not a valid safetensors file",
     ),
-    "a header that is a list": (lambda p: raw(p, [1], 0), "{p} is no sound safetensors file"),
+    "a header that is a list": (lambda p: raw(p, [1], 0), "{p} is not a valid safetensors file"),
     "a header that is no JSON": (
         lambda p: p.write_bytes((4).to_bytes(8, "little") + b"{{{{"),
-        "no sound safetensors file",
+        "not a valid safetensors file",
     ),
     "a shape that overflows": (
         lambda p: raw(p, {"a": row(0, 8, (1 << 40, 1 << 40))}, 8),
-        "no sound safetensors file",
+        "not a valid safetensors file",
     ),
-    "a shape that lies": (lambda p: raw(p, {"a": row(0, 8, (3,))}, 8), "no sound safetensors file"),
+    "a shape that lies": (
+        lambda p: raw(p, {"a": row(0, 8, (3,))}, 8),
+        "not a valid safetensors file",
+    ),
     "tensors that overlap": (
         lambda p: raw(p, {"a": row(0, 8), "b": row(4, 12)}, 12),
-        "no sound safetensors file",
+        "not a valid safetensors file",
     ),
     "places that are no numbers": (
         lambda p: raw(p, {"a": row("x", "y")}, 8),
-        "no sound safetensors file",
+        "not a valid safetensors file",
     ),  # type: ignore[arg-type]
     "an unknown dtype": (
         lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8),
-        "no sound safetensors file",
+        "not a valid safetensors file",
     ),
 }
 
@@ -125,7 +123,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(
     damage, said = DAMAGE[kind]
     write(tmp_path, *(["x", "y"] if sharded else []), "a", "b", limit=16)
     path = tmp_path / ("model-00002-of-00002.safetensors" if sharded else SINGLE)
-    assert path.stat().st_size == 184
+    assert path.stat().st_size == 168
     damage(path)
     with pytest.raises(ConfigError, match=said.replace("{p}", re.escape(str(path)))):
         TensorFiles(tmp_path)
@@ -147,17 +145,14 @@ def test_a_file_that_changes_after_it_was_opened_is_said_and_not_guessed(tmp_pat
     [
         (
             ["pytorch_model.bin"],
-            (
-                "pytorch_model.bin alone, which is refused: .*pickle runs code.*in an environment"
-                " you trust"
-            ),
+            "in pytorch_model.bin, .* not read: .*pickle runs code.*in an environment you trust",
         ),
-        (["consolidated.00.pth", "x.pt"], "weights in consolidated.00.pth, x.pt alone"),
+        (["consolidated.00.pth", "x.pt"], "weights only in consolidated.00.pth, x.pt,"),
         (["model.ckpt"], "model.ckpt"),
         (["weights.pkl"], "weights.pkl"),
         (
             ["tf_model.h5"],
-            "tf_model.h5 alone, which is refused: only safetensors are read.*from_tf=True",
+            "only in tf_model.h5, which are not read: only safetensors are read.*from_tf=True",
         ),
         (["flax_model.msgpack"], "flax_model.msgpack.*from_flax=True"),
         ([], f"has no weights: neither {SINGLE}, nor {INDEX}"),
@@ -213,7 +208,7 @@ def test_all_missing_shards_are_named(sharded: Path) -> None:
         ("\x80", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
-        ("[]", "has no weight_map"),
+        ("[]", "holds no JSON object"),
         ("{}", "has no weight_map"),
         ('{"weight_map": ["a"]}', "has no weight_map"),
         ('{"weight_map": {"a": 3}}', "has no weight_map"),
@@ -274,7 +269,7 @@ def test_an_index_and_its_shards_name_the_same_tensors(
     sharded: Path, changes: dict[str, Any], said: str
 ) -> None:
     change_index(sharded, **changes)
-    with pytest.raises(ConfigError, match=f"(?s){INDEX} and its files disagree.*{said}"):
+    with pytest.raises(ConfigError, match=f"(?s){INDEX} does not match its files.*{said}"):
         TensorFiles(sharded)
 
 

@@ -10,7 +10,8 @@ from shapes import strong
 
 import jaxformer as jf
 from jaxformer.generation.beam import beam_search
-from jaxformer.generation.translate import bleu_metric, padded, translate
+from jaxformer.generation.prompts import padded
+from jaxformer.generation.translate import bleu_metric, translate
 from jaxformer.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""The weights as the decode loop reads them, made once for the params that they are made of."""
+"""The weights as the decode loop reads them, computed once for given params."""
 
 import functools
 import weakref
@@ -12,47 +12,44 @@ from jaxformer.params import Params, is_custom
 
 
 def prepared(params: Params, config: ModelConfig) -> Params:
-    """The weights a layer at a time, in the dtype of the products; a custom leaf as its `astype`
-    gives it.
+    """The weights layer by layer, in the dtype of the products; a custom leaf as its `astype` gives
+    it.
 
-    Those made last are kept for the next call with the same arrays, until one of these is freed.
+    The last result is kept for the next call with the same arrays, until one of these is freed.
     Under a transform of JAX nothing is kept.
     """
     return _LAST.weights(params, config)
 
 
 class _Last:
-    """The weights that were prepared last, and weak references to the arrays that they were made
-    of."""
+    """The weights that were prepared last, and weak references to the arrays they were made of."""
+
+    _sources: list[Any]
+    _made_of: Any
+    _weights: Params | None
 
     def __init__(self) -> None:
-        self._sources: list[Any] = []
-        self._of: Any = None
-        self._weights: Params | None = None
+        self._forget()
 
     def weights(self, params: Params, config: ModelConfig) -> Params:
         leaves, treedef = jax.tree.flatten(params)
-        kept = all(
-            isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) for leaf in leaves
-        )
-        if not kept:
+        if not all(isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) for a in leaves):
             return _prepare(params, config)
-        of, weights = (treedef, config), self._weights
-        same = weights is not None and self._of == of
+        weights = self._weights
         if (
             weights is not None
-            and same
-            and all(a() is b for a, b in zip(self._sources, leaves, strict=True))
+            and self._made_of == (treedef, config)
+            and all(source() is leaf for source, leaf in zip(self._sources, leaves, strict=True))
         ):
             return weights
         self._forget()  # before new ones are made, so that there are never two
         weights = _prepare(params, config)
         self._sources = [weakref.ref(leaf, self._forget) for leaf in leaves]
-        self._of, self._weights = of, weights
+        self._made_of, self._weights = (treedef, config), weights
         return weights
 
     def _forget(self, _: Any = None) -> None:
-        self._sources, self._of, self._weights = [], None, None
+        self._sources, self._made_of, self._weights = [], None, None
 
 
 _LAST = _Last()

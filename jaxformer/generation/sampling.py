@@ -1,5 +1,6 @@
 """How the next token is drawn from its logits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -10,37 +11,49 @@ from jaxformer.config import ConfigError
 EndToken = int | tuple[int, ...] | None
 
 
+def end_tokens(end_token: EndToken) -> tuple[int, ...]:
+    """The end tokens: none, one or several."""
+    if isinstance(end_token, tuple):
+        return end_token
+    return () if end_token is None else (end_token,)
+
+
 def ends(tokens: jax.Array, end_token: EndToken) -> jax.Array:
-    """Which of the tokens are an end."""
-    return jnp.isin(tokens, jnp.array([] if end_token is None else end_token, jnp.int32))
+    """Which of the tokens are an end token."""
+    return jnp.isin(tokens, jnp.array(end_tokens(end_token), jnp.int32))
 
 
 def filler(end_token: EndToken) -> int:
-    """What fills a row behind its end."""
-    return (end_token[0] if isinstance(end_token, tuple) else end_token) or 0
+    """The token that fills a row after its end."""
+    return (*end_tokens(end_token), 0)[0]
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """ConfigError with the messages of the conditions that do not hold."""
+    if not all(problems.values()):
+        raise ConfigError("; ".join(message for message, fine in problems.items() if not fine))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy at temperature 0; otherwise a draw after the filters, those that are on. Raises
-    ConfigError out of range."""
+    """How a token is drawn: greedily at temperature 0, else at random from what the filters leave.
+    Raises ConfigError for a value out of range."""
 
     temperature: float = 1.0
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = (
-        1.0  # keep the likeliest tokens that reach this probability together (arXiv:1904.09751)
-    )
+    # Keep the fewest likeliest tokens with at least this probability together (arXiv:1904.09751).
+    top_p: float = 1.0
     end_token: EndToken = None  # a row stops after it, or after any of several
     vocab_size: int | None = None  # ids from here on are padding of the table and never drawn
 
     def __post_init__(self) -> None:
-        problems = {
-            f"temperature={self.temperature} must be at least 0": self.temperature >= 0,
-            f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)": self.top_k >= 0,
-            f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
-        }
-        if not all(problems.values()):
-            raise ConfigError("; ".join(message for message, fine in problems.items() if not fine))
+        refuse(
+            {
+                f"temperature={self.temperature} must be at least 0": self.temperature >= 0,
+                f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)": self.top_k >= 0,
+                f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
+            }
+        )
 
 
 def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
@@ -57,10 +70,10 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
-    """[B, V] with the tokens at -inf that the likelier ones, holding probability p already, make
-    unneeded."""
+    """[B, V] with a token at -inf where the likelier ones have probability p together."""
     ranked = jnp.sort(logits, axis=-1, descending=True)
-    before = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1) - jax.nn.softmax(ranked, axis=-1)
+    shares = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares  # the probability of all likelier tokens
     least = jnp.min(jnp.where(before < p, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)
 

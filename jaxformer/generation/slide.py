@@ -1,4 +1,4 @@
-"""Generation past the context: a window of the newest tokens that moves on when it is full."""
+"""Generation beyond the context, from a window of the newest tokens."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.sampling import Sampling, end_tokens
 from jaxformer.params import Params
 
-KEPT = 0.75  # of the window; a larger part is more to go on from, and is read again more often
+KEPT = 0.75  # of the window; a larger part gives more context, and is read again more often
 
 
 def slide_tokens(
@@ -25,19 +25,19 @@ def slide_tokens(
     beginning: int = 0,
     **sampling: Any,
 ) -> Iterator[np.ndarray]:
-    """`stream_tokens` of one row without the limit of the context: arrays [1, n] as they are made.
+    """`stream_tokens` of one row, not limited by the context: arrays [1, n] as they are made.
 
-    When model.max_length tokens are reached, the first `beginning` tokens of the prompt (such as a
-    start-of-text token) and the newest ones, three quarters of the window together, are read again
-    at the positions from 0, and the text goes on from these. Up to then the tokens are those of
-    `stream_tokens`. Raises ConfigError as that does, and for an encoder-decoder.
+    At model.max_length tokens the window is cut to three quarters: the first `beginning` tokens of
+    the prompt (such as a start-of-text token) and the newest ones. These are read again at
+    positions from 0, and generation continues. Until then the tokens are those of `stream_tokens`.
+    Raises ConfigError as that does, and for an encoder-decoder.
     """
     if config.family != "decoder":
         raise ConfigError(
-            f"a window of the newest tokens needs model.family='decoder', not {config.family!r}."
+            f"sliding over the newest tokens needs model.family='decoder', not {config.family!r}."
         )
-    rules, kept = Sampling(**sampling), max(int(KEPT * config.max_length), beginning + 1)
-    end = rules.end_token if isinstance(rules.end_token, tuple) else (rules.end_token,)
+    end = {*end_tokens(Sampling(**sampling).end_token)}
+    kept = max(int(KEPT * config.max_length), beginning + 1)
     window, left = [*prompt], max_new_tokens
     for number in itertools.count():
         draws = jax.random.fold_in(key, number) if number else key
@@ -46,6 +46,6 @@ def slide_tokens(
             yield piece
             window += piece[0].tolist()
             left -= piece.shape[1]
-            if left <= 0 or not {*end}.isdisjoint(piece[0].tolist()):
+            if left <= 0 or not end.isdisjoint(piece[0].tolist()):
                 return
         window = window[:beginning] + window[beginning - kept :]

@@ -1,115 +1,78 @@
 """BART (arXiv:1910.13461), and what Marian shares with it."""
 
-from typing import Any
-
 from jaxformer.config import ModelConfig
+from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import (
-    PLAIN,
-    Choice,
-    Constant,
-    Dropout,
-    FixedKey,
-    IgnoredKeys,
-    Key,
-    KeyMapping,
-    Ours,
-    Present,
-    Tied,
-)
+from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.table import AS_ROW, TensorRow, linear, norm
 
 STACKS = ("encoder", "decoder")
 
 
-class SharedSizes:
-    """Sizes that the file states for both stacks, and that are one here."""
+class SharedSizes(KeyMapping):
+    """Sizes that config.json has for each stack, and that have to be equal here."""
 
     keys = (("ffn_dim", "d_ff", 4096), ("attention_heads", "n_heads", 16))
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         found = {}
-        for name, ours, default in self.keys:
-            found[ours] = hf.get(f"encoder_{name}", default)
-            if hf.get(f"decoder_{name}", default) != found[ours]:
-                hf.only(f"decoder_{name}", (found[ours],))
+        for name, field, default in self.keys:
+            found[field] = hf.get(f"encoder_{name}", default)
+            if hf.get(f"decoder_{name}", default) != found[field]:
+                hf.only(f"decoder_{name}", (found[field],))
         return found
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {
-            f"{side}_{name}": getattr(ours, field)
-            for name, field, _ in self.keys
-            for side in STACKS
-        }
+    def write(self, config: ModelConfig) -> Keys:
+        sizes = {name: getattr(config, field) for name, field, _ in self.keys}
+        return {f"{side}_{name}": size for name, size in sizes.items() for side in STACKS}
 
 
-def fields(vocab_size: int) -> tuple[KeyMapping, ...]:
-    """The keys that both have."""
+def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
+    """The keys of both, with the default of vocab_size."""
     return (
-        Constant(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
-        Key("vocab_size", "vocab_size", vocab_size),
-        Key("d_model", "d_model", 1024),
-        Key("encoder_layers", "n_encoder_layers", 12),
-        Key("decoder_layers", "n_layers", 12),
+        fields.Constant(family="encoder_decoder", norm="layer", norm_placement="post", bias="all"),
+        fields.Key("vocab_size", "vocab_size", vocab_size),
+        fields.Key("d_model", "d_model", 1024),
+        fields.Key("encoder_layers", "n_encoder_layers", 12),
+        fields.Key("decoder_layers", "n_layers", 12),
         SharedSizes(),
-        Key("max_position_embeddings", "max_length", 1024),
-        Choice("activation_function", "activation", PLAIN, "gelu"),
-        Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
-        Present("final_logits_bias", "head_bias"),
-        Tied(True),
-        Dropout(("dropout", "attention_dropout")),
-        IgnoredKeys(
-            (
-                "encoder_layerdrop",
-                "decoder_layerdrop",
-                "activation_dropout",
-                "classifier_dropout",
-                "classif_dropout",
-                "init_std",
-            )
+        fields.Key("max_position_embeddings", "max_length", 1024),
+        fields.Choice("activation_function", "activation", fields.PLAIN, "gelu"),
+        fields.Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
+        fields.Present("final_logits_bias", "head_bias"),
+        fields.tied(True),
+        fields.Dropout("dropout attention_dropout"),
+        fields.IgnoredKeys(
+            "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
+            " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
+            " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
+            " gradient_checkpointing static_position_embeddings"
         ),
-        IgnoredKeys(
-            (
-                "num_hidden_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "extra_pos_embeddings",
-                "force_bos_token_to_be_generated",
-            )
-        ),
-        IgnoredKeys(("add_bias_logits", "gradient_checkpointing", "static_position_embeddings")),
-        # Of the first transformers with these models, whose code served others too.
-        *(FixedKey(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
+        # Written by the first versions of transformers with these models.
+        *(fields.FixedKey(key, (False,)) for key in ("normalize_before", "add_final_layer_norm")),
     )
 
 
-def stack(side: str, ours: str) -> tuple[TensorRow, ...]:
-    """The rows of one stack; `ours` goes before its paths."""
-    layer, parts = (
-        f"model.{side}.layers.{{}}.",
-        {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"},
-    )
-    sublayers = {"self_attn": "attention"} | ({} if ours else {"encoder_attn": "cross"})
-    found = [
-        row
-        for name, block in sublayers.items()
-        for row in (
-            *(
-                row
-                for part, leaf in parts.items()
-                for row in linear(f"{layer}{name}.{part}", f"{ours}blocks.{block}.{leaf}")
-            ),
-            *norm(f"{layer}{name}_layer_norm", f"{ours}blocks.{block}_norm"),
-        )
-    ]
+def stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
+    """The rows of one stack; `prefix` begins its paths in the params."""
+    layer = f"model.{side}.layers.{{}}."
+    parts = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
+    sublayers = {"self_attn": "attention", "encoder_attn": "cross"}
+    if side == "encoder":
+        del sublayers["encoder_attn"]
+    found: list[TensorRow] = []
+    for name, block in sublayers.items():
+        for part, leaf in parts.items():
+            found += linear(f"{layer}{name}.{part}", f"{prefix}blocks.{block}.{leaf}")
+        found += norm(f"{layer}{name}_layer_norm", f"{prefix}blocks.{block}_norm")
     return (
         *found,
-        *linear(layer + "fc1", f"{ours}blocks.ffn.up"),
-        *linear(layer + "fc2", f"{ours}blocks.ffn.down"),
-        *norm(layer + "final_layer_norm", f"{ours}blocks.ffn_norm"),
-        TensorRow(f"model.{side}.embed_positions.weight", f"{ours}embed.positions"),
-        *norm(f"model.{side}.layernorm_embedding", f"{ours}embed.norm"),
+        *linear(layer + "fc1", f"{prefix}blocks.ffn.up"),
+        *linear(layer + "fc2", f"{prefix}blocks.ffn.down"),
+        *norm(layer + "final_layer_norm", f"{prefix}blocks.ffn_norm"),
+        TensorRow(f"model.{side}.embed_positions.weight", f"{prefix}embed.positions"),
+        *norm(f"model.{side}.layernorm_embedding", f"{prefix}embed.norm"),
     )
 
 
@@ -120,22 +83,18 @@ ROWS = (
     *stack("encoder", "encoder."),
     *stack("decoder", ""),
 )
-
+REPEATED = tuple(f"model.{side}.embed_tokens.weight" for side in STACKS)
 
 BART = Family(
     "bart",
     {"BartForConditionalGeneration": {}},
     (
-        *fields(50265),
-        Constant(positions="learned", position_offset=2, embedding_norm=True),
-        FixedKey("normalize_embedding", (True,)),
+        *shared_fields(50265),
+        fields.Constant(positions="learned", position_offset=2, embedding_norm=True),
+        fields.FixedKey("normalize_embedding", (True,)),
     ),
     lambda config: ROWS,
     prefix="model.",
     bases=("BartModel",),
-    copies=tied_copy(
-        "lm_head.weight",
-        "model.shared.weight",
-        *(f"model.{side}.embed_tokens.weight" for side in STACKS),
-    ),
+    copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
 )

@@ -1,27 +1,16 @@
 """BERT (arXiv:1810.04805), and what RoBERTa shares with it."""
 
 from jaxformer.config import ModelConfig
+from jaxformer.interop import fields
 from jaxformer.interop.family import Copies, Copy, Family
-from jaxformer.interop.fields import (
-    PLAIN,
-    Choice,
-    ClassCount,
-    Constant,
-    Dropout,
-    FixedKey,
-    IgnoredKeys,
-    Key,
-    KeyMapping,
-    Present,
-    Tied,
-)
-from jaxformer.interop.table import TensorRow, linear, norm
+from jaxformer.interop.fields import KeyMapping
+from jaxformer.interop.table import TensorRow, linear, norm, output
 
 
-def fields(**default: int) -> tuple[KeyMapping, ...]:
-    """The keys that both have; `default` has the values of keys that are left out."""
+def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
+    """The keys of both, with the default of vocab_size."""
     return (
-        Constant(
+        fields.Constant(
             family="encoder",
             norm="layer",
             norm_placement="post",
@@ -29,23 +18,23 @@ def fields(**default: int) -> tuple[KeyMapping, ...]:
             embedding_norm=True,
             positions="learned",
         ),
-        Key("vocab_size", "vocab_size", default["vocab_size"]),
-        Key("hidden_size", "d_model", 768),
-        Key("num_hidden_layers", "n_layers", 12),
-        Key("num_attention_heads", "n_heads", 12),
-        Key("intermediate_size", "d_ff", 3072),
-        Key("type_vocab_size", "token_types", 2),
-        Key("layer_norm_eps", "norm_eps", 1e-12),
-        FixedKey("position_embedding_type", ("absolute",)),
-        Tied(True),
-        ClassCount(),
-        Dropout(("hidden_dropout_prob", "attention_probs_dropout_prob")),
-        IgnoredKeys(("classifier_dropout", "gradient_checkpointing")),
+        fields.Key("vocab_size", "vocab_size", vocab_size),
+        fields.Key("hidden_size", "d_model", 768),
+        fields.Key("num_hidden_layers", "n_layers", 12),
+        fields.Key("num_attention_heads", "n_heads", 12),
+        fields.Key("intermediate_size", "d_ff", 3072),
+        fields.Key("type_vocab_size", "token_types", 2),
+        fields.Key("layer_norm_eps", "norm_eps", 1e-12),
+        fields.FixedKey("position_embedding_type", ("absolute",)),
+        fields.tied(True),
+        fields.ClassCount(),
+        fields.Dropout("hidden_dropout_prob attention_probs_dropout_prob"),
+        fields.IgnoredKeys("classifier_dropout gradient_checkpointing"),
     )
 
 
 def trunk(base: str) -> tuple[TensorRow, ...]:
-    """All but the heads, under the name that the base model has."""
+    """All but the heads; `base` is the prefix of the names."""
     layer = base + ".encoder.layer.{}."
     return (
         TensorRow(f"{base}.embeddings.word_embeddings.weight", "embed.tokens"),
@@ -64,7 +53,7 @@ def trunk(base: str) -> tuple[TensorRow, ...]:
 
 
 def placed(base: str, config: ModelConfig, found: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
-    """The rows as the class with the head names them, or, without a head, the base model itself."""
+    """The rows as a class with a head names them; without a head, as the base model does."""
     if config.output != "none":
         return found
     return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in found)
@@ -80,21 +69,16 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         *norm("cls.predictions.transform.LayerNorm", "head.norm"),
         TensorRow("cls.predictions.decoder.weight", "head.weight"),
         TensorRow(f"cls.predictions.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
-        TensorRow("cls.seq_relationship.weight", "next_sentence.weight"),
-        TensorRow("cls.seq_relationship.bias", "next_sentence.bias"),
+        *output("cls.seq_relationship", "next_sentence"),
     )
-    classes = (
-        TensorRow("classifier.weight", "head.weight"),
-        TensorRow("classifier.bias", "head.bias"),
-    )
+    classes = output("classifier", "head")
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
-    return placed(
-        "bert", config, (*trunk("bert"), *linear("bert.pooler.dense", "pooler.dense"), *head)
-    )
+    pooler = linear("bert.pooler.dense", "pooler.dense")
+    return placed("bert", config, (*trunk("bert"), *pooler, *head))
 
 
 def masked_copies(head: str, embedding: str) -> Copies:
-    """The output layer is stored again where it is tied; where not, its bias has a second name that
+    """A tied output layer may be stored again; the bias of an untied one has a second name that
     is not read."""
 
     def copies(config: ModelConfig) -> tuple[Copy, ...]:
@@ -102,9 +86,8 @@ def masked_copies(head: str, embedding: str) -> Copies:
             return ()
         if not config.tied_head:
             return (Copy(f"{head}.bias", f"{head}.decoder.bias", written=True, checked=False),)
-        return Copy(f"{head}.decoder.weight", embedding, unties=True), Copy(
-            f"{head}.decoder.bias", f"{head}.bias"
-        )
+        weight = Copy(f"{head}.decoder.weight", embedding, unties=True)
+        return weight, Copy(f"{head}.decoder.bias", f"{head}.bias")
 
     return copies
 
@@ -119,11 +102,11 @@ BERT = Family(
         "BertModel": {"head": "none"},
     },
     (
-        *fields(vocab_size=30522),
-        Key("max_position_embeddings", "max_length", 512),
-        Choice("hidden_act", "activation", PLAIN, "gelu"),
-        Present("bert.pooler.dense.weight", "pooler"),
-        Present("cls.seq_relationship.weight", "next_sentence"),
+        *shared_fields(30522),
+        fields.Key("max_position_embeddings", "max_length", 512),
+        fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
+        fields.Present("bert.pooler.dense.weight", "pooler"),
+        fields.Present("cls.seq_relationship.weight", "next_sentence"),
     ),
     rows,
     prefix="bert.",

@@ -1,7 +1,7 @@
-"""BLOOM (arXiv:2211.05100): ALiBi, and a norm behind the embedding."""
+"""BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding."""
 
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, Tied
+from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, tied
 from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
@@ -9,24 +9,17 @@ FIELDS = (
         norm="layer", bias="all", positions="alibi", embedding_norm=True, activation="gelu_tanh"
     ),
     Key("vocab_size", "vocab_size", 250880),
-    Key("hidden_size", "d_model", 64, old="n_embed"),
-    Key("n_layer", "n_layers", 2, old="num_hidden_layers"),
-    Key("n_head", "n_heads", 8, old="num_attention_heads"),
+    Key("hidden_size", "d_model", 64, instead="n_embed"),
+    Key("n_layer", "n_layers", 2, instead="num_hidden_layers"),
+    Key("n_head", "n_heads", 8, instead="num_attention_heads"),
     Key("layer_norm_epsilon", "norm_eps", 1e-5),
     Key("seq_length", "max_length", 2048),
     FixedKey("apply_residual_connection_post_layernorm", (False,)),
-    Tied(True),
-    Dropout(("hidden_dropout", "attention_dropout")),
-    FixedKey("slow_but_exact", (False,)),  # leaves out biases where pretraining_tp is above 1
-    IgnoredKeys(
-        (
-            "attention_softmax_in_fp32",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "offset_alibi",
-        )
-    ),
-    IgnoredKeys(("pretraining_pp", "skip_bias_add", "skip_bias_add_qkv", "n_inner")),
+    tied(True),
+    Dropout("hidden_dropout attention_dropout"),
+    FixedKey("slow_but_exact", (False,)),  # would leave out biases with pretraining_tp > 1
+    IgnoredKeys("attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"),
+    IgnoredKeys("pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
 )
 
 LAYER = "transformer.h.{}."

@@ -1,5 +1,5 @@
-"""What a family of Hugging Face models is: how its config.json maps to `ModelConfig`, and its
-tensors to our leaves."""
+"""A family of Hugging Face models: how its config.json maps to `ModelConfig`, and its tensors to
+the params."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.interop.compare import differences, resolved
-from jaxformer.interop.fields import Choice, Key, KeyMapping, Ours
+from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.table import Tensor, TensorRow, tensors, unplaced
 from jaxformer.models.transformer import specs as model_specs
 
 
 class Copy(NamedTuple):
-    """A tensor that repeats another: `written` too or not, `checked` to be equal or not; one that
-    `unties` may differ, and is the output layer then."""
+    """A tensor that repeats the tensor `of`. `written`: it is saved too. `checked`: the two have to
+    be equal. `unties`: they may differ, and the tensor is then the output layer."""
 
     name: str
     of: str
@@ -28,26 +28,25 @@ class Copy(NamedTuple):
 Copies = Callable[[ModelConfig], tuple[Copy, ...]]
 
 
-def tied_copy(head: str, embedding: str, *again: str) -> Copies:
-    """The output layer, which files may hold though it is tied, and other names under which they
-    repeat the embedding."""
-    others = tuple(Copy(name, embedding) for name in again)
-    return lambda config: (
-        *others,
-        *((Copy(head, embedding, unties=True),) if config.tied_head else ()),
-    )
+def tied_copy(head: str, embedding: str, *others: str) -> Copies:
+    """The output layer of a tied model, which files may hold, and other names of the embedding."""
+    always = tuple(Copy(name, embedding) for name in others)
+    tied = (*always, Copy(head, embedding, unties=True))
+    return lambda config: tied if config.tied_head else always
 
 
 @dataclass(frozen=True)
 class Family:
-    """`architectures` maps each class of transformers to the fields of ours that it stands for, the
-    narrower first; `bases` are classes without a head that are read as the first of them, which
-    ties it to the embedding; `prefix` is what files of a base, and older ones, leave out of names;
-    `ignored` are patterns of buffers that files may hold and no one reads.
+    """A row for each family of architectures.
+
+    `architectures` maps each class of transformers to the fields that it implies, the more specific
+    first. `bases` are classes without a head, read as the first architecture with a tied output
+    layer. `prefix` is the start of names that files of a base, and older files, leave out.
+    `ignored` are patterns of tensors that are not read; `renamed` are (pattern, new) of old names.
     """
 
     model_type: str
-    architectures: Mapping[str, Ours]
+    architectures: Mapping[str, ConfigFields]
     fields: Sequence[KeyMapping]
     rows: Callable[[ModelConfig], tuple[TensorRow, ...]]
     copies: Copies
@@ -57,12 +56,11 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
-        """Our config of theirs. Raises ConfigError for a key with a value that nothing here
-        computes."""
+        """The config of a config.json. Raises ConfigError for a value that is not supported."""
         for key, allowed in REQUIRED.items():
             if key in hf.values:
                 hf.only(key, allowed)
-        found: Ours = {}
+        found: ConfigFields = {}
         for row in self.fields:
             found |= row.read(hf)
         found |= self.architectures[architecture]
@@ -71,36 +69,34 @@ class Family:
         return ModelConfig(**found)
 
     def keys(self) -> dict[str, str]:
-        """Their key of each field of ours that one alone states."""
-        return {row.ours: row.hf for row in self.fields if isinstance(row, (Key, Choice))}
+        """The key of each field that has one key."""
+        return {row.field: row.hf for row in self.fields if isinstance(row, (Key, Choice))}
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
-        """Their keys of our config."""
-        ours, keys = (
-            resolved(config),
-            {"architectures": [architecture], "model_type": self.model_type},
-        )
+        """The keys of a config."""
+        # ConfigFields that change no logit, or only in training, are written as they are.
         kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
-        ours = dataclasses.replace(ours, **kept)
+        complete = dataclasses.replace(resolved(config), **kept)
+        keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:
-            keys |= row.write(ours)
+            keys |= row.write(complete)
         return keys
 
     def obstacles(self, config: ModelConfig, architecture: str) -> list[str]:
-        """What keeps an architecture from being exactly this config; nothing where it can state
-        it."""
+        """Why an architecture is not exactly this config; empty where it is."""
         if self.architectures[architecture].get("head", "language") != config.output:
             return [f"model.head={config.output!r}"]
-        written = self.named(tensor.name for tensor in self.tensors(config))
+        plan = self.tensors(config)
+        names = self.named(tensor.name for tensor in plan)
         try:
-            stated = self.read(HFConfig(self.write(config, architecture), written), architecture)
+            stated = self.read(HFConfig(self.write(config, architecture), names), architecture)
         except ConfigError as error:
             return [str(error)]
-        left = unplaced(self.tensors(config), model_specs(config))
+        left = unplaced(plan, model_specs(config))
         return differences(config, stated) or [f"no tensor for {path}" for path in left]
 
     def named(self, names: Iterable[str]) -> set[str]:
-        """Names as they are and as the class with a head has them."""
+        """Names as they are, and as the class with a head has them."""
         return {name for found in names for name in (found, self.prefix + found)}
 
     def tensors(self, config: ModelConfig) -> list[Tensor]:

@@ -1,314 +1,282 @@
 """The rows of a config mapping: each reads keys of a config.json into fields of `ModelConfig`, and
 writes them back.
 
-A row that cannot state a config writes what comes nearest; reading it back and comparing shows the
+A row that cannot express a config writes the nearest value. Reading it back and comparing shows the
 difference.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.interop.compare import bias_named
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.pattern import layer_configs
 
-Ours = dict[str, Any]
+ConfigFields = dict[str, Any]  # of ModelConfig
+Keys = dict[str, Any]  # of a config.json
+TYPES = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}
 
-# Activations by the names that transformers has for them; of a gate likewise.
-PLAIN = {
-    **{
-        "gelu": "gelu",
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
+
+def by_hf_name(names: Mapping[str, str]) -> dict[str, str]:
+    """The value here of each name in transformers, from the names of each value here."""
+    return {hf: value for value, group in names.items() for hf in group.split()}
+
+
+PLAIN = by_hf_name(
+    {
+        "gelu": "gelu gelu_python",
+        "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast gelu_accurate gelu_python_tanh",
         "relu": "relu",
-        "silu": "silu",
-    },
-    **{
-        "swish": "silu",
+        "silu": "silu swish",
         "relu2": "relu2",
         "tanh": "tanh",
-        "gelu_python": "gelu",
-        "gelu_fast": "gelu_tanh",
-    },
-    **{"gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh"},
-}
+    }
+)
 GATE_NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu", "relu": "reglu"}
 GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain in GATE_NAMES} | {
     "sigmoid": "glu"
 }
 
 
-class KeyMapping(Protocol):
-    """One row: `read` gives our fields, `write` their keys for a config that `resolved` has filled
-    in."""
+class KeyMapping:
+    """One row: `read` gives fields of a `ModelConfig`; `write` gives keys, of a config that
+    `resolved` has completed."""
 
-    def read(self, hf: HFConfig) -> Ours: ...
+    def read(self, hf: HFConfig) -> ConfigFields:
+        return {}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]: ...
+    def write(self, config: ModelConfig) -> Keys:
+        return {}
 
 
 @dataclass(frozen=True)
-class Key:
-    """A key that means what a field of ours means; `null` there is 0 here."""
+class Key(KeyMapping):
+    """A key with the meaning of a field."""
 
     hf: str
-    ours: str
+    field: str
     default: Any = None
-    old: str = ""  # what older files call it
+    instead: str = ""  # the key that is read where there is none, as in older files
 
-    def read(self, hf: HFConfig) -> Ours:
-        value = hf.get(self.hf, hf.get(self.old, self.default) if self.old else self.default)
+    def read(self, hf: HFConfig) -> ConfigFields:
+        default = hf.get(self.instead, self.default) if self.instead else self.default
+        value = hf.get(self.hf, default)
+        if value is None and self.instead:
+            value = default
         if value is None:
             return {}
-        typed = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}[
-            self.ours
-        ]
         whole = isinstance(value, int) and not isinstance(value, bool)
-        return {self.ours: float(value) if typed is float and whole else value}
+        return {self.field: float(value) if TYPES[self.field] is float and whole else value}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {self.hf: getattr(ours, self.ours)}
+    def write(self, config: ModelConfig) -> Keys:
+        return {self.hf: getattr(config, self.field)}
 
 
-@dataclass(frozen=True)
 class OptionalKey(Key):
-    """A soft-cap, or another number, that is `null` where it is off."""
+    """A number that is `null` where it is 0 here, such as a soft cap."""
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {self.hf: getattr(ours, self.ours) or None}
+    def write(self, config: ModelConfig) -> Keys:
+        return {self.hf: getattr(config, self.field) or None}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A key whose values are named otherwise here."""
+class Choice(KeyMapping):
+    """A key whose values have other names here."""
 
     hf: str
-    ours: str
+    field: str
     values: Mapping[Any, Any]
     default: Any
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         value = hf.get(self.hf, self.default)
         if isinstance(value, (list, dict)) or value not in self.values:
             raise hf.unsupported(self.hf, value, self.values)
-        return {self.ours: self.values[value]}
+        return {self.field: self.values[value]}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        wanted = getattr(ours, self.ours)
+    def write(self, config: ModelConfig) -> Keys:
+        wanted = getattr(config, self.field)
         named = [key for key, value in self.values.items() if value == wanted]
         return {self.hf: self.default if self.default in named or not named else named[0]}
 
 
 @dataclass(frozen=True)
-class FixedKey:
-    """A key that has to have one value (the first given is written), since nothing here computes
-    the others."""
+class FixedKey(KeyMapping):
+    """A key with one supported value, or several with the same meaning; the first is written."""
 
     hf: str
     allowed: tuple[Any, ...]
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         hf.only(self.hf, self.allowed)
         return {}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Keys:
         return {self.hf: self.allowed[0]}
 
 
 @dataclass(frozen=True)
-class AliasKey:
-    """A key that repeats `key`, which another row reads, or has to where it is `checked`."""
+class AliasKey(KeyMapping):
+    """A key that repeats `key`, which another row reads; where `checked`, they have to agree."""
 
     hf: str
     key: str
-    ours: str
+    field: str
     checked: bool = False
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         stated = hf.get(self.hf)
         if self.checked and stated is not None:
             hf.only(self.hf, (hf.get(self.key, stated),))
         return {}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {self.hf: getattr(ours, self.ours)}
+    def write(self, config: ModelConfig) -> Keys:
+        return {self.hf: getattr(config, self.field)}
 
 
-class ClassCount:
-    """How many classes a head has: as many as id2label names, else num_labels."""
+class ClassCount(KeyMapping):
+    """The number of classes of a head: the length of id2label, else num_labels."""
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         labels = hf.get("id2label")
         return {"n_classes": len(labels) if labels else hf.get("num_labels", 2)}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {"num_labels": ours.n_classes} if ours.output in ("classes", "tags") else {}
+    def write(self, config: ModelConfig) -> Keys:
+        return {"num_labels": config.n_classes} if config.output in ("classes", "tags") else {}
 
 
 @dataclass(frozen=True)
-class IgnoredKeys:
-    """Keys of a family that say nothing about its logits."""
+class IgnoredKeys(KeyMapping):
+    """Keys of a family that do not change its logits, separated by spaces."""
 
-    keys: tuple[str, ...]
+    keys: str
 
-    def read(self, hf: HFConfig) -> Ours:
-        hf.asked.update(self.keys)
-        return {}
-
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
+    def read(self, hf: HFConfig) -> ConfigFields:
+        hf.asked.update(self.keys.split())
         return {}
 
 
-class Constant:
-    """Fields of ours that the architecture always has."""
+class Dropout(IgnoredKeys):
+    """Keys that are all written with our one rate. They are not read: a run sets its own rate."""
 
-    def __init__(self, **ours: Any) -> None:
-        self.ours = ours
+    def write(self, config: ModelConfig) -> Keys:
+        return dict.fromkeys(self.keys.split(), config.dropout)
 
-    def read(self, hf: HFConfig) -> Ours:
-        return dict(self.ours)
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {}
+class Constant(KeyMapping):
+    """ConfigFields with the same value in every model of the family."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        return dict(self.fields)
 
 
 @dataclass(frozen=True)
-class Dropout:
-    """Keys that all get our one rate; a run decides its own, so nothing is read."""
+class Biases(KeyMapping):
+    """Flags that each add biases. `flags` maps a key to the parts with a bias and the key's
+    default; `always` are the parts that have one without a flag."""
 
-    keys: tuple[str, ...]
-
-    def read(self, hf: HFConfig) -> Ours:
-        hf.asked.update(self.keys)
-        return {}
-
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return dict.fromkeys(self.keys, ours.dropout)
-
-
-@dataclass(frozen=True)
-class Biases:
-    """Flags that each switch on biases; `always` are those without a flag."""
-
-    flags: Mapping[str, tuple[frozenset[str], bool]]  # key -> (what carries a bias, the default)
+    flags: Mapping[str, tuple[frozenset[str], bool]]
     always: frozenset[str] = frozenset()
 
-    def read(self, hf: HFConfig) -> Ours:
-        carried = self.always.union(
-            *(parts for key, (parts, default) in self.flags.items() if hf.flag(key, default))
-        )
-        return {"bias": bias_named(carried)}
+    def read(self, hf: HFConfig) -> ConfigFields:
+        on = [parts for key, (parts, default) in self.flags.items() if hf.flag(key, default)]
+        return {"bias": bias_named(self.always.union(*on))}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {key: parts <= ours.biased for key, (parts, _) in self.flags.items()}
+    def write(self, config: ModelConfig) -> Keys:
+        return {key: parts <= config.biased for key, (parts, _) in self.flags.items()}
 
 
-@dataclass(frozen=True)
-class Tied:
-    """Whether the output layer is the embedding; where a file has both and they differ,
-    transformers 5 unties them too."""
-
-    default: bool
-
-    def read(self, hf: HFConfig) -> Ours:
-        return {"tied_head": hf.flag("tie_word_embeddings", self.default)}
-
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {"tie_word_embeddings": ours.tied_head}
+def tied(default: bool) -> Choice:
+    """Whether the output layer is the embedding. Where a file has both and they differ, they are
+    read as untied, as in transformers 5."""
+    return Choice("tie_word_embeddings", "tied_head", {True: True, False: False}, default)
 
 
-class DivisibleHeads:
-    """Heads have to divide the width, or transformers refuses the config, whatever a head's own
-    width is."""
+class DivisibleHeads(KeyMapping):
+    """The number of heads has to divide the width, whatever head_dim is: transformers refuses
+    other configs."""
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         width, heads = hf.get("hidden_size", 0), hf.get("num_attention_heads", 1)
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
-            raise hf.unsupported(
-                "num_attention_heads", heads, [f"a divisor of hidden_size={width}"]
-            )
-        return {}
-
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
+            divisor = f"a divisor of hidden_size={width}"
+            raise hf.unsupported("num_attention_heads", heads, [divisor])
         return {}
 
 
 @dataclass(frozen=True)
-class Present:
-    """A field of ours that follows from a tensor being there."""
+class Present(KeyMapping):
+    """A field that is True where the files have a tensor."""
 
     tensor: str
-    ours: str
+    field: str
 
-    def read(self, hf: HFConfig) -> Ours:
-        return {self.ours: self.tensor in hf.names}
-
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {}
+    def read(self, hf: HFConfig) -> ConfigFields:
+        return {self.field: self.tensor in hf.names}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The whole number whose inverse root scales the products of queries and keys."""
+class Scale(KeyMapping):
+    """A whole number n; attention scores are multiplied by 1 / sqrt(n)."""
 
     hf: str
     default: float
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         return {"attention_scale": hf.get(self.hf, self.default) ** -0.5}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        return {self.hf: round(ours.attention_scale**-2)}
+    def write(self, config: ModelConfig) -> Keys:
+        return {self.hf: round(config.attention_scale**-2)}
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Layers that see a window and layers that see all, by `layer_types` or by what stood for it
-    before there was that key.
+class Windows(KeyMapping):
+    """Which layers have a window: by `layer_types`, or by the keys that files had before it.
 
-    Every `every`-th layer sees all (0: none does), or as the key `period` has it.
+    Without `layer_types` every `every`-th layer has none (0: all have one); the key `period`
+    overrides `every`. With `switch`, use_sliding_window has to be true, and the first
+    max_window_layers layers have no window.
     """
 
     default_layers: int
     every: int = 0
     period: str = ""
     kinds: bool = True  # the architecture reads layer_types
-    # use_sliding_window has to be on, and max_window_layers tells where the windows begin
     switch: bool = False
 
-    def read(self, hf: HFConfig) -> Ours:
-        layers, window = hf.get("num_hidden_layers", self.default_layers), self._window(hf)
-        kinds = hf.get("layer_types") if self.kinds else None
-        each = hf.get(self.period, self.every) if self.period else self.every
-        first = hf.get("max_window_layers", 28) if self.switch else 0
-        if kinds is not None and (len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}):
-            raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
-        if kinds is not None:
-            pattern = "".join("w" if kind == SLIDING else "f" for kind in kinds)
-        else:
-            pattern = "".join(
-                "f" if (each and (i + 1) % each == 0) or i < first else "w" for i in range(layers)
-            )
-        return {"window": window, "window_pattern": pattern} if window and "w" in pattern else {}
-
-    def _window(self, hf: HFConfig) -> int:
+    def read(self, hf: HFConfig) -> ConfigFields:
+        layers = hf.get("num_hidden_layers", self.default_layers)
         window = hf.get("sliding_window", 4096) or 0
-        return window if not self.switch or hf.flag("use_sliding_window", False) else 0
+        if self.switch and not hf.flag("use_sliding_window", False):
+            window = 0
+        kinds = hf.get("layer_types") if self.kinds else None
+        every = hf.get(self.period, self.every) if self.period else self.every
+        first = hf.get("max_window_layers", 28) if self.switch else 0
+        if kinds is None:
+            full = [i < first or (every and (i + 1) % every == 0) for i in range(layers)]
+        elif len(kinds) == layers and {*kinds} <= {FULL, SLIDING}:
+            full = [kind == FULL for kind in kinds]
+        else:
+            raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
+        if not window or all(full):
+            return {}
+        return {"window": window, "window_pattern": "".join("f" if f else "w" for f in full)}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        layers = layer_configs(ours, ours.n_layers)
-        kinds = [SLIDING if layer.window else FULL for layer in layers]
-        keys: dict[str, Any] = {"sliding_window": ours.window or None} | (
-            {"layer_types": kinds} if self.kinds else {}
-        )
-        return keys | (
-            {"use_sliding_window": bool(ours.window), "max_window_layers": ours.n_layers}
-            if self.switch
-            else {}
-        )
+    def write(self, config: ModelConfig) -> Keys:
+        layers = layer_configs(config, config.n_layers)
+        keys: Keys = {"sliding_window": config.window or None}
+        if self.kinds:
+            keys["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
+        if self.switch:
+            keys["use_sliding_window"] = bool(config.window)
+            keys["max_window_layers"] = config.n_layers
+        return keys

@@ -1,39 +1,31 @@
-"""GPT-NeoX (arXiv:2204.06745), which Pythia is too."""
+"""GPT-NeoX (arXiv:2204.06745), also the architecture of Pythia."""
 
+from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import (
-    PLAIN,
-    AliasKey,
-    Biases,
-    Choice,
-    Constant,
-    DivisibleHeads,
-    Dropout,
-    Key,
-    Tied,
-)
 from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
-    Constant(norm="layer"),
-    DivisibleHeads(),
-    Key("vocab_size", "vocab_size", 50432),
-    Key("hidden_size", "d_model", 6144),
-    Key("num_hidden_layers", "n_layers", 44),
-    Key("num_attention_heads", "n_heads", 64),
-    Key("intermediate_size", "d_ff", 24576),
-    Key("layer_norm_eps", "norm_eps", 1e-5),
+    fields.Constant(norm="layer"),
+    fields.DivisibleHeads(),
+    fields.Key("vocab_size", "vocab_size", 50432),
+    fields.Key("hidden_size", "d_model", 6144),
+    fields.Key("num_hidden_layers", "n_layers", 44),
+    fields.Key("num_attention_heads", "n_heads", 64),
+    fields.Key("intermediate_size", "d_ff", 24576),
+    fields.Key("layer_norm_eps", "norm_eps", 1e-5),
     Length(2048),
-    Choice("hidden_act", "activation", PLAIN, "gelu"),
-    Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
+    fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
+    fields.Choice(
+        "use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True
+    ),
     Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
-    AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
-    AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
-    Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
-    Tied(False),
-    Dropout(("attention_dropout", "hidden_dropout")),
+    fields.AliasKey("rope_theta", "rotary_emb_base", "rope_theta", checked=True),
+    fields.AliasKey("partial_rotary_factor", "rotary_pct", "rope_fraction", checked=True),
+    fields.Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
+    fields.tied(False),
+    fields.Dropout("attention_dropout hidden_dropout"),
 )
 
 LAYER = "gpt_neox.layers.{}."

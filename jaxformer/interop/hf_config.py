@@ -1,5 +1,5 @@
-"""A config.json as it is read: every key is asked for by the row that knows it, and what is left is
-told."""
+"""The keys of a Hugging Face config.json, with a record of those that were read, so that unknown
+ones can be reported."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxformer.config import ConfigError
+from jaxformer.files import read_object
 
-# Keys of any architecture that say nothing about what a model computes.
-SILENT = """
+# Keys of any architecture that do not change what a model computes.
+NEUTRAL = """
 _name_or_path _attn_implementation _attn_implementation_autoset _from_model_config _commit_hash
 architectures model_type auto_map torch_dtype dtype transformers_version use_cache
 cache_implementation initializer_range output_attentions output_hidden_states return_dict
@@ -28,8 +29,7 @@ unsloth_fixed unsloth_version directionality pooler_fc_size pooler_num_attention
 pooler_num_fc_layers pooler_size_per_head pooler_type sentence_transformers
 sbert_ce_default_activation_function
 """
-INERT = frozenset(SILENT.split())
-# Keys of any architecture that do: the values under which nothing is lost.
+# Keys of any architecture that do, and the values for which nothing is missing here.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None, {}),
     "is_decoder": (False, None),
@@ -38,12 +38,13 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "cross_attention_hidden_size": (None,),
 }
+Dtype = Literal["float32", "bfloat16", "float16"]  # of weights that are stored or loaded
 
 
 @dataclass
 class HFConfig:
-    """The keys of one config.json, and the names of the tensors beside it, which some settings
-    follow."""
+    """The keys of one config.json; `names` are the tensors beside it, which some settings depend
+    on, and `asked` the keys read so far."""
 
     values: Mapping[str, Any]
     names: Collection[str] = ()
@@ -54,9 +55,10 @@ class HFConfig:
         return self.values.get(key, default)
 
     def only(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """ConfigError where the key has a value that is not supported."""
+        """ConfigError where the value of a key is not one of `allowed`, of which the first is the
+        default."""
         value = self.get(key, allowed[0])
-        if not any(
+        if not any(  # True == 1, but one is not allowed for the other
             value == option and isinstance(value, bool) == isinstance(option, bool)
             for option in allowed
         ):
@@ -73,63 +75,36 @@ class HFConfig:
         return value
 
     def unsupported(self, key: str, value: Any, allowed: Collection[Any]) -> ConfigError:
-        shown = ", ".join(json.dumps(option) for option in allowed)
-        return ConfigError(
-            f"{key}={json.dumps(value)} is not supported for {self.architecture}: jaxformer"
-            f" computes it with {shown} alone."
-        )
-
-    @property
-    def architecture(self) -> str:
         named = self.values.get("architectures") or [self.values.get("model_type", "this model")]
-        return str(named[0])
+        shown = ", ".join(map(json.dumps, allowed))
+        return ConfigError(
+            f"{key}={json.dumps(value)} is not supported for {named[0]}; supported: {shown}."
+        )
 
     def unknown(self) -> list[str]:
-        """Keys that nobody asked for and that say something."""
-        return sorted(
-            key
-            for key, value in self.values.items()
-            if key not in self.asked
-            and key not in INERT
-            and key not in REQUIRED
-            and value not in (None, False, [], {})
-        )
-
-
-Dtype = Literal["float32", "bfloat16", "float16"]  # what weights are stored as, and read as
+        """The keys with a value that were not read and are not known to be neutral."""
+        known = self.asked | {*NEUTRAL.split()} | REQUIRED.keys()
+        values = self.values.items()
+        return sorted(k for k, v in values if k not in known and v not in (None, False, [], {}))
 
 
 def check_dtype(name: str) -> None:
-    """ConfigError for a dtype that no weights have."""
+    """ConfigError for a dtype in which weights are neither stored nor loaded."""
     if name not in get_args(Dtype):
         raise ConfigError(f"dtype={name!r} is not one of {', '.join(get_args(Dtype))}.")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object of a JSON file. Raises ConfigError where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist.") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is not a JSON file ({error}): get it again from where the model came from."
-        ) from None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path} holds no JSON object, which a config.json is: get it again from where the"
-            " model came from."
-        )
-    return found
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """The keys of a directory's config.json. Raises ConfigError."""
+    return read_object(directory / "config.json", "download it again")
 
 
 def is_pretrained(path: str | Path) -> bool:
-    """Whether a directory is a model's of Hugging Face, by its config.json, or by its weights where
-    that is no run's."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
+    """Whether a directory holds a Hugging Face model: by its config.json, or by its weights where
+    that is not the config.json of a run."""
+    if not (Path(path) / "config.json").is_file():
         return False
-    keys = {*read_json(file)}
+    keys = read_config_json(Path(path)).keys()
     return bool({"model_type", "architectures"} & keys) or (
         "run" not in keys and any(Path(path).glob("*.safetensors*"))
     )

@@ -1,25 +1,18 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share
 with it."""
 
+from collections.abc import Sequence
+
+from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import (
-    GATED_NAMES,
-    Biases,
-    Choice,
-    Constant,
-    DivisibleHeads,
-    Dropout,
-    Key,
-    KeyMapping,
-    Tied,
-)
+from jaxformer.interop.fields import KeyMapping
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.table import TensorRow, linear, norm
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."
 
-# All but the norms of a layer, which each of the families places in its own way.
+# All but the norms of a layer, which the families place differently.
 TRUNK = (
     TensorRow("model.embed_tokens.weight", "embed.tokens"),
     *linear(LAYER + "self_attn.q_proj", "blocks.attention.q"),
@@ -40,41 +33,60 @@ ROWS = (
     *norm(LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
 )
 
+SIZE_KEYS = (  # key, field, and the default of Llama
+    ("vocab_size", "vocab_size", 32000),
+    ("hidden_size", "d_model", 4096),
+    ("num_hidden_layers", "n_layers", 32),
+    ("num_attention_heads", "n_heads", 32),
+    ("num_key_value_heads", "n_kv_heads", None),
+    ("head_dim", "head_dim", None),
+    ("intermediate_size", "d_ff", 11008),
+    ("rms_norm_eps", "norm_eps", 1e-6),
+)
+
 
 def sizes(**default: float) -> tuple[KeyMapping, ...]:
-    """The keys that all of them have; `default` has the values of keys that are left out."""
+    """The keys of all these families; `default` has a family's own defaults."""
     return (
-        Key("vocab_size", "vocab_size", default.get("vocab_size", 32000)),
-        Key("hidden_size", "d_model", default.get("hidden_size", 4096)),
-        Key("num_hidden_layers", "n_layers", default.get("num_hidden_layers", 32)),
-        Key("num_attention_heads", "n_heads", default.get("num_attention_heads", 32)),
-        Key("num_key_value_heads", "n_kv_heads", default.get("num_key_value_heads")),
-        Key("head_dim", "head_dim", default.get("head_dim")),
-        Key("intermediate_size", "d_ff", default.get("intermediate_size", 11008)),
-        Key("rms_norm_eps", "norm_eps", default.get("rms_norm_eps", 1e-6)),
+        *(fields.Key(hf, field, default.get(hf, usual)) for hf, field, usual in SIZE_KEYS),
         Length(int(default.get("max_position_embeddings", 2048))),
-        Dropout(("attention_dropout",)),
+        fields.Dropout("attention_dropout"),
     )
 
 
-SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
+SILU = fields.Choice("hidden_act", "activation", fields.GATED_NAMES, "silu")
+ATTENTION_BIAS = fields.Biases({"attention_bias": (ATTENTION, False)})
 INV_FREQ = r"rotary_emb\.inv_freq$"
 
-LLAMA = Family(
-    "llama",
-    {"LlamaForCausalLM": {}},
-    (
-        *sizes(),
-        DivisibleHeads(),
-        Constant(norm="rms"),
-        SILU,
-        Rope(),
-        Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
-        Tied(False),
-    ),
-    lambda config: ROWS,
-    prefix="model.",
-    bases=("LlamaModel",),
-    copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
-    ignored=(INV_FREQ,),
+
+def llama_like(
+    model_type: str,
+    name: str,
+    rows: tuple[TensorRow, ...],
+    found: Sequence[KeyMapping],
+    base: str = "",
+) -> Family:
+    """A family of decoders with the tensors of Llama but for the norms; `name` begins the names of
+    its classes in transformers, and `base` is the class without a head if it has another name."""
+    return Family(
+        model_type,
+        {f"{name}ForCausalLM": {}},
+        found,
+        lambda config: rows,
+        prefix="model.",
+        bases=(base or f"{name}Model",),
+        copies=tied_copy("lm_head.weight", "model.embed_tokens.weight"),
+        ignored=(INV_FREQ,),
+    )
+
+
+FIELDS = (
+    *sizes(),
+    fields.DivisibleHeads(),
+    fields.Constant(norm="rms"),
+    SILU,
+    Rope(),
+    fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
+    fields.tied(False),
 )
+LLAMA = llama_like("llama", "Llama", ROWS, FIELDS)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxformer.interop.bart import BART, fields
+from jaxformer.interop.bart import BART, shared_fields
 from jaxformer.interop.fields import AliasKey, Constant, FixedKey
 
 MARIAN = dataclasses.replace(
@@ -11,7 +11,7 @@ MARIAN = dataclasses.replace(
     architectures={"MarianMTModel": {}},
     bases=("MarianModel",),
     fields=(
-        *fields(58101),
+        *shared_fields(58101),
         Constant(positions="sinusoidal", sinusoid_order="half"),
         FixedKey("share_encoder_decoder_embeddings", (True,)),
         AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),

@@ -1,9 +1,7 @@
-"""OLMo 2 (arXiv:2501.00656): norms behind each sublayer, and of queries and keys as one."""
+"""OLMo 2 (arXiv:2501.00656): norms after each sublayer, and of queries and keys over all heads."""
 
-import dataclasses
-
-from jaxformer.interop.fields import Biases, Constant, Tied
-from jaxformer.interop.llama import ATTENTION, LAYER, LLAMA, SILU, TRUNK, sizes
+from jaxformer.interop.fields import Constant, tied
+from jaxformer.interop.llama import ATTENTION_BIAS, LAYER, SILU, TRUNK, llama_like, sizes
 from jaxformer.interop.rope import Rope
 from jaxformer.interop.table import norm
 
@@ -13,18 +11,12 @@ ROWS = (
     *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
 )
 
-OLMO2 = dataclasses.replace(
-    LLAMA,
-    model_type="olmo2",
-    architectures={"Olmo2ForCausalLM": {}},
-    bases=("Olmo2Model",),
-    fields=(
-        *sizes(vocab_size=50304, rms_norm_eps=1e-5),
-        Constant(norm="rms", norm_placement="output", query_key_norm="width"),
-        SILU,
-        Rope(),
-        Biases({"attention_bias": (ATTENTION, False)}),
-        Tied(False),
-    ),
-    rows=lambda config: ROWS,
+FIELDS = (
+    *sizes(vocab_size=50304, rms_norm_eps=1e-5),
+    Constant(norm="rms", norm_placement="output", query_key_norm="width"),
+    SILU,
+    Rope(),
+    ATTENTION_BIAS,
+    tied(False),
 )
+OLMO2 = llama_like("olmo2", "Olmo2", ROWS, FIELDS)

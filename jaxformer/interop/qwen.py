@@ -1,10 +1,8 @@
 """Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3
 (arXiv:2505.09388), with their norms."""
 
-import dataclasses
-
-from jaxformer.interop.fields import Biases, Constant, Tied, Windows
-from jaxformer.interop.llama import ATTENTION, LLAMA, SILU, sizes
+from jaxformer.interop.fields import Constant, Windows, tied
+from jaxformer.interop.llama import ATTENTION_BIAS, ROWS, SILU, llama_like, sizes
 from jaxformer.interop.rope import Rope
 
 SIZES = {
@@ -13,24 +11,10 @@ SIZES = {
     "intermediate_size": 22016,
     "max_position_embeddings": 32768,
 }
-COMMON = (Constant(norm="rms"), SILU, Rope(), Windows(32, switch=True), Tied(False))
+COMMON = (Constant(norm="rms"), SILU, Rope(), Windows(32, switch=True), tied(False))
+HEAD_NORM = Constant(query_key_norm="head")
 
-QWEN2 = dataclasses.replace(
-    LLAMA,
-    model_type="qwen2",
-    architectures={"Qwen2ForCausalLM": {}},
-    bases=("Qwen2Model",),
-    fields=(*sizes(**SIZES), *COMMON, Constant(bias="qkv")),
-)
-QWEN3 = dataclasses.replace(
-    LLAMA,
-    model_type="qwen3",
-    architectures={"Qwen3ForCausalLM": {}},
-    bases=("Qwen3Model",),
-    fields=(
-        *sizes(**SIZES, head_dim=128),
-        *COMMON,
-        Constant(query_key_norm="head"),
-        Biases({"attention_bias": (ATTENTION, False)}),
-    ),
+QWEN2 = llama_like("qwen2", "Qwen2", ROWS, (*sizes(**SIZES), *COMMON, Constant(bias="qkv")))
+QWEN3 = llama_like(
+    "qwen3", "Qwen3", ROWS, (*sizes(**SIZES, head_dim=128), *COMMON, HEAD_NORM, ATTENTION_BIAS)
 )

@@ -1,32 +1,27 @@
-"""RoBERTa (arXiv:1907.11692): BERT without next sentences, its positions counted from behind the
-padding token's id."""
-
-from dataclasses import dataclass
-from typing import Any
+"""RoBERTa (arXiv:1907.11692): BERT without next sentences; positions start after the id of the
+padding token."""
 
 from jaxformer.config import ModelConfig
-from jaxformer.interop.bert import BUFFERS, OLD_NORMS, fields, masked_copies, placed, trunk
+from jaxformer.interop.bert import BUFFERS, OLD_NORMS, masked_copies, placed, shared_fields, trunk
 from jaxformer.interop.family import Family
-from jaxformer.interop.fields import Constant, FixedKey, Ours, Present
+from jaxformer.interop.fields import ConfigFields, Constant, FixedKey, KeyMapping, Keys, Present
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.table import TensorRow, linear, norm
+from jaxformer.interop.table import TensorRow, linear, norm, output
 
 
-@dataclass(frozen=True)
-class OffsetPositions:
+class OffsetPositions(KeyMapping):
     """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
 
-    def read(self, hf: HFConfig) -> Ours:
+    def read(self, hf: HFConfig) -> ConfigFields:
         padding, most = hf.get("pad_token_id", 1), hf.get("max_position_embeddings", 512)
         if not isinstance(padding, int) or not 0 <= padding < most - 1:
-            raise hf.unsupported(
-                "pad_token_id", padding, ["an id below max_position_embeddings - 1"]
-            )
+            allowed = ["an id below max_position_embeddings - 1"]
+            raise hf.unsupported("pad_token_id", padding, allowed)
         return {"position_offset": padding + 1, "max_length": most - padding - 1}
 
-    def write(self, ours: ModelConfig) -> dict[str, Any]:
-        rows = ours.max_length + ours.position_offset
-        return {"pad_token_id": ours.position_offset - 1, "max_position_embeddings": rows}
+    def write(self, config: ModelConfig) -> Keys:
+        rows = config.max_length + config.position_offset
+        return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": rows}
 
 
 def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
@@ -36,18 +31,14 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         TensorRow("lm_head.decoder.weight", "head.weight"),
         TensorRow(f"lm_head.{'' if config.tied_head else 'decoder.'}bias", "head.bias"),
     )
-    classes = (
-        *linear("classifier.dense", "pooler.dense"),
-        TensorRow("classifier.out_proj.weight", "head.weight"),
-        TensorRow("classifier.out_proj.bias", "head.bias"),
-    )
-    tags = (
-        TensorRow("classifier.weight", "head.weight"),
-        TensorRow("classifier.bias", "head.bias"),
-    )
-    pooler = linear("roberta.pooler.dense", "pooler.dense") if config.output != "classes" else ()
-    head = {"masked": masked, "classes": classes, "tags": tags}.get(config.output, ())
-    return placed("roberta", config, (*trunk("roberta"), *pooler, *head))
+    pooler = linear("roberta.pooler.dense", "pooler.dense")
+    dense = linear("classifier.dense", "pooler.dense")
+    heads = {
+        "masked": (*pooler, *masked),
+        "classes": (*dense, *output("classifier.out_proj", "head")),
+        "tags": (*pooler, *output("classifier", "head")),
+    }
+    return placed("roberta", config, (*trunk("roberta"), *heads.get(config.output, pooler)))
 
 
 ROBERTA = Family(
@@ -59,15 +50,15 @@ ROBERTA = Family(
         "RobertaModel": {"head": "none"},
     },
     (
-        *fields(vocab_size=50265),
+        *shared_fields(50265),
         OffsetPositions(),
-        FixedKey("hidden_act", ("gelu",)),  # the masked head has this one whatever the layers have
+        FixedKey("hidden_act", ("gelu",)),  # the masked head always has this one
         Constant(activation="gelu"),
         Present("roberta.pooler.dense.weight", "pooler"),
     ),
     rows,
     prefix="roberta.",
     copies=masked_copies("lm_head", "roberta.embeddings.word_embeddings.weight"),
-    ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base, which the class head has not
+    ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base; the class head has none
     renamed=OLD_NORMS,
 )

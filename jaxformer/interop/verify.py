@@ -1,5 +1,4 @@
-"""Both sides at once: the same tokens through a model of ours and through transformers on its
-directory."""
+"""The same tokens through a model here and through transformers on its directory."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,23 +8,20 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.interop.hf_config import read_json
-from jaxformer.interop.pretrained import stated_architecture
+from jaxformer.interop.architectures import stated_architecture
+from jaxformer.interop.hf_config import read_config_json
 from jaxformer.models.transformer import forward
 from jaxformer.params import Params
 
 LENGTH = 64  # positions compared
-OUTPUTS = (
-    "logits",
-    "prediction_logits",
-    "last_hidden_state",
-)  # the first that a model of theirs has is what ours gives
+# The outputs of transformers that ours are compared with; the first that a model has.
+OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`largest` difference of two logits, the standard `deviation` of theirs, and `kl` [T] in nats,
-    of the worst row."""
+    """The `largest` difference of two logits, the standard `deviation` of those of transformers,
+    and `kl` [T] in nats, of the worst row."""
 
     largest: float
     deviation: float
@@ -37,8 +33,8 @@ def require_transformers() -> None:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"--verify runs the model in transformers too, and {' and '.join(missing)} is not"
-            " installed: pip install torch transformers, or leave out --verify."
+            f"--verify runs the model in transformers too, which needs {' and '.join(missing)}: pip"
+            " install torch transformers, or leave out --verify."
         )
 
 
@@ -50,9 +46,8 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    file = directory / "config.json"
-    keys = read_json(file)
-    _, architecture = stated_architecture(file, keys)
+    keys = read_config_json(directory)
+    _, architecture = stated_architecture(directory / "config.json", keys)
     model = getattr(transformers, architecture).from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -62,37 +57,27 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
     real = np.ones_like(tokens)
     real[1, tokens.shape[1] * 3 // 4 :] = 0
     tokens = np.where(real, tokens, padding)
-    given: dict[str, Any] = {
-        "input_ids": torch.tensor(tokens),
-        "attention_mask": torch.tensor(real),
-    }
+    given: dict[str, Any] = {"input_ids": tokens, "attention_mask": real}
     if config.family == "encoder_decoder":
-        given["decoder_input_ids"] = torch.tensor(tokens[:, : tokens.shape[1] // 2])
-        ours = forward(
-            params,
-            config,
-            tokens[:, : tokens.shape[1] // 2],
-            source=tokens,
-            source_segment_ids=real,
-        )
-        real = np.ones_like(tokens[:, : tokens.shape[1] // 2])
+        target = given["decoder_input_ids"] = tokens[:, : tokens.shape[1] // 2]
+        ours = forward(params, config, target, source=tokens, source_segment_ids=real)
+        real = np.ones_like(target)
     else:
         ours = forward(params, config, tokens, segment_ids=real)
     with torch.no_grad():
-        found = model.eval()(**given)
+        found = model.eval()(**{name: torch.tensor(array) for name, array in given.items()})
     hf = next(found[name] for name in OUTPUTS if name in found).float().numpy()
     return _compared(np.asarray(ours, np.float32), hf, real.astype(bool))
 
 
 def _compared(ours: np.ndarray, hf: np.ndarray, real: np.ndarray) -> Comparison:
-    if ours.ndim == 2:  # a class of each row
+    """Of logits [B, T, V] where `real` [B, T] is True, or of the classes [B, C] of each row."""
+    if ours.ndim == 2:
         ours, hf, real = ours[:, None], hf[:, None], np.ones((len(ours), 1), bool)
-    logs = [
+    log_p, log_q = (
         side - np.logaddexp.reduce(side, axis=-1, keepdims=True)
         for side in (hf.astype(float), ours.astype(float))
-    ]
-    kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
-    largest = np.abs(ours - hf)[real].max()
-    return Comparison(
-        float(largest), float(hf[real].std()), np.where(real, np.maximum(kl, 0), 0).max(axis=0)
     )
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    worst = np.where(real, np.maximum(kl, 0), 0).max(axis=0)
+    return Comparison(float(np.abs(ours - hf)[real].max()), float(hf[real].std()), worst)

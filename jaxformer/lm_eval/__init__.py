@@ -1,10 +1,9 @@
 """EleutherAI's evaluation harness: `jaxformer lm_eval --model jaxformer --model_args path=DIRECTORY
 --tasks ...`.
 
-The arguments are those of the harness's own command `lm_eval`. That command cannot find our model,
-because the harness knows registered models only: `main` registers `model.JaxformerLM` and hands
-over to the harness, whatever the model. `python -m jaxformer.lm_eval` is the same command. From
-Python, `import jaxformer.lm_eval.model` registers the model.
+The arguments are those of the harness's own command `lm_eval`, which knows only registered models:
+`main` registers `model.JaxformerLM` and calls the harness. `python -m jaxformer.lm_eval` is the
+same command. In Python, `import jaxformer.lm_eval.model` registers the model.
 """
 
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the harness's command line with `arguments` (default: those of the process).
 
-    Returns the exit status: 2 for a mistake in config or input, told in one message.
+    Returns the exit status: 2 for a mistake in config or input, after one message.
     """
     from jaxformer.config import ConfigError
 

@@ -1,4 +1,4 @@
-"""The harness's questions put to a decoder: how likely is a text, and what does the model write.
+"""The model class of EleutherAI's evaluation harness: log-likelihoods of texts, and generation.
 
 Requests become token ids, windows and stops exactly as for the harness's own Hugging Face models.
 Rows are sorted by length and padded to a full batch and to multiples of `BUCKET` tokens, so that
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from jaxformer.config import ConfigError
 from jaxformer.generation.decode import decode, start
 from jaxformer.generation.prepare import prepared
+from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.sampling import Sampling
 from jaxformer.lm_eval.scores import scores
 from jaxformer.loading import load
@@ -31,32 +32,25 @@ from jaxformer.tokenizer.files import without_tokenizer
 
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
-WIDTHS = (
-    0,
-    *(16 * 4**power for power in range(14)),
-)  # predictions before a row's last one are rounded up to one of these
-CHUNK = 32  # tokens written between two looks at whether every text has stopped
-IGNORED = {
-    "device",
-    "max_batch_size",
-}  # what the harness gives every model; the device is JAX's own choice
+# The number of scored tokens before a row's last one is rounded up to one of these.
+WIDTHS = (0, *(16 * 4**power for power in range(14)))
+CHUNK = 32  # tokens generated between two checks whether every text has stopped
+IGNORED = {"device", "max_batch_size"}  # given to every model by the harness
 SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
 
 ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
-ScoredRow = tuple[
-    tuple[int, ...], int
-]  # what the model reads, and how many of its predictions, the last ones, are asked for
+ScoredRow = tuple[tuple[int, ...], int]  # the tokens read, and how many at the end are scored
 
 
 @register_model("jaxformer")
 class JaxformerLM(TemplateLM):
-    """A run directory, or a Hugging Face directory, of a decoder.
+    """A decoder from a run directory or a Hugging Face directory.
 
-    `step` picks a checkpoint; `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` count
-    tokens; `dtype` is that of weights and products, "auto" as the config says; `add_bos_token` None
-    leaves it to the tokenizer's template. Raises ConfigError for an argument that is unknown or out
-    of range, and for a model that does not write text from left to right.
+    `step` selects a checkpoint; `batch_size` "auto" is 16 rows; `max_length` and `max_gen_toks` are
+    numbers of tokens; `dtype` is that of weights and products, "auto" as the config says;
+    `add_bos_token` None follows the tokenizer's template. Raises ConfigError for an argument that
+    is unknown or out of range, and for a model that is not a language model with a decoder.
     """
 
     def __init__(
@@ -74,31 +68,27 @@ class JaxformerLM(TemplateLM):
         if not path or others.keys() - IGNORED:
             wrong = ", ".join(sorted(others.keys() - IGNORED)) or "no path"
             raise ConfigError(
-                f"--model_args holds {wrong}: the model jaxformer takes path=DIRECTORY, and may"
-                " take step, batch_size, max_length, max_gen_toks, dtype and add_bos_token."
+                f"--model_args holds {wrong}: the model jaxformer needs path=DIRECTORY, and takes"
+                " step, batch_size, max_length, max_gen_toks, dtype and add_bos_token."
             )
-        model = load(str(path), step) if dtype == "auto" else load(str(path), step, dtype=dtype)
+        settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
+        model = load(str(path), step, **settings)
         config = model.config
         if config.family != "decoder" or config.output != "language":
             raise ConfigError(
-                f"{path} is of model.family={config.family!r} with the head {config.output!r}, and"
-                " the harness asks for the next token: give it a decoder that is a language model."
+                f"{path} has model.family={config.family!r} and the head {config.output!r}, and the"
+                " harness asks for the next token: give it a decoder that is a language model."
             )
         if model.tokenizer is None:
             raise without_tokenizer(path)
         self.params, self.tokenizer = model.params, model.tokenizer
-        settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
-        self.config = dataclasses.replace(
-            config, layer_loop="scan", **settings
-        )  # the least to compile for many shapes
-        self.batch_size = (
-            AUTO_BATCH if str(batch_size).startswith("auto") else _count("batch_size", batch_size)
-        )
-        self.max_length = (
-            config.max_length
-            if max_length is None
-            else _count("max_length", max_length, config.max_length)
-        )
+        # A scan compiles fastest, and there are many shapes to compile.
+        self.config = dataclasses.replace(config, layer_loop="scan", **settings)
+        auto = str(batch_size).startswith("auto")
+        self.batch_size = AUTO_BATCH if auto else _count("batch_size", batch_size)
+        longest = config.max_length
+        given = longest if max_length is None else max_length
+        self.max_length = _count("max_length", given, longest)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
         self.add_bos_token = add_bos_token
 
@@ -108,7 +98,7 @@ class JaxformerLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The context of a text that has none."""
         begin = self.tokenizer.special("bos")
         return self.eot_token_id if begin is None else begin
 
@@ -120,14 +110,14 @@ class JaxformerLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         raise ConfigError(
-            "the model jaxformer applies no chat template: leave out --apply_chat_template."
+            "the model jaxformer has no chat template: leave out --apply_chat_template."
         )
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids, without what the template puts around them where that is asked for, or stands
-        in the text already."""
+        """Token ids, with the special tokens of the template unless they are switched off or the
+        text begins with one."""
         ids = self.tokenizer.encode(string, special_tokens=True)
         before, after = len(self.tokenizer.prefix), len(self.tokenizer.suffix)
         begun = string.startswith(self.tokenizer.shown(self.prefix_token_id))
@@ -139,18 +129,20 @@ class JaxformerLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood of each text, read in windows of max_length tokens of which each token
+        """The log-likelihood of each text, read in windows of max_length tokens in which each token
         is predicted once."""
-        windows: list[tuple[int, ScoringRequest]] = []
+        windows: list[ScoringRequest] = []
+        owners: list[int] = []  # the number of each window's text
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             for pair in get_rolling_token_windows(
                 tokens, self.prefix_token_id, self.max_length, context_len=1
             ):
-                windows.append((number, (None, *make_disjoint_window(pair))))
+                windows.append((None, *make_disjoint_window(pair)))
+                owners.append(number)
         totals = [0.0] * len(requests)
-        answers = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
-        for (number, _), (value, _) in zip(windows, answers, strict=True):
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        for number, (value, _) in zip(owners, answers, strict=True):
             totals[number] += value
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -159,17 +151,15 @@ class JaxformerLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
     ) -> list[Answer]:
-        """(log-likelihood, whether greedy decoding would give it) of each continuation after its
+        """(log-likelihood, whether it is the greedy continuation) of each continuation after its
         context.
 
-        Requests that differ in their last token alone, as the letters of a multiple choice do, are
+        Requests that differ only in their last token, as the letters of a multiple choice do, are
         one row.
         """
-        asking: dict[ScoredRow, list[int]] = {}
+        asking: dict[ScoredRow, list[int]] = {}  # the numbers of the requests of each row
         cut = 0
-        answers: list[Answer] = [(0.0, True)] * len(
-            requests
-        )  # of a continuation that has no tokens
+        answers: list[Answer] = [(0.0, True)] * len(requests)  # of an empty continuation
         for number, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise ConfigError(
@@ -182,17 +172,14 @@ class JaxformerLM(TemplateLM):
                 asking.setdefault((read, len(continuation)), []).append(number)
         _warn(cut, len(requests), self.max_length)
         rows = sorted(asking, key=lambda row: (-len(row[0]), row))
-        with tqdm(
-            total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests"
-        ) as bar:
+        title = "Running loglikelihood requests"
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=title) as bar:
             for row, earlier, likeliest, final in self._scored(rows):
                 for number in asking[row]:
                     text, _, continuation = requests[number]
                     token = continuation[-1]
-                    answers[number] = (
-                        float(earlier + final[token]),
-                        bool(likeliest and final.argmax() == token),
-                    )
+                    greedy = bool(likeliest and final.argmax() == token)
+                    answers[number] = (float(earlier + final[token]), greedy)
                     if text is not None:
                         self.cache_hook.add_partial("loglikelihood", text, answers[number])
                 bar.update(len(asking[row]))
@@ -201,47 +188,33 @@ class JaxformerLM(TemplateLM):
     def _scored(
         self, rows: list[ScoredRow]
     ) -> Iterator[tuple[ScoredRow, np.ndarray, np.ndarray, np.ndarray]]:
-        """Each row with what `scores` says of it."""
+        """Each row with the results of `scores`."""
         for at in range(0, len(rows), self.batch_size):
             batch = rows[at : at + self.batch_size]
-            filled = [
-                *batch,
-                *batch[:1] * (self.batch_size - len(batch)),
-            ]  # with repeats that nothing reads
+            filled = full_batch(batch, self.batch_size)
             lengths, counts = np.array([(len(read), count) for read, count in filled], np.int32).T
-            tokens = np.zeros(
-                (len(filled), min(_rounded(lengths.max()), self.max_length)), np.int32
-            )
-            tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = np.concatenate(
-                [read for read, _ in filled]
-            )
+            length = min(rounded(lengths.max(), BUCKET), self.max_length)
+            tokens, _ = padded([read for read, _ in filled], length)
             width = next(width for width in WIDTHS if width >= counts.max() - 1)
-            found = map(
-                np.asarray, scores(self.params, self.config, width, tokens, lengths, counts)
-            )
-            yield from zip(batch, *found, strict=False)
+            found = scores(self.params, self.config, width, tokens, lengths, counts)
+            yield from zip(batch, *map(np.asarray, found), strict=False)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of the request's stops."""
+        """The text generated after each context, up to the first of the request's stops."""
         order = Collator(
             [request.args for request in requests],
             lambda args: -len(args[0]),
             lambda args: args[1],
             "gen_kwargs",
         )
-        texts = []
-        with tqdm(
-            total=len(requests), disable=disable_tqdm, desc="Running generate_until requests"
-        ) as bar:
+        texts, title = [], "Running generate_until requests"
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=title) as bar:
             for batch in order.get_batched(n=self.batch_size):
                 asked = normalize_gen_kwargs(batch[0][1], self.max_gen_toks)
-                count, stops = (
-                    asked.pop("max_gen_toks"),
-                    [*asked.pop("until"), self.tokenizer.shown(self.eot_token_id)],
-                )
-                written = self._written(
-                    [context for context, _ in batch], count, stops, self._rules(asked)
-                )
+                count = asked.pop("max_gen_toks")
+                stops = [*asked.pop("until"), self.tokenizer.shown(self.eot_token_id)]
+                rules = self._rules(asked)
+                written = self._written([context for context, _ in batch], count, stops, rules)
                 for args, text in zip(batch, written, strict=True):
                     self.cache_hook.add_partial("generate_until", args, text)
                 texts += written
@@ -249,7 +222,7 @@ class JaxformerLM(TemplateLM):
         return order.get_original(texts)  # type: ignore[no-any-return]
 
     def _rules(self, asked: dict[str, Any]) -> Sampling:
-        """How a request wants its tokens drawn; greedily unless it says otherwise."""
+        """The sampling of a request; greedy unless it says otherwise."""
         if asked.get("num_beams") == 1:
             asked.pop("num_beams")
         if unknown := sorted(asked.keys() - SAMPLING):
@@ -259,44 +232,38 @@ class JaxformerLM(TemplateLM):
             )
         drawn = bool(asked.pop("do_sample"))
         asked["temperature"] = asked.get("temperature", 1.0) if drawn else 0.0
-        return Sampling(
-            end_token=self.tokenizer.end_tokens, vocab_size=self.tokenizer.vocab_size, **asked
-        )
+        ends, words = self.tokenizer.end_tokens, self.tokenizer.vocab_size
+        return Sampling(end_token=ends, vocab_size=words, **asked)
 
     def _written(
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling
     ) -> list[str]:
-        """The texts, cut at their stops; writing ends once each has one, or after `count`
+        """The texts, cut at their stops; generation ends once each has one, or after `count`
         tokens."""
         space = self.max_length - count
         if space < 1:
             raise ConfigError(
-                f"max_gen_toks={count} leaves no room for a context in"
+                f"max_gen_toks={count} leaves no space for a context in"
                 f" max_length={self.max_length}: ask for fewer tokens."
             )
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         _warn(sum(len(prompt) > space for prompt in whole), len(whole), space)
-        prompts = [prompt[-space:] for prompt in whole]
-        prompts += prompts[:1] * (self.batch_size - len(prompts))  # repeats that nothing reads
-        lengths = np.array([[len(prompt)] for prompt in prompts])
-        real = np.arange(-_rounded(lengths.max()), 0) >= -lengths
-        tokens = np.zeros(real.shape, np.int32)
-        tokens[real] = np.concatenate(prompts)
+        prompts = full_batch([prompt[-space:] for prompt in whole], self.batch_size)
+        length = rounded(max(map(len, prompts)), BUCKET)
+        tokens, real = padded(prompts, length, left=True)
         key = jax.random.key(np.random.randint(2**31))  # the harness has seeded NumPy
-        stream = start(self.params, self.config, tokens, count, key=key, segment_ids=real)
-        made, texts = np.zeros((len(prompts), 0), np.int32), []
+        stream = start(self.params, self.config, tokens, count, key, real)
+        made, texts = np.zeros((len(prompts), 0), np.int32), [""] * len(contexts)
         while made.shape[1] < count:
             piece, stream = decode(self._weights, self.config, rules, CHUNK, stream)
             made = np.concatenate([made, piece], axis=1)[:, :count]
-            kept = [
-                [*itertools.takewhile(self.eot_token_id.__ne__, row)]
-                for row in made[: len(contexts)].tolist()
-            ]
-            texts = [self.tokenizer.decode(ids) for ids in kept]
-            stopped = (any(stop in text for stop in stops if stop) for text in texts)
-            if all(
-                len(ids) < made.shape[1] or stop for ids, stop in zip(kept, stopped, strict=True)
-            ):
+            texts, stopped = [], True
+            for row in made[: len(contexts)].tolist():
+                kept = [*itertools.takewhile(self.eot_token_id.__ne__, row)]
+                texts.append(self.tokenizer.decode(kept))
+                has_stop = any(stop in texts[-1] for stop in stops if stop)
+                stopped = stopped and (len(kept) < len(row) or has_stop)
+            if stopped:
                 break
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
@@ -313,15 +280,9 @@ def _warn(cut: int, number: int, space: int) -> None:
         )
 
 
-def _rounded(length: int) -> int:
-    return -(-int(length) // BUCKET) * BUCKET
-
-
 def _count(name: str, value: Any, most: int | None = None) -> int:
     """A whole number from 1 to `most`, as the command line or a caller gives it."""
     if not str(value).isdecimal() or int(value) < 1 or (most is not None and int(value) > most):
-        raise ConfigError(
-            f"{name}={value} must be a whole number from 1"
-            f" {'on' if most is None else f'to {most}'}."
-        )
+        least = "of at least 1" if most is None else f"from 1 to {most}"
+        raise ConfigError(f"{name}={value} must be a whole number {least}.")
     return int(value)

@@ -1,0 +1,80 @@
+"""Rows of tokens that a model continues or reads: checked, filled up to one length, and counted
+against the context."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxformer.config import ConfigError, ModelConfig
+
+SLOTS = 32  # lengths of caches and prompts are rounded up to this, so that few programs compile
+EMPTY = (
+    "a prompt is empty: give each row at least one token (the end-of-text token starts a new text)."
+)
+
+
+def rounded(length: int, multiple: int = SLOTS) -> int:
+    """`length` rounded up."""
+    return -(-int(length) // multiple) * multiple
+
+
+def padded(
+    rows: Sequence[Sequence[int]], length: int = 0, left: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of tokens filled up with zeros to the longest, or to `length`, and their segment ids,
+    which are 0 on padding: int32 [B, T] twice. Padding is on the right, or on the `left`."""
+    lengths = np.array([[len(row)] for row in rows])  # [B, 1]
+    length = max(length, int(lengths.max()))
+    place = np.arange(length)
+    real = place >= length - lengths if left else place < lengths
+    tokens = np.zeros(real.shape, np.int32)
+    tokens[real] = np.concatenate(rows)
+    return tokens, real.astype(np.int32)
+
+
+def full_batch(rows: list[Any], size: int) -> list[Any]:
+    """The rows, and copies of the first up to `size`, so that every batch has one shape."""
+    return [*rows, *rows[:1] * (size - len(rows))]
+
+
+def capacity(config: ModelConfig, prompt_length: int, source_length: int = 0) -> int:
+    """How many tokens fit into the context after a prompt. Raises ConfigError where a source does
+    not fit into it."""
+    if source_length > config.max_length:
+        raise ConfigError(
+            f"a source of {source_length} tokens exceeds model.max_length={config.max_length}:"
+            " shorten it."
+        )
+    return max(config.max_length - prompt_length, 0)
+
+
+def read_rows(
+    config: ModelConfig, name: str, rows: Any, segment_ids: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and segment ids (1, or 0 on padding) int32 [B, T], from tokens [B, T], padded on the
+    left to a multiple of SLOTS. Raises ConfigError, with `name`, for rows that are none."""
+    tokens = np.asarray(rows)
+    if tokens.size == 0:
+        raise ConfigError(EMPTY)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ConfigError(
+            f"{name} must be integer tokens [B, T], not {tokens.dtype}{list(tokens.shape)}."
+        )
+    least, most = tokens.min(), tokens.max()
+    if least < 0 or most >= config.vocab_size:
+        raise ConfigError(
+            f"{name} must have tokens in 0 .. {config.vocab_size - 1}, and has {least} to {most}."
+        )
+    segments = np.ones_like(tokens) if segment_ids is None else np.asarray(segment_ids) != 0
+    if segments.shape != tokens.shape:
+        raise ConfigError(
+            f"the segment ids of {name} have shape {list(segments.shape)}, its tokens"
+            f" {list(tokens.shape)}."
+        )
+    if not segments.any(axis=1).all():
+        raise ConfigError(EMPTY)
+    length = tokens.shape[1]
+    pad = rounded(length) - length if length > 1 else 0  # a start token alone stays as it is
+    left = ((0, 0), (pad, 0))
+    return np.pad(tokens, left).astype(np.int32), np.pad(segments, left).astype(np.int32)

@@ -1,0 +1,74 @@
+"""The architectures of Hugging Face that are read and written, and which one a model is."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.interop.bart import BART
+from jaxformer.interop.bert import BERT
+from jaxformer.interop.bloom import BLOOM
+from jaxformer.interop.family import Family
+from jaxformer.interop.gemma import GEMMA2, GEMMA3
+from jaxformer.interop.gpt2 import GPT2
+from jaxformer.interop.gpt_neox import GPT_NEOX
+from jaxformer.interop.llama import LLAMA
+from jaxformer.interop.marian import MARIAN
+from jaxformer.interop.mistral import MISTRAL
+from jaxformer.interop.olmo2 import OLMO2
+from jaxformer.interop.qwen import QWEN2, QWEN3
+from jaxformer.interop.roberta import ROBERTA
+from jaxformer.interop.t5 import T5
+
+# The first that is exactly a config is written, so the plainer ones come first.
+DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, GPT2, GPT_NEOX, BLOOM)
+HF_FAMILIES: tuple[Family, ...] = (*DECODERS, BERT, ROBERTA, T5, BART, MARIAN)
+ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
+BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
+NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6
+
+
+def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
+    """The architecture as which a model is read, from the keys of its config.json. Raises
+    ConfigError where there is none."""
+    kind, named = values.get("model_type"), values.get("architectures") or []
+    alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
+    known = [BASES.get(name, name) for name in named or alike if name in (*ARCHITECTURES, *BASES)]
+    if known and (named or len(known) == 1):
+        return ARCHITECTURES[known[0]], known[0]
+    stated = f"architectures={json.dumps(named)}"
+    if not named:
+        stated = f'no "architectures", and model_type={json.dumps(kind)}'
+    supported = f"{kind} has {', '.join(alike)}"
+    if not alike:
+        kinds = [f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES]
+        supported = f"supported model types are {', '.join(kinds)}"
+    raise ConfigError(
+        f"{path} has {stated}, which is not a supported architecture: {supported}. If the model is"
+        ' one of them, name it in "architectures".'
+    )
+
+
+def architecture_of(config: ModelConfig, wanted: str | None = None) -> tuple[Family, str]:
+    """The first architecture that is exactly this config, or the `wanted` one. Raises ConfigError
+    where none is."""
+    if wanted is not None and wanted not in ARCHITECTURES:
+        raise ConfigError(f"architecture={wanted!r} is not one of {', '.join(ARCHITECTURES)}.")
+    obstacles: dict[str, list[str]] = {}
+    for name in ARCHITECTURES if wanted is None else [wanted]:
+        obstacles[name] = ARCHITECTURES[name].obstacles(config, name)
+        if not obstacles[name]:
+            return ARCHITECTURES[name], name
+    nearest = sorted(obstacles, key=lambda name: _distance(obstacles[name]))[:NEAREST_SHOWN]
+    lines = [f"{name}: {', '.join(obstacles[name][:OBSTACLES_SHOWN])}" for name in nearest]
+    raise ConfigError(
+        "no Hugging Face architecture is exactly this model; the nearest, and how they differ:\n  "
+        + "\n  ".join(lines)
+    )
+
+
+def _distance(obstacles: list[str]) -> tuple[int, int]:
+    """How far an architecture is from a config: another family or head first, then the count."""
+    kinds = ("model.family", "model.head=")
+    return sum(any(line.startswith(kind) for line in obstacles) for kind in kinds), len(obstacles)
