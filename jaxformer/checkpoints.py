@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxformer.settings import ConfigError, Log, first_of
+from jaxformer.files import first_of
+from jaxformer.settings import ConfigError, Log
 
 # TensorStore's status for files that are truncated, altered or missing, and a part of its message,
 # under another status, for a chunk that cannot be decoded.

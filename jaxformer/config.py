@@ -54,28 +54,14 @@ Packing = Literal["stream", "documents", "best_fit"]
 WordPatternName = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
+TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
+RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification"]
 ObjectiveName = Annotated[
-    Literal[
-        "auto",
-        "causal",
-        "mlm",
-        "span_corruption",
-        "prefix",
-        "seq2seq",
-        "sft",
-        "classes",
-        "token_classification",
-    ],
-    TableAt("jaxformer.objectives.OBJECTIVES"),
+    Literal["auto", TextObjective, RecordObjective], TableAt("jaxformer.objectives.OBJECTIVES")
 ]
 # Former names of objectives, which are still read.
-FORMER_OBJECTIVES = {
-    "masked": "mlm",
-    "spans": "span_corruption",
-    "pairs": "seq2seq",
-    "answers": "sft",
-    "tags": "token_classification",
-}
+FORMER_OBJECTIVES = dict(masked="mlm", spans="span_corruption", pairs="seq2seq", answers="sft")
+FORMER_OBJECTIVES["tags"] = "token_classification"
 
 OptimizerName = Annotated[
     Literal["adamw", "adafactor", "lion", "sgd", "muon"], TableAt("jaxformer.optim.OPTIMIZERS")
@@ -154,11 +140,8 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         if self.objective in FORMER_OBJECTIVES:
             name = FORMER_OBJECTIVES[self.objective]
-            warnings.warn(
-                f"data.objective={self.objective!r} is now called {name!r}.",
-                FutureWarning,
-                stacklevel=3,
-            )
+            message = f"data.objective={self.objective!r} is now called {name!r}."
+            warnings.warn(message, FutureWarning, stacklevel=3)
             object.__setattr__(self, "objective", name)
         super().__post_init__()
 

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxformer.config import ConfigError, RunConfig, flat, named_sources, suggestion
+from jaxformer.config import (
+    FORMER_OBJECTIVES,
+    ConfigError,
+    ObjectiveName,
+    RunConfig,
+    flat,
+    named_sources,
+    suggestion,
+)
 from jaxformer.config_json import from_json
 from jaxformer.settings import VOLATILE, choices
 
@@ -65,13 +73,14 @@ def _registry() -> Any:
         if not kinds:
             return None
         allowed = choices(kinds[0])
+        former = FORMER_OBJECTIVES if kinds[0] == get_args(ObjectiveName)[0] else {}
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="{" + ",".join(allowed) + "}",
             instance_from_str=lambda words: words[0],
             is_instance=lambda value: value in allowed,
             str_from_instance=lambda value: [value],
-            choices=(*allowed, *(FORMER_OBJECTIVES if "sft" in allowed else ())),
+            choices=(*allowed, *former),
         )
 
     return registry

@@ -30,9 +30,7 @@ RopeScaling = Annotated[
 Normalization = Annotated[
     Literal["rms", "rms1p", "layer", "none"], TableAt("jaxformer.layers.norm.NORMS")
 ]
-NormPlacement = Literal["pre", "post", "sandwich", "output"]
 Head = Literal["auto", "language", "masked", "classes", "tags", "none"]
-Biased = Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"]
 Initializer = Annotated[
     Literal["gpt2", "truncated_normal", "xavier", "fan_in"],
     TableAt("jaxformer.layers.linear.INITIALIZERS"),
@@ -130,7 +128,7 @@ class ModelConfig(Section):
     """RMS norm of queries and keys: none, per head, or over the whole width."""
     norm: Normalization = "rms"
     """Kind of normalization; rms1p multiplies by 1 + weight (Gemma)."""
-    norm_placement: NormPlacement = "pre"
+    norm_placement: Literal["pre", "post", "sandwich", "output"] = "pre"
     """Placement of the norms: pre x + f(norm(x)), post norm(x + f(x)), sandwich x +
     norm(f(norm(x))), output x + norm(f(x))."""
     norm_eps: NonNegative = 1e-5
@@ -139,7 +137,7 @@ class ModelConfig(Section):
     """Input of the sublayers of a block: the output of the one before, or the same for all."""
     activation: Activation = "swiglu"
     """Activation of the feed-forward layer; swiglu, geglu, geglu_tanh, reglu and glu are gated."""
-    bias: Biased = "none"
+    bias: Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"] = "none"
     """Where biases are used: none, qkv, attention (qkv and output), ffn, ffn_norm, all."""
     embedding_scale: Literal["none", "sqrt"] = "none"
     """Scale of the token embeddings: none, or sqrt(d_model)."""
@@ -168,9 +166,8 @@ class ModelConfig(Section):
     dropout: Rate = 0.0
     """Dropout rate in training, of embeddings, attention weights and sublayer outputs."""
     init: Initializer = "gpt2"
-    """Initialization: gpt2 N(0, 0.02) with scaled residual projections; truncated_normal and
-    xavier, variance 2 / (fan_in + fan_out), truncated normal or uniform; fan_in, variance 1 /
-    fan_in."""
+    """Initialization: gpt2 N(0, 0.02), residual projections scaled; truncated_normal and xavier
+    (uniform), variance 2 / (fan_in + fan_out); fan_in, variance 1 / fan_in."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
     layer_loop: Volatile[Literal["unroll", "scan"]] = "unroll"

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,3 +64,9 @@ def parse_object(text: str | bytes, where: str, advice: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{where} holds no JSON object, but {type(found).__name__}: {advice}.")
     return found
+
+
+def first_of(problems: Sequence[str], most: int = 20, between: str = "\n  ") -> str:
+    """The first problems for a message, and how many more there are."""
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return between.join([*problems[:most], *more])

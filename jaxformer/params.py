@@ -71,11 +71,9 @@ class CustomLeaf(Protocol):
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
         """As `contract(equation, x, w)` of the array it stands for."""
-        ...
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """As `lookup(table, index, to)` of the array it stands for."""
-        ...
 
     def astype(self, dtype: Any) -> "CustomLeaf": ...
 
@@ -100,28 +98,8 @@ def normal(std: float) -> InitFunction:
     return lambda key, spec: std * jax.random.normal(key, spec.shape)
 
 
-def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010)."""
-    std = math.sqrt(2 / (spec.fan_in + spec.fan_out))
-    return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
-
-
-def fan_in_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    return jax.random.normal(key, spec.shape) / math.sqrt(spec.fan_in)
-
-
-def xavier_uniform(key: jax.Array, spec: Spec) -> jax.Array:
-    """Uniform within sqrt(6 / (fan_in + fan_out)) of zero (Glorot and Bengio 2010)."""
-    bound = math.sqrt(6 / (spec.fan_in + spec.fan_out))
-    return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
-
-
 def scaled(init: InitFunction, factor: float) -> InitFunction:
     return lambda key, spec: factor * init(key, spec)
-
-
-def unit_truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
-    return jax.random.truncated_normal(key, -3, 3, spec.shape)
 
 
 def stack(specs: Specs, n: int) -> Specs:

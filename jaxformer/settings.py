@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,21 +17,19 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The range of a number: low <= value, and value < below or value <= most where given."""
+    """The range of a number: low <= value, and value < below, and value <= most."""
 
     low: float
-    below: float | None = None
-    most: float | None = None
+    below: float = math.inf
+    most: float = math.inf
 
     def __str__(self) -> str:
-        below = "" if self.below is None else f" and below {self.below:g}"
-        most = "" if self.most is None else f" and at most {self.most:g}"
+        below = f" and below {self.below:g}" if self.below < math.inf else ""
+        most = f" and at most {self.most:g}" if self.most < math.inf else ""
         return f"at least {self.low:g}{below}{most}"
 
     def hold(self, value: float) -> bool:
-        below = math.inf if self.below is None else self.below
-        most = math.inf if self.most is None else self.most
-        return math.isfinite(value) and self.low <= value <= most and value < below
+        return self.low <= value <= self.most and value < self.below
 
 
 Count = Annotated[int, Bounds(1)]
@@ -127,9 +125,3 @@ def _field_problems(section: Section) -> Iterator[str]:
 def divisors(number: int) -> str:
     """The divisors of a number, separated by commas."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def first_of(problems: Sequence[str], most: int = 20, between: str = "\n  ") -> str:
-    """The first problems for a message, and how many more there are."""
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return between.join([*problems[:most], *more])

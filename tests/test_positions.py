@@ -200,7 +200,7 @@ def test_alibi_slopes_are_the_published_ones(heads):
 def test_alibi_adds_the_distance_times_each_heads_slope(causal):
     config = jf.ModelConfig(**(SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}))
     queries, keys = (layout_of(jnp.zeros((1, n), jnp.int32), None, None) for n in (4, 6))
-    found = score_bias(None, config, queries, keys, causal)
+    found = score_bias(None, config, AttentionMask(queries, keys, causal))
     back = np.abs(np.arange(4)[:, None] - np.arange(6)[None])
     np.testing.assert_allclose(found[0], -back[None] * np.array([2**-4, 2**-8])[:, None, None])
 
@@ -286,7 +286,7 @@ def test_the_t5_bias_is_the_row_of_its_bucket(causal):
         jnp.zeros((2, 30), jnp.int32), None, jnp.array([[1] * 12 + [2] * 18, [1] * 30])
     )
     table = array(8, 4)
-    found = score_bias(jnp.array(table), config, layout, layout, causal)
+    found = score_bias(jnp.array(table), config, AttentionMask(layout, layout, causal))
     distance = layout.positions[:, None, :] - layout.positions[:, :, None]
     expected = table[np.asarray(relative_bucket(distance, not causal, 8, 20))]
     np.testing.assert_allclose(found, np.moveaxis(expected, -1, 1))

@@ -72,8 +72,8 @@ class SpanRows(SourceRows):
         if spans > len(self.sentinels):
             raise ConfigError(
                 f"data.objective=span_corruption hides {spans} spans in a source of {source_length}"
-                f" tokens, and the tokenizer has {len(self.sentinels)} sentinels (<extra_id_0>, ...):"
-                " raise data.span_length, or lower data.source_length."
+                f" tokens, and the tokenizer has {len(self.sentinels)} sentinels (<extra_id_0>,"
+                " ...): raise data.span_length, or lower data.source_length."
             )
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxformer.checkpoints import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.files import write_text
+from jaxformer.files import first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
@@ -26,7 +26,6 @@ from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
-from jaxformer.settings import first_of
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12

@@ -17,8 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxformer.config import ConfigError
-from jaxformer.files import read_object
-from jaxformer.settings import first_of
+from jaxformer.files import first_of, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")

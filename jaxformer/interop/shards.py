@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxformer.config import ConfigError
+from jaxformer.files import first_of
 from jaxformer.interop.safetensors import DTYPES, INDEX, SINGLE
-from jaxformer.settings import first_of
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)(\.tmp)?")
 

@@ -10,17 +10,7 @@ import jax.numpy as jnp
 from jaxformer.config_model import Initializer as InitializerName
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.positions import sinusoids
-from jaxformer.params import (
-    InitFunction,
-    Params,
-    Spec,
-    contract,
-    fan_in_normal,
-    normal,
-    truncated_normal,
-    unit_truncated_normal,
-    xavier_uniform,
-)
+from jaxformer.params import InitFunction, Params, Spec, contract, normal
 from jaxformer.settings import Table
 from jaxformer.sharding import Axes
 
@@ -32,6 +22,26 @@ class Initializers(NamedTuple):
     residual: InitFunction
     embedding: InitFunction
     positions: InitFunction
+
+
+def truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
+    """N(0, 2 / (fan_in + fan_out)) cut at three sigma (Glorot and Bengio 2010)."""
+    std = math.sqrt(2 / (spec.fan_in + spec.fan_out))
+    return std * jax.random.truncated_normal(key, -3, 3, spec.shape)
+
+
+def fan_in_normal(key: jax.Array, spec: Spec) -> jax.Array:
+    return jax.random.normal(key, spec.shape) / math.sqrt(spec.fan_in)
+
+
+def xavier_uniform(key: jax.Array, spec: Spec) -> jax.Array:
+    """Uniform within sqrt(6 / (fan_in + fan_out)) of zero (Glorot and Bengio 2010)."""
+    bound = math.sqrt(6 / (spec.fan_in + spec.fan_out))
+    return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
+
+
+def unit_truncated_normal(key: jax.Array, spec: Spec) -> jax.Array:
+    return jax.random.truncated_normal(key, -3, 3, spec.shape)
 
 
 def _gpt2(config: ModelConfig) -> Initializers:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config_model import ModelConfig, RopeScaling
-from jaxformer.layers.masks import TokenLayout
+from jaxformer.layers.masks import AttentionMask
 from jaxformer.params import Spec, Specs, lookup, normal
 from jaxformer.settings import Table
 
@@ -160,19 +160,16 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 
 
 def score_bias(
-    table: Float[Array, "buckets N"] | None,
-    config: ModelConfig,
-    queries: TokenLayout,
-    keys: TokenLayout,
-    causal: bool,
+    table: Float[Array, "buckets N"] | None, config: ModelConfig, mask: AttentionMask
 ) -> Float[Array, "B N T S"] | None:
     """The bias of the scores, float32 [B or 1, N, T, S]; None where the scheme has none."""
     if config.positions not in BIASES:
         return None
+    queries, keys = mask.queries, mask.keys
     same = all(layout.ordered and layout.segments is None for layout in (queries, keys))
     rows = slice(0, 1) if same else slice(None)  # every row is numbered alike
     distance = keys.positions[rows, None, :] - queries.positions[rows, :, None]
-    return BIASES[config.positions](table, config, distance, causal)
+    return BIASES[config.positions](table, config, distance, mask.causal)
 
 
 def _alibi(

@@ -31,9 +31,8 @@ REMAT = {
 
 def compute_dtype(config: ModelConfig) -> Any:
     """The dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else bfloat16."""
-    if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
 
 
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
@@ -93,7 +92,7 @@ def run_stack(
 ) -> Output:
     """[B, T, D] -> [B, T, D] in the compute dtype; a cache that is given is advanced already."""
     x = x.astype(compute_dtype(config))
-    bias = score_bias(params.get("relative_bias"), config, mask.queries, mask.keys, mask.causal)
+    bias = score_bias(params.get("relative_bias"), config, mask)
     call = _Call(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
     if cache is None and config.layer_loop == "scan":
         out = _scanned(params["blocks"], config, x, call)
