@@ -5,16 +5,14 @@ from typing import Any
 
 from jaxformer.settings import divisors
 
-ModelConfig = Any  # of `config_model.py`, which imports this module
 
-
-def model_conflicts(config: ModelConfig) -> list[str]:
-    """A message for each rule that `config` breaks."""
+def model_conflicts(config: Any) -> list[str]:
+    """A message for each rule that a `ModelConfig` breaks."""
     heads = list(_heads(config))
     return [*heads, *([] if heads else _rotation(config)), *_family(config), *_positions(config)]
 
 
-def _heads(config: ModelConfig) -> Iterator[str]:
+def _heads(config: Any) -> Iterator[str]:
     width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
     if not config.head_dim and width % heads:
         yield (
@@ -28,7 +26,7 @@ def _heads(config: ModelConfig) -> Iterator[str]:
         )
 
 
-def _rotation(config: ModelConfig) -> Iterator[str]:
+def _rotation(config: Any) -> Iterator[str]:
     width, fraction = config.head_width, config.rope_fraction
     rotates_pairs = 0 < config.rotated_width <= width // 2 * 2
     if config.positions == "rope" and not rotates_pairs:
@@ -38,7 +36,7 @@ def _rotation(config: ModelConfig) -> Iterator[str]:
         )
 
 
-def _family(config: ModelConfig) -> Iterator[str]:
+def _family(config: Any) -> Iterator[str]:
     family, output, layers = config.family, config.output, config.n_encoder_layers
     if family == "encoder" and output == "language":
         yield "head='language' needs another model.family: an encoder sees the next token."
@@ -60,7 +58,7 @@ def _family(config: ModelConfig) -> Iterator[str]:
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
 
 
-def _positions(config: ModelConfig) -> Iterator[str]:
+def _positions(config: Any) -> Iterator[str]:
     positions, scaling, pattern = config.positions, config.rope_scaling, config.window_pattern
     rope, offset, theta = positions == "rope", config.position_offset, config.rope_window_theta
     factor, distance = config.rope_factor, config.relative_distance

@@ -100,7 +100,7 @@ class Section:
 
 
 @functools.cache
-def _hints(section: type[Section]) -> dict[str, Any]:
+def _hints(section: Any) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
 
 

@@ -9,6 +9,7 @@ import pytest
 import jaxformer as jf
 from jaxformer import config_json
 from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, RunConfig
+from jaxformer.config_file import parse_fields
 from jaxformer.config_json import VERSION, from_json, to_json
 
 RUN = RunConfig(model=jf.ModelConfig(n_layers=3))
@@ -94,7 +95,7 @@ def test_the_former_name_of_an_objective_is_read_and_said(former: str, tmp_path:
         "in Python": lambda: RunConfig(data=DataConfig(objective=former)),
         "config.json": lambda: from_json(old, "here"),
         "the command line": lambda: jf.load_config(file, [f"data.objective={former}"]),
-        "arguments": lambda: parse(RunConfig(), ["--data.objective", former], "train.py"),
+        "arguments": lambda: parse_fields(RunConfig(), ["--data.objective", former], "train.py"),
     }
     for where, read in reads.items():
         with pytest.warns(FutureWarning, match=rf"{former}' is now called '{name}'"):
