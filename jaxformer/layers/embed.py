@@ -43,6 +43,17 @@ def embed_specs(config: ModelConfig) -> Specs:
     return specs
 
 
+def _learned(params: Params, config: ModelConfig, layout: TokenLayout) -> jax.Array:
+    return lookup(params["positions"], layout.positions + config.position_offset, WHOLE)
+
+
+def _sinusoidal(params: Params, config: ModelConfig, layout: TokenLayout) -> jax.Array:
+    return sinusoids(layout.positions, config.d_model, config.sinusoid_order)
+
+
+ADDED = {"learned": _learned, "sinusoidal": _sinusoidal}
+
+
 def embed(
     params: Params,
     config: ModelConfig,
@@ -56,10 +67,8 @@ def embed(
     x = lookup(params["tokens"], tokens, WHOLE)
     if config.embedding_scale == "sqrt":
         x = x * math.sqrt(config.d_model)
-    if config.positions == "learned":
-        x = x + lookup(params["positions"], layout.positions + config.position_offset, WHOLE)
-    if config.positions == "sinusoidal":
-        x = x + sinusoids(layout.positions, config.d_model, config.sinusoid_order)
+    if config.positions in ADDED:
+        x = x + ADDED[config.positions](params, config, layout)
     if config.token_types:
         types = jnp.zeros_like(layout.positions) if types is None else types
         x = x + lookup(params["types"], types, WHOLE)

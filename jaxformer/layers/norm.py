@@ -48,8 +48,7 @@ def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
 
 
 class NormRow(NamedTuple):
-    """A kind of norm: the specs of its leaves, the function of them, the config and x, and what is
-    added to stored scales, also to those of queries and keys."""
+    """A kind of norm: the specs of its leaves, its function, and what is added to stored scales."""
 
     specs: Callable[[ModelConfig], Specs]
     run: Callable[[Params, ModelConfig, jax.Array], jax.Array]

@@ -1,5 +1,4 @@
-"""The encoder-decoder family (T5): a stack over the source, and a causal one with cross-attention
-to it over the target."""
+"""The encoder-decoder family (T5): a stack over the source, and a causal one that attends to it."""
 
 from dataclasses import replace
 
@@ -65,8 +64,7 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D]. A cache that is given has the source already,
-    and is returned with these tokens."""
+    """The residual stream before the head [B, T, D]; a cache has the source, and gets the tokens."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     if cache is None:
         encoded, _, heard = encode(params, config, inputs, source_key, request)

@@ -120,10 +120,6 @@ def _layer(
     return numbered
 
 
-def _named(aux: Aux, request: Request, layer: int) -> Aux:
-    return Aux(aux.losses, aux.metrics, request.named(aux.captures, layer))
-
-
 def _unrolled(
     blocks: Params | list[Params],
     config: ModelConfig,
@@ -138,7 +134,7 @@ def _unrolled(
         run = _layer(configs[i], call, call.request.at((i,)), layer_cache)
         x, layer_cache, aux = run(x, layer, i)
         layer_caches.append(layer_cache)
-        parts.append(_named(aux, call.request, i))
+        parts.append(aux.replace(captures=call.request.named(aux.captures, i)))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
 
 
@@ -163,14 +159,14 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> 
     layers = _periods(stacks, period, times)
     x, stacked = jax.lax.scan(body, x, list(zip(layers, traced, strict=True)))
     parts = [
-        _entry(_named(aux, call.request, layer), i)
+        _entry(aux.replace(captures=call.request.named(aux.captures, layer)), i)
         for aux, of_position in zip(stacked, numbers, strict=True)
         for i, layer in enumerate(of_position)
     ]
     for i in range(times * period, depth):
         layer = _entry(stacks[i % len(stacks)], i // len(stacks))
         x, _, aux = _layer(configs[i], call, call.request.at((i,)))(x, layer, i)
-        parts.append(_named(aux, call.request, i))
+        parts.append(aux.replace(captures=call.request.named(aux.captures, i)))
     return Output(x, None, merged(parts))
 
 
