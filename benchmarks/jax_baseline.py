@@ -22,7 +22,7 @@ from steps import ready_on_random_tokens  # noqa: E402
 from workloads import WORKLOADS, shrunk, with_sizes  # noqa: E402
 
 from jaxformer.config import RunConfig  # noqa: E402
-from jaxformer.models import decoder  # noqa: E402
+from jaxformer.models.stack import compute_dtype  # noqa: E402
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
         """FLOP/s of a large product of random matrices, the best of five."""
         n = 2048 if jax.default_backend() == "cpu" else 8192
         a, b = (
-            jax.random.normal(jax.random.key(i), (n, n), decoder.compute_dtype(self.run.model))
+            jax.random.normal(jax.random.key(i), (n, n), compute_dtype(self.run.model))
             for i in range(2)
         )
         multiply = jax.jit(jax.numpy.dot)

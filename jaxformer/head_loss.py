@@ -33,9 +33,16 @@ def head_loss(
     x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
     rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
     targets, weights = batch["targets"], batch["weights"]
-    extras = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    extras["soft_cap"] = config.logit_soft_cap
-    objective, nats = cross_entropy(rows, matrix, targets, weights, bias=bias, **extras)
+    objective, nats = cross_entropy(
+        rows,
+        matrix,
+        targets,
+        weights,
+        bias=bias,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        soft_cap=config.logit_soft_cap,
+    )
     weight = weights.sum()
     if config.next_sentence:
         y = pooled(params, config, x, inputs.layout)

@@ -105,7 +105,7 @@ def _hints(section: Any) -> dict[str, Any]:
 
 
 def _field_problems(section: Section) -> Iterator[str]:
-    for name, hint in _hints(type(section)).items():
+    for name, hint in _hints(type(section)).items():  # type: ignore[arg-type]
         value: Any = getattr(section, name)
         kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
         types = (int, float) if kind is float else kind

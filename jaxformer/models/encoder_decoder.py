@@ -64,7 +64,7 @@ def hidden(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """The residual stream before the head [B, T, D]; a cache has the source, and gets the tokens."""
+    """The residual stream before the head [B, T, D]. A cache has the source already."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     if cache is None:
         encoded, _, heard = encode(params, config, inputs, source_key, request)

@@ -5,6 +5,7 @@ differ by a pattern (`layers/pattern.py`), there is one such tree for each of it
 "0", "1", ...: layer i is entry i // P of the tree i % P.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -134,7 +135,7 @@ def _unrolled(
         run = _layer(configs[i], call, call.request.at((i,)), layer_cache)
         x, layer_cache, aux = run(x, layer, i)
         layer_caches.append(layer_cache)
-        parts.append(aux.replace(captures=call.request.named(aux.captures, i)))
+        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
 
 
@@ -159,14 +160,14 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> 
     layers = _periods(stacks, period, times)
     x, stacked = jax.lax.scan(body, x, list(zip(layers, traced, strict=True)))
     parts = [
-        _entry(aux.replace(captures=call.request.named(aux.captures, layer)), i)
+        _entry(replace(aux, captures=call.request.named(aux.captures, layer)), i)
         for aux, of_position in zip(stacked, numbers, strict=True)
         for i, layer in enumerate(of_position)
     ]
     for i in range(times * period, depth):
         layer = _entry(stacks[i % len(stacks)], i // len(stacks))
         x, _, aux = _layer(configs[i], call, call.request.at((i,)))(x, layer, i)
-        parts.append(aux.replace(captures=call.request.named(aux.captures, i)))
+        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
     return Output(x, None, merged(parts))
 
 
