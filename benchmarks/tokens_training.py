@@ -50,7 +50,7 @@ def sources(*folders: str) -> Iterator[str]:
 
 
 class Case(NamedTuple):
-    """A text and its size in bytes, the entries learnt of it, and what is asked: seconds, or a
+    """A text and its size in bytes, the entries learned of it, and what is asked: seconds, or a
     ratio of the baseline's time."""
 
     documents: Iterator[str]

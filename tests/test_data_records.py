@@ -372,7 +372,7 @@ def test_labels_have_one_order_and_an_unknown_one_is_named(tmp_path: Path) -> No
         match=r"data\.validation=.* labels that the training data has not: 'c'\. It knows a, b: ",
     ):
         prepare(run)
-    corpus = prepare(run, labels=("c", "b", "a"))  # those of a model that has learnt them
+    corpus = prepare(run, labels=("c", "b", "a"))  # those of a model that has learned them
     assert [int(corpus.train[row]["targets"][0]) for row in range(2)] == [
         2,
         1,

@@ -42,11 +42,11 @@ class Preferences(Template):
         row = {}
         for side, answer in zip(SIDES, parts[1:], strict=True):
             text = joined(parts[0], answer, [self.end])[: self.length + 1]
-            learnt = (np.arange(1, len(text)) >= len(parts[0])).astype(np.float32)
+            learned = (np.arange(1, len(text)) >= len(parts[0])).astype(np.float32)
             row |= {
                 f"{side}_tokens": text[:-1],
                 f"{side}_targets": text[1:],
-                f"{side}_weights": learnt,
+                f"{side}_weights": learned,
             }
         return row
 

@@ -1,4 +1,4 @@
-"""The laws of learning: what a step computes, whatever its pieces, and what an update moves."""
+"""Invariants of learning: what a step computes, whatever its pieces, and what an update moves."""
 
 import dataclasses
 import functools

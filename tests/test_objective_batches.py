@@ -1,5 +1,5 @@
 """Every objective from settings to batches: the invariants that all hold, and one message for what
-cannot be learnt."""
+cannot be learned."""
 
 import json
 from dataclasses import replace

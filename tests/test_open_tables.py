@@ -61,7 +61,7 @@ def tables() -> dict[str, tuple[object, str]]:
     return found
 
 
-def learnt(config: jf.ModelConfig) -> float:
+def learned(config: jf.ModelConfig) -> float:
     """By how much one step of SGD lowers the loss of a model on one batch."""
     params = jf.init(config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 32, (4, 12))
@@ -95,14 +95,14 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
 
 
 def test_a_model_with_an_added_activation_learns(cubed: None) -> None:
-    assert learnt(jf.ModelConfig(**TINY, activation="cubed")) > 0.001
+    assert learned(jf.ModelConfig(**TINY, activation="cubed")) > 0.001
 
 
 def test_an_added_activation_may_be_gated(cubed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_model, "GATED", {*config_model.GATED, "cubed"})
     gated = jf.ModelConfig(**TINY, activation="cubed", d_ff=32)
     assert "gate" in jf.init(gated, jax.random.key(0))["blocks"]["ffn"]
-    assert learnt(gated) > 0.001
+    assert learned(gated) > 0.001
 
 
 def test_an_added_norm_brings_its_own_leaves() -> None:
@@ -113,7 +113,7 @@ def test_an_added_norm_brings_its_own_leaves() -> None:
     try:
         config = jf.ModelConfig(**TINY, norm="max")
         assert not jf.init(config, jax.random.key(0))["blocks"]["ffn_norm"]
-        assert learnt(config) > 0.001
+        assert learned(config) > 0.001
     finally:
         del NORMS["max"]
 

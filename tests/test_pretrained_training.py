@@ -70,7 +70,7 @@ def test_a_leaf_changed_by_hand_changes_its_own_tensor_and_no_other(name):
 
 
 def targets_of(name, batch):
-    """A class to be learnt at each place of no padding, and which places those are (None: each row
+    """A class to be learned at each place of no padding, and which places those are (None: each row
     has one class)."""
     classes = loaded(name).config.n_classes or loaded(name).config.vocab_size
     shape = real(batch).shape if loaded(name).config.output != "classes" else (3,)
