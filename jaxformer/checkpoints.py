@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxformer.files import first_of
+from jaxformer.params import dotted
 from jaxformer.settings import ConfigError, Log
 
 # TensorStore's status for files that are truncated, altered or missing, and a part of its message,
@@ -25,10 +26,7 @@ UNDECODABLE = "compressed stream"
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
     """`{"params.blocks.attention.q": leaf, ...}`: names that do not depend on the containers."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def manifest_of(leaves: dict[str, Any]) -> dict[str, list[Any]]:
