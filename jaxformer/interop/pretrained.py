@@ -25,7 +25,7 @@ from jaxformer.interop.shards import write_tensors
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, check_params, is_custom, map_specs
+from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12
@@ -215,8 +215,7 @@ def _refuse_custom(params: Any) -> None:
     custom = []
     for at, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom):
         if is_custom(leaf):
-            path = jax.tree_util.keystr(at, simple=True, separator=".")
-            custom.append(f"{path} ({type(leaf).__name__})")
+            custom.append(f"{dotted(at)} ({type(leaf).__name__})")
     if custom:
         raise ConfigError(
             "a model directory holds plain arrays, and these leaves are not arrays:"
