@@ -16,9 +16,7 @@ import optax
 
 import jaxformer as jf
 
-TEXT = np.frombuffer(Path(optax.__file__).read_bytes(), np.uint8).astype(
-    np.int32
-)  # any array of token ids
+TEXT = np.frombuffer(Path(optax.__file__).read_bytes(), np.uint8)  # any array of token ids
 TEACHER = jf.ModelConfig(vocab_size=256, d_model=64, n_layers=2, n_heads=4, max_length=64)
 STUDENT = jf.ModelConfig(vocab_size=256, d_model=32, n_layers=1, n_heads=2, max_length=64)
 
@@ -28,12 +26,9 @@ class Windows:
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         starts = np.random.default_rng(step).integers(0, len(TEXT) - 65, 16)
-        rows = np.stack([TEXT[start : start + 65] for start in starts])
-        return {
-            "tokens": rows[:, :-1],
-            "targets": rows[:, 1:],
-            "weights": np.ones((16, 64), np.float32),
-        }
+        rows = np.stack([TEXT[start : start + 65] for start in starts]).astype(np.int32)
+        weights = np.ones((16, 64), np.float32)
+        return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
 
 
 def main(directory: str) -> jf.TrainState:
@@ -45,27 +40,17 @@ def main(directory: str) -> jf.TrainState:
         wanted = jax.nn.log_softmax(jf.forward(teacher, TEACHER, batch["tokens"]))  # [B, T, V]
         found = jax.nn.log_softmax(jf.forward(params, STUDENT, batch["tokens"]))
         divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)  # [B, T], nats
-        return {"loss": (divergence.sum(), divergence.size), **targets(params, batch)}
-
-    def targets(params: Any, batch: Any) -> dict[str, Any]:
-        return {"nats": jf.loss_of("causal", STUDENT)(params, batch, None)["loss"]}
+        nats = jf.loss_of("causal", STUDENT)(params, batch, None)["loss"]
+        return {"loss": (divergence.sum(), divergence.size), "nats": nats}
 
     def show(step: int, state: Any, metrics: Any) -> None:
         if step % 20 == 0:
-            print(
-                step, {name: round(float(value), 4) for name, value in metrics.items()}, flush=True
-            )
+            print(step, {name: f"{value:.4f}" for name, value in metrics.items()}, flush=True)
 
     step = jf.make_step(distill, optimizer)
     state = jf.init_state(jf.specs(STUDENT), optimizer)
-    return jf.fit(
-        step,
-        state,
-        Windows(),
-        steps=100,
-        checkpoints=jf.Checkpoints(directory, every=50),
-        hooks=[show],
-    )
+    saved = jf.Checkpoints(directory, every=50)
+    return jf.fit(step, state, Windows(), steps=100, checkpoints=saved, hooks=[show])
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ class Points:
 
 def init(key: jax.Array) -> list[dict[str, jax.Array]]:
     """Any pytree will do: here a list of layers, [1, 64], [64, 64] and [64, 1]."""
-    sizes, keys = [(1, 64), (64, 64), (64, 1)], jax.random.split(key, 3)
-    return [
-        {"w": jax.random.normal(k, s) / s[0] ** 0.5, "b": jnp.zeros(s[1])}
-        for k, s in zip(keys, sizes, strict=True)
-    ]
+    layers = []
+    for size in ((1, 64), (64, 64), (64, 1)):
+        key, own = jax.random.split(key)
+        layers.append({"w": jax.random.normal(own, size) / size[0] ** 0.5, "b": jnp.zeros(size[1])})
+    return layers
 
 
 def loss(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
@@ -38,30 +38,23 @@ def loss(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
     for layer in params[:-1]:
         x = jnp.tanh(x @ layer["w"] + layer["b"])  # [B, width]
     error = x @ params[-1]["w"] + params[-1]["b"] - batch["y"]  # [B, 1]
-    return {
-        "loss": (jnp.sum(error**2), error.size),
-        "absolute": (jnp.sum(jnp.abs(error)), error.size),
-    }
+    absolute = jnp.sum(jnp.abs(error))
+    return {"loss": (jnp.sum(error**2), error.size), "absolute": (absolute, error.size)}
+
+
+def show(step: int, state: Any, metrics: Any) -> None:
+    if "val_loss" in metrics:
+        print(step, metrics)
 
 
 def main(directory: str) -> jf.TrainState:
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, 500))
-    )
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 500))
     state = jf.init_state(init(jax.random.key(0)), optimizer, mesh=jf.make_mesh())
     step = jf.make_step(loss, optimizer, microbatches=2)
-    heldout = [Points()[10_000 + k] for k in range(4)]
+    evaluate = jf.make_evaluate(loss, [Points()[10_000 + k] for k in range(4)])
+    saved = jf.Checkpoints(directory, every=100)
     return jf.fit(
-        step,
-        state,
-        Points(),
-        steps=500,
-        evaluate=jf.make_evaluate(loss, heldout),
-        evaluate_every=100,
-        checkpoints=jf.Checkpoints(directory, every=100),
-        hooks=[
-            lambda number, state, metrics: print(number, metrics) if "val_loss" in metrics else None
-        ],
+        step, state, Points(), steps=500, evaluate=evaluate, checkpoints=saved, hooks=[show]
     )
 
 

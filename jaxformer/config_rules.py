@@ -32,7 +32,7 @@ def _rotation(config: Any) -> Iterator[str]:
     if config.positions == "rope" and not rotates_pairs:
         yield (
             f"head_dim={width} with model.rope_fraction={fraction:g} leaves RoPE no whole pairs of"
-            " dimensions: choose an even head_dim and a larger fraction."
+            " dimensions: choose an even head_dim, a larger fraction or another model.positions."
         )
 
 
@@ -68,7 +68,10 @@ def _positions(config: Any) -> Iterator[str]:
     if offset > 0 and positions != "learned":
         yield f"position_offset={offset} needs model.positions='learned', not {positions!r}."
     if theta > 0 and (not rope or not config.window or theta < 1):
-        yield f"rope_window_theta={theta:g} must be at least 1, with RoPE and a model.window."
+        yield (
+            f"rope_window_theta={theta:g} must be at least 1, and needs model.positions='rope' and"
+            " a model.window."
+        )
     if scaling != "none" and not rope:
         yield f"rope_scaling={scaling!r} needs model.positions='rope', not {positions!r}."
     if (factor != 1) == (scaling == "none"):

@@ -86,7 +86,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model.n_heads": 4, "model.n_kv_heads": 3},
         ["n_heads=4", "model.n_kv_heads=3", "choose one of 1, 2, 4"],
     ),
-    "an odd head under RoPE": ({"model.head_dim": 15}, ["head_dim=15 is odd", "model.positions"]),
+    "an odd head under RoPE": ({"model.head_dim": 15}, ["head_dim=15 with", "model.positions"]),
     "a batch that microbatches do not divide": (
         {"train.microbatches": 3},
         ["batch_size=8", "train.microbatches=3", "1, 2, 4, 8"],
@@ -180,7 +180,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
     ),
     "cut.txt.gz": (
         gzip.compress(os.urandom(999).hex().encode())[:-4],
-        ["cut.txt.gz is truncated", "Make or fetch it again"],
+        ["cut.txt.gz is truncated", "make or fetch it again"],
     ),
     "cut.parquet": (
         b"PAR1 and no more",

@@ -96,7 +96,7 @@ def test_lengths_are_read_as_they_stand_and_only_causal_rows_are_cut() -> None:
     settings = DataConfig(length_warmup="64; 10: 256")
     assert objective_of(ModelConfig(), settings) == "causal"
     with pytest.raises(
-        ConfigError, match=r"length_warmup='64; 10: 256' cannot be had with data\.objective=masked"
+        ConfigError, match=r"length_warmup='64; 10: 256' cannot be had with data\.objective=mlm"
     ):
         objective_of(ModelConfig(family="encoder"), settings)
 

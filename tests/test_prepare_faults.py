@@ -205,7 +205,7 @@ def test_a_directory_that_cannot_take_tokens_is_refused_before_any_work(
             ),
         ),
         (written(tmp_path), "text holds other things (0.jsonl, 1.jsonl, 2.jsonl)"),
-        (" ", "it is empty: name a directory"),
+        (" ", "--output is empty: name a directory"),
     ):
         assert message in refused(capsys, line(tmp_path, "--output", str(output), *share))
     assert (

@@ -196,7 +196,8 @@ def test_a_document_in_pieces_encodes_as_the_whole(words: list[str]) -> None:
 def test_a_document_without_a_place_to_cut_is_cut_all_the_same() -> None:
     pieces = [piece for piece, _ in documents.in_pieces("x" * 1_000_000)]
     assert (
-        "".join(pieces) == "x" * 1_000_000 and max(map(len, pieces)) <= 2 * reading.PIECE_CHARACTERS
+        "".join(pieces) == "x" * 1_000_000
+        and max(map(len, pieces)) <= 2 * documents.PIECE_CHARACTERS
     )
 
 

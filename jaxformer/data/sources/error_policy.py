@@ -85,7 +85,10 @@ class ErrorHandler:
 
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:
-    advice = "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable."
+    advice = (
+        "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or"
+        " skip."
+    )
     packed = [suffix for suffix, magic in MAGIC.items() if error.object.startswith(magic)]
     if packed and offset < 4:
         advice = f"It looks compressed: end its name in {packed[0]}."
