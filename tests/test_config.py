@@ -225,7 +225,7 @@ def attributes(tree: ast.AST) -> set[str]:
 def test_help_lists_every_field_with_its_type_its_default_and_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["train", str(ROOT / "configs/quickstart.py"), "--help"]) == 0
     shown = capsys.readouterr().out
     told = " ".join(re.sub(r"[│╭╮╰╯─|]|-{3,}", " ", shown).split())
