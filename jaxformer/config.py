@@ -60,8 +60,13 @@ ObjectiveName = Annotated[
     Literal["auto", TextObjective, RecordObjective], TableAt("jaxformer.objectives.OBJECTIVES")
 ]
 # Former names of objectives, which are still read.
-FORMER_OBJECTIVES = dict(masked="mlm", spans="span_corruption", pairs="seq2seq", answers="sft")
-FORMER_OBJECTIVES["tags"] = "token_classification"
+FORMER_OBJECTIVES = {
+    "masked": "mlm",
+    "spans": "span_corruption",
+    "pairs": "seq2seq",
+    "answers": "sft",
+    "tags": "token_classification",
+}
 
 OptimizerName = Annotated[
     Literal["adamw", "adafactor", "lion", "sgd", "muon"], TableAt("jaxformer.optim.OPTIMIZERS")

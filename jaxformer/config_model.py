@@ -17,7 +17,6 @@ from jaxformer.settings import (
     Volatile,
 )
 
-Positions = Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"]
 Gated = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu"]
 Activation = Annotated[
     Literal[Gated, "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"],
@@ -30,7 +29,6 @@ RopeScaling = Annotated[
 Normalization = Annotated[
     Literal["rms", "rms1p", "layer", "none"], TableAt("jaxformer.layers.norm.NORMS")
 ]
-Head = Literal["auto", "language", "masked", "classes", "tags", "none"]
 Initializer = Annotated[
     Literal["gpt2", "truncated_normal", "xavier", "fan_in"],
     TableAt("jaxformer.layers.linear.INITIALIZERS"),
@@ -80,7 +78,7 @@ class ModelConfig(Section):
     """Hidden width of the feed-forward layer; 0 uses 4 d_model (gated: 8/3, multiple of 64)."""
     max_length: Count = 2048
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
-    positions: Positions = "rope"
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"] = "rope"
     """Positional scheme."""
     rope_theta: Annotated[float, Bounds(1)] = 10_000.0
     """Base of the RoPE frequencies."""
@@ -145,7 +143,7 @@ class ModelConfig(Section):
     """Apply a norm to the embeddings."""
     token_types: Natural = 0
     """Number of token types with an embedding (2 in BERT); 0 has none."""
-    head: Head = "auto"
+    head: Literal["auto", "language", "masked", "classes", "tags", "none"] = "auto"
     """Output head; auto selects language, or masked for an encoder; none has no matrix."""
     n_classes: Natural = 0
     """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""

@@ -137,7 +137,7 @@ NOT_FUSED = {  # settings that only some kernels know, and what the sentence say
     "soft-cap": ({"attention_soft_cap": 30.0}, "soft-cap"),
     "sinks": ({"attention_sinks": True}, "sinks"),
     "window": ({"window": 8}, "window"),
-    "value width": ({"value_dim": 32}, "values of another width"),
+    "value width": ({"value_dim": 32}, "values are as wide as its keys"),
 }
 
 
@@ -229,3 +229,7 @@ def test_the_tpu_kernel_equals_the_plain_one_where_a_cpu_interprets_it(packed):
     config = jf.ModelConfig(vocab_size=8, d_model=128, n_heads=2, n_kv_heads=1, dtype="float32")
     with tpu.force_tpu_interpret_mode():
         assert "error" in check_kernel("tpu", config, 1, 128, packed)
+
+
+def test_a_kernel_lacks_features_that_are_known():
+    assert all(row.lacks <= kernels.FEATURES.keys() for row in KERNELS.values())

@@ -8,7 +8,7 @@ With sequential residuals each sublayer reads the sum before it; with parallel o
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
@@ -90,9 +90,9 @@ def block(
     def attend_to_source(h: jax.Array) -> tuple[jax.Array, Aux]:
         own = params["cross"]
         known = layer_cache.source if layer_cache is not None else None
-        seen = known or keys_and_values(own, config, source.x, None)  # type: ignore[union-attr, arg-type]
-        to_source: AttentionMask = source.mask  # type: ignore[union-attr]
-        out, weights = attention(own, config, h, seen, to_source, cross_key, request, "cross")
+        encoded: Any = source  # given where the params have cross-attention
+        seen = known or keys_and_values(own, config, encoded.x, None)
+        out, weights = attention(own, config, h, seen, encoded.mask, cross_key, request, "cross")
         return out, Aux(captures=weights)
 
     sublayers: dict[str, Callable[[jax.Array], tuple[jax.Array, Aux]]] = {

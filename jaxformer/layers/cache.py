@@ -1,5 +1,6 @@
 """The key-value cache of decoding."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -53,11 +54,11 @@ class KVCache:
             _write(self.layout.positions, layout.positions, self.length),
             _write(self.layout.segments, segments, self.length),  # type: ignore[arg-type]
         )
-        return self.replace(layout=known, length=self.length + layout.positions.shape[1])  # type: ignore[attr-defined, no-any-return]
+        return replace(self, layout=known, length=self.length + layout.positions.shape[1])
 
     def with_layers(self, layer_caches: list[LayerCache]) -> "KVCache":
         k, v = (tuple(getattr(layer_cache, name) for layer_cache in layer_caches) for name in "kv")
-        return self.replace(k=k, v=v)  # type: ignore[attr-defined, no-any-return]
+        return replace(self, k=k, v=v)
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:

@@ -80,7 +80,7 @@ class KernelRow:
     def refuses(self, case: Case) -> str:
         """Why the kernel cannot serve a training run; empty if it can."""
         wanted = self.lacks & _features_of_run(case)
-        reasons = (f"it has no {name}, and {FEATURES[name]}" for name in FEATURES if name in wanted)
+        reasons = (reason for name, reason in FEATURES.items() if name in wanted)
         return self.device(case) or next(reasons, "")
 
     def serves(self, mask: AttentionMask) -> bool:
@@ -88,31 +88,31 @@ class KernelRow:
         return not self.lacks & _features_of_call(mask)
 
 
-# What not every kernel has, and what asks for it in a training run.
+# Features that not every kernel has, and why a run that needs one cannot use a kernel without it.
 FEATURES = {
-    "segment ids": "these rows are packed or padded",
-    "lengths but multiples of 128": "data.sequence_length is none",
-    "window": "model.window is set",
-    "values of another width than the keys": "model.value_dim is set",
-    "positions but the index": "these rows have their own",
-    "dropout of attention weights": "model.dropout is set",
-    "bias of the scores": "model.positions adds one",
-    "soft-cap": "model.attention_soft_cap is set",
-    "sinks": "model.attention_sinks is set",
+    "segments": "it has no segment ids, and these rows are packed or padded",
+    "any length": "its sequences are multiples of 128, and data.sequence_length is not",
+    "window": "it has no window, and model.window is set",
+    "value width": "its values are as wide as its keys, and model.value_dim is set",
+    "positions": "its positions are the index, and these rows have their own",
+    "dropout": "it has no dropout of attention weights, and model.dropout is set",
+    "score bias": "it has no bias of the scores, and model.positions adds one",
+    "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
+    "sinks": "it has no sinks, and model.attention_sinks is set",
 }
-SCORES = frozenset({"dropout of attention weights", "bias of the scores", "soft-cap", "sinks"})
-FUSED = SCORES | {"window", "values of another width than the keys", "positions but the index"}
+SCORES = frozenset({"dropout", "score bias", "soft-cap", "sinks"})
+FUSED = SCORES | {"window", "value width", "positions"}
 
 
 def _features_of_run(case: Case) -> set[str]:
     model = case.model
     wanted = {
-        "segment ids": case.packed,
-        "lengths but multiples of 128": case.length % 128,
+        "segments": case.packed,
+        "any length": case.length % 128,
         "window": model.window,
-        "values of another width than the keys": model.value_width != model.head_width,
-        "dropout of attention weights": model.dropout,
-        "bias of the scores": model.positions in BIASES,
+        "value width": model.value_width != model.head_width,
+        "dropout": model.dropout,
+        "score bias": model.positions in BIASES,
         "soft-cap": model.attention_soft_cap,
         "sinks": model.attention_sinks,
     }
@@ -122,11 +122,11 @@ def _features_of_run(case: Case) -> set[str]:
 def _features_of_call(mask: AttentionMask) -> set[str]:
     sides, scoring = (mask.queries, mask.keys), mask.scoring
     wanted = {
-        "segment ids": any(side.segments is not None for side in sides),
-        "lengths but multiples of 128": any(side.positions.shape[-1] % 128 for side in sides),
+        "segments": any(side.segments is not None for side in sides),
+        "any length": any(side.positions.shape[-1] % 128 for side in sides),
         "window": mask.window,
-        "positions but the index": mask.causal and not all(side.ordered for side in sides),
-        "bias of the scores": scoring.bias is not None,
+        "positions": mask.causal and not all(side.ordered for side in sides),
+        "score bias": scoring.bias is not None,
         "soft-cap": scoring.soft_cap,
         "sinks": scoring.sinks is not None,
     }
@@ -150,10 +150,8 @@ def _tpu_device(case: Case) -> str:
 KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": KernelRow(_cudnn, "cuDNN attention", FUSED | {"segment ids"}, _cudnn_device),
-        "tpu": KernelRow(
-            _tpu, "Pallas flash attention", FUSED | {"lengths but multiples of 128"}, _tpu_device
-        ),
+        "cudnn": KernelRow(_cudnn, "cuDNN attention", FUSED | {"segments"}, _cudnn_device),
+        "tpu": KernelRow(_tpu, "Pallas flash attention", FUSED | {"any length"}, _tpu_device),
         "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp", SCORES),
         "xla": KernelRow(plain, "plain XLA attention"),
     },

@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jaxformer.config import ConfigError
 
     try:
-        import lm_eval.models  # noqa: F401  (the harness registers its own only while there are no others)
+        # The harness registers its own models only while there are no others.
+        import lm_eval.models  # noqa: F401
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:

@@ -1,6 +1,7 @@
 """The encoder-decoder family (T5): a stack over the source, and a causal one that attends to it."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -53,7 +54,7 @@ def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     each = zip(layers, layer_configs(config, len(layers)), strict=True)
     seen = tuple(keys_and_values(layer["cross"], own, x, None) for layer, own in each)
-    return cache.replace(source=seen, source_layout=inputs.source_layout)  # type: ignore[attr-defined, no-any-return]
+    return replace(cache, source=seen, source_layout=inputs.source_layout)
 
 
 def hidden(
@@ -66,14 +67,14 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D]. A cache has the source already."""
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+    source_layout: Any = inputs.source_layout
     if cache is None:
         encoded, _, heard = encode(params, config, inputs, source_key, request)
-        source_layout = inputs.source_layout
     else:
         cache = cache.advance(inputs.layout)
         encoded, heard, source_layout = None, Aux(), cache.source_layout
     x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
-    to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)  # type: ignore[arg-type]
+    to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
     mask = AttentionMask(inputs.layout, inputs.layout if cache is None else cache.layout)
     request = request.within("decoder")

@@ -26,10 +26,10 @@ class Inputs:
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
     """The inputs in a batch: tokens, and those that it has of the other names below."""
     names = ("tokens", "positions", "segment_ids", "token_types", "source", "source_segment_ids")
-    arrays = (None if batch.get(name) is None else jnp.asarray(batch[name]) for name in names)
+    arrays: Any = (None if a is None else jnp.asarray(a) for a in map(batch.get, names))
     tokens, positions, segments, types, source, source_segments = arrays
     source_layout = None if source is None else layout_of(source, None, source_segments)
-    return Inputs(tokens, layout_of(tokens, positions, segments), types, source, source_layout)  # type: ignore[arg-type]
+    return Inputs(tokens, layout_of(tokens, positions, segments), types, source, source_layout)
 
 
 def check_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> None:

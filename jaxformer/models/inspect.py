@@ -85,11 +85,11 @@ def attention_maps(
     `inputs` are the keywords of `jf.forward`: `source` [B, S] for an encoder-decoder. Raises
     ConfigError for a layer that no stack has.
     """
-    depth = config.n_layers
+    layers_of_decoder = config.n_layers
     depths = {  # of each kind of attention, by the form of its captures' names
         "encoder.{}.attention_weights": config.encoder_layers,
-        "decoder.{}.attention_weights": 0 if config.family == "encoder" else depth,
-        "decoder.{}.cross_weights": depth if config.family == "encoder_decoder" else 0,
+        "decoder.{}.attention_weights": 0 if config.family == "encoder" else layers_of_decoder,
+        "decoder.{}.cross_weights": layers_of_decoder if config.family == "encoder_decoder" else 0,
     }
     most = max(depths.values())
     if bad := [layer for layer in layers or () if not 0 <= layer < most]:
