@@ -1,1 +1,1 @@
-"""What a run costs, before it runs: planned from its settings, or read from compiled programs."""
+"""What a run will need of its devices, and the least time it can take, before it starts."""
