@@ -6,15 +6,18 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxformer.config import RunConfig
 from jaxformer.data.shapes import batch_shapes
 from jaxformer.layers import kernels
 from jaxformer.mesh import batch_sharding, check_batch_size
+from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.objectives import loss_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
 
@@ -48,19 +51,29 @@ def abstract_run(
     """
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     batch = abstract_batch(run, mesh, packed)
-    run, _ = resolved(run, "segment_ids" in batch, platform_of(mesh))
+    run, _ = with_kernel(run, "segment_ids" in batch, platform(mesh))
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
+    step = step_of(run, task_of(run.model, run.data).name, optimizer, schedule)
+    return AbstractRun(step, abstract_state(specs, optimizer, mesh), batch)
+
+
+def step_of(
+    run: RunConfig,
+    objective: str,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+) -> Step:
+    """The train step of a run whose dtype and attention kernel are selected."""
     extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
-    step = make_step(
-        loss_of(task_of(run.model, run.data).name, run.model, **extras),
+    return make_step(
+        loss_of(objective, run.model, **extras),
         optimizer,
         microbatches=run.train.microbatches,
         seed=run.run.seed,
         schedules={"learning_rate": schedule},
     )
-    return AbstractRun(step, abstract_state(specs, optimizer, mesh), batch)
 
 
 def abstract_batch(
@@ -81,21 +94,17 @@ def abstract_batch(
     }
 
 
-def resolved(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
-    """`run` with its dtype and its attention kernel as they are on a platform, and a sentence about
-    the kernel. Raises ConfigError if a kernel selected by name does not support the run."""
+def with_kernel(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
+    """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
+    "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
+
+    `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
+    support the run.
+    """
     config = run.model
-    auto = "float32" if platform == "cpu" else "bfloat16"
-    dtype: Any = auto if config.dtype == "auto" else config.dtype
     length = math.gcd(run.data.sequence_length, run.data.source_length)
+    dtype: Any = str(compute_dtype(config, platform))
     case = kernels.Case(platform, dtype, length, packed, config)
-    kernel: Any
-    kernel, reason = kernels.choose(config.attention_kernel, case)
-    model = dataclasses.replace(config, dtype=dtype, attention_kernel=kernel)
+    name, reason = kernels.choose(config.attention_kernel, case)
+    model = dataclasses.replace(config, attention_kernel=name, dtype=dtype)  # type: ignore[arg-type]
     return dataclasses.replace(run, model=model), reason
-
-
-def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh: "cpu", "gpu" or "tpu"."""
-    device: Any = mesh.abstract_mesh.abstract_device
-    return jax.default_backend() if device is None else device.platform  # type: ignore[no-any-return]
