@@ -61,7 +61,7 @@ def _state(setup: RunSetup) -> TrainState:
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
     """The jitted step of a decoder's run with one batch of random tokens, and the kernel in
     words."""
-    run, kernel = with_kernel(run, PACKED)
+    run, kernel = with_kernel(run, PACKED, jax.default_backend())
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     schedule = make_schedule(run.optimizer, run.train.steps)
     specs = decoder.specs(run.model)
@@ -88,7 +88,7 @@ def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
 
 def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
-    chosen, reason = with_kernel(run, PACKED)
+    chosen, reason = with_kernel(run, PACKED, jax.default_backend())
     return f"{reason}. {prove_kernel(chosen, PACKED)}".strip()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.params import CustomLeaf, contract, is_custom
+from jaxformer.sharding import platform
 
 DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
 # Beyond that, the tokens of a tile on each device: enough that the products of a tile take longer
@@ -67,7 +68,7 @@ def _tile_length(rows: int, length: int, vocab: int) -> int:
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return length
-    most = max(TILE_ROWS.get(jax.default_backend(), TILE_ROWS_ELSEWHERE) * devices // rows, 1)
+    most = max(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE) * devices // rows, 1)
     return -(-length // -(-length // most))
 
 

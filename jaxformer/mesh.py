@@ -14,22 +14,38 @@ from jaxformer.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
-def make_mesh(data: int = 0, fsdp: int = 1, tensor: int = 1, *, explicit: bool = False) -> Mesh:
-    """The mesh of all devices: axes data, fsdp and tensor of these sizes; data=0 takes the rest.
+def make_mesh(
+    data: int = 0,
+    fsdp: int = 1,
+    tensor: int = 1,
+    *,
+    devices: Sequence[Any] | None = None,
+    explicit: bool = False,
+) -> Mesh:
+    """The mesh of `devices` (default: all): axes data, fsdp and tensor of these sizes; data=0 takes
+    the rest.
 
     Explicit axes make the sharding part of each array's type; the tests find missing placements by
     them. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
-    devices = jax.device_count()
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(len(devices), data, fsdp, tensor, devices[0].platform)
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(kind,) * 3, devices=devices)
+
+
+def mesh_shape(
+    devices: int, data: int, fsdp: int, tensor: int, platform: str
+) -> tuple[int, int, int]:
+    """The sizes of the three axes. Raises as `make_mesh` does."""
     rows = data or max(devices // (fsdp * tensor), 1)
     if rows * fsdp * tensor != devices:
         raise ConfigError(
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices}"
-            f" device{'s' * (devices != 1)} ({jax.devices()[0].platform}): the three must multiply"
+            f" device{'s' * (devices != 1)} ({platform}): the three must multiply"
             f" to {devices}; mesh.data=0 takes what is left."
         )
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh((rows, fsdp, tensor), MESH_AXES, axis_types=(kind,) * 3)
+    return rows, fsdp, tensor
 
 
 def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None:

@@ -31,6 +31,14 @@ def partition(
     return PartitionSpec(*placed)
 
 
+def platform(mesh: Any = None) -> str:
+    """The platform of a mesh (None: the one in force), "cpu", "gpu" or "tpu", whose devices need
+    not be here; without a mesh that of JAX's default backend."""
+    abstract = mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    device = abstract.abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def explicit_axes() -> bool:
     """Whether the mesh makes sharding part of the types (the tests find missing sites by it)."""
     mesh = jax.sharding.get_abstract_mesh()

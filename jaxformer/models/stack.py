@@ -22,6 +22,7 @@ from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, period_of
 from jaxformer.layers.positions import relative_bias_specs, score_bias
 from jaxformer.params import Params, Specs, rows, stack, unstack
+from jaxformer.sharding import platform
 
 REMAT = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -30,9 +31,10 @@ REMAT = {
 }
 
 
-def compute_dtype(config: ModelConfig) -> Any:
-    """The dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else bfloat16."""
-    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+def compute_dtype(config: ModelConfig, on: str = "") -> Any:
+    """The dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else bfloat16.
+    `on` is the platform if not that of the mesh in force."""
+    auto = "float32" if (on or platform()) == "cpu" else "bfloat16"
     return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
 
 

@@ -29,17 +29,19 @@ def with_rows_of(run: RunConfig, length: int) -> RunConfig:
     return dataclasses.replace(run, data=data, train=train)
 
 
-def with_kernel(run: RunConfig, packed: bool) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel selected, and a sentence about it; `prove_kernel` checks it.
+def with_kernel(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
+    """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
+    "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
 
     `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
     support the run.
     """
     config = run.model
     length = math.gcd(run.data.sequence_length, run.data.source_length)
-    case = kernels.Case(jax.default_backend(), str(compute_dtype(config)), length, packed, config)
+    dtype: Any = str(compute_dtype(config, platform))
+    case = kernels.Case(platform, dtype, length, packed, config)
     name, reason = kernels.choose(config.attention_kernel, case)
-    model = dataclasses.replace(config, attention_kernel=name)  # type: ignore[arg-type]
+    model = dataclasses.replace(config, attention_kernel=name, dtype=dtype)  # type: ignore[arg-type]
     return dataclasses.replace(run, model=model), reason
 
 

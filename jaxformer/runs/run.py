@@ -22,6 +22,7 @@ from jaxformer.runs.directory import lock
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
+from jaxformer.sharding import platform
 from jaxformer.training.loop import fit
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, Metrics
@@ -80,7 +81,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             programs = thread.submit(
                 lambda: {length: compile_step(setup, length, log) for length in lengths}
             )
-            if jax.default_backend() != "cpu":
+            if platform(setup.mesh) != "cpu":
                 programs.result()
             for length in lengths:
                 if proof := prove_kernel(setup.runs[length], setup.packed):

@@ -26,6 +26,7 @@ from jaxformer.report import human_bytes
 from jaxformer.runs.device import with_kernel, with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.settings import Log
+from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
 
@@ -126,7 +127,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
     packed, lengths = "segment_ids" in batches[0], dict(batches.lengths).values()
-    chosen = {length: with_kernel(with_rows_of(run, length), packed) for length in lengths}
+    chosen = {
+        length: with_kernel(with_rows_of(run, length), packed, platform(mesh)) for length in lengths
+    }
     runs = {length: ready for length, (ready, _) in chosen.items()}
     setup = RunSetup(
         run=runs[run.data.sequence_length],
@@ -138,7 +141,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         specs=specs,
         schedule=schedule,
         optimizer=make_optimizer(run.optimizer, schedule, specs),
-        peak=peak_flops(jax.devices()[0].device_kind, str(compute_dtype(run.model))),
+        peak=peak_flops(
+            jax.devices()[0].device_kind, str(compute_dtype(run.model, platform(mesh)))
+        ),
         kernels={length: reason for length, (_, reason) in chosen.items()},
         undivided=split,
     )

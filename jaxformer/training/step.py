@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh
 
 from jaxformer.params import Params
 from jaxformer.settings import ConfigError
+from jaxformer.sharding import platform
 from jaxformer.training.state import (
     Trainable,
     TrainState,
@@ -18,7 +20,10 @@ from jaxformer.training.state import (
     learning,
     merged,
     mesh_of,
+    on_mesh,
 )
+
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # the names that lowering knows
 
 Batch = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -46,19 +51,18 @@ class Step:
         that comes back."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._advance(state, batch)
-        mesh = mesh_of(state)
-        if mesh is None:
-            return self._program(state)(state, batch)  # type: ignore[no-any-return]
-        with jax.set_mesh(mesh):
+        with on_mesh(mesh_of(state)):
             return self._program(state)(state, batch)  # type: ignore[no-any-return]
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s with their shardings."""
+        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s with their shardings; on
+        an abstract mesh for the platform of its devices."""
         mesh = mesh_of(state)
-        if mesh is None:
-            return self._program(state).lower(state, batch)
-        with jax.set_mesh(mesh):
-            return self._program(state).lower(state, batch)
+        with on_mesh(mesh):
+            traced = self._program(state).trace(state, batch)
+            if isinstance(mesh, AbstractMesh):
+                return traced.lower(lowering_platforms=(PLATFORMS[platform(mesh)],))
+            return traced.lower()
 
     def _program(self, state: TrainState) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -71,7 +75,7 @@ class Step:
                 donate_argnums=0,
                 in_shardings=(shardings, None),
                 out_shardings=(shardings, None),
-                compiler_options=compiler_options(),
+                compiler_options=compiler_options(mesh_of(state)),
             )
         return self._programs[key]
 
