@@ -1,7 +1,6 @@
-"""The attention kernel that a run uses on its device, and the check of it."""
+"""The check that the attention kernel of a run is right on its device."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -27,22 +26,6 @@ def with_rows_of(run: RunConfig, length: int) -> RunConfig:
     data = dataclasses.replace(run.data, sequence_length=length)
     train = dataclasses.replace(run.train, batch_size=rows)
     return dataclasses.replace(run, data=data, train=train)
-
-
-def with_kernel(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
-    "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
-
-    `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
-    support the run.
-    """
-    config = run.model
-    length = math.gcd(run.data.sequence_length, run.data.source_length)
-    dtype: Any = str(compute_dtype(config, platform))
-    case = kernels.Case(platform, dtype, length, packed, config)
-    name, reason = kernels.choose(config.attention_kernel, case)
-    model = dataclasses.replace(config, attention_kernel=name, dtype=dtype)  # type: ignore[arg-type]
-    return dataclasses.replace(run, model=model), reason
 
 
 def prove_kernel(run: RunConfig, packed: bool) -> str:

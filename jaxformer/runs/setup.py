@@ -19,16 +19,16 @@ from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undi
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import loss_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
+from jaxformer.plan.abstract import step_of, with_kernel
 from jaxformer.report import human_bytes
-from jaxformer.runs.device import with_kernel, with_rows_of
+from jaxformer.runs.device import with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
-from jaxformer.training.step import Step, make_step
+from jaxformer.training.step import Step
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,8 @@ class RunSetup:
 
     def step(self, length: int) -> Step:
         """The train step for rows of this many tokens."""
-        run = self.runs[length]
-        extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
-        return make_step(
-            loss_of(self.corpus.task.name, run.model, **extras),
-            self.optimizer,
-            microbatches=run.train.microbatches,
-            seed=run.run.seed,
-            schedules={"learning_rate": self.schedule},
-        )
+        run, objective = self.runs[length], self.corpus.task.name
+        return step_of(run, objective, self.optimizer, self.schedule)
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
