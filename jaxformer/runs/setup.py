@@ -14,6 +14,7 @@ from jaxformer import data
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
+from jaxformer.hardware import peak_flops
 from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
@@ -22,7 +23,7 @@ from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
 from jaxformer.plan.abstract import step_of, with_kernel
 from jaxformer.report import human_bytes
-from jaxformer.runs.device import peak_flops, with_rows_of
+from jaxformer.runs.device import with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
@@ -35,8 +36,8 @@ class RunSetup:
     """A run that is ready to start. In `run` every automatic choice is made.
 
     `runs` is the run with each length of its rows, of which data.length_warmup makes several, and
-    `kernels` a sentence about the attention kernel of each. `undivided` are the lines of
-    `check_split`.
+    `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
+    a device, None if it is unknown. `undivided` are the lines of `check_split`.
     """
 
     run: RunConfig
@@ -48,7 +49,7 @@ class RunSetup:
     specs: Specs
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
-    peak: float
+    peak: float | None
     kernels: dict[int, str]
     undivided: list[str]
 
@@ -133,7 +134,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         specs=specs,
         schedule=schedule,
         optimizer=make_optimizer(run.optimizer, schedule, specs),
-        peak=peak_flops(str(compute_dtype(run.model, platform(mesh)))),
+        peak=peak_flops(
+            jax.devices()[0].device_kind, str(compute_dtype(run.model, platform(mesh)))
+        ),
         kernels={length: reason for length, (_, reason) in chosen.items()},
         undivided=split,
     )
