@@ -193,9 +193,11 @@ class _Counter:
 def _collective(
     computation: Computation, row: Instruction, kind: str, asynchronous: bool
 ) -> CompiledCollective:
-    # The type of a start has operands and contexts too; that of its end has the results alone.
-    ends = [user for user in computation.users[row.name] if user.opcode.endswith("-done")]
-    results = (ends[0] if ends else row).types
+    results = row.types
+    if asynchronous and kind != "all-reduce":
+        # The type of a start: operands, results, and contexts, which have no axes.
+        arrays = [array for array in row.types if array.shape]
+        results = tuple(arrays[len(arrays) // 2 :])
     operands = [computation.operand(row, index) for index in range(len(row.operands))]
     given = tuple(array for operand in operands if operand for array in operand.types)
     larger = max(results, given, key=lambda arrays: sum(array.bytes for array in arrays))
