@@ -9,7 +9,7 @@ import pytest
 import jaxformer as jf
 from jaxformer.config import ConfigError
 from jaxformer.plan import compiled, targets
-from jaxformer.plan.compiled import TOO_LARGE, UNITS, compiled_report
+from jaxformer.plan.compiled import compiled_report, too_large
 from jaxformer.plan.compiler_report import CompiledReport, MemoryUse, report_of
 from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import GPU_MODELS, TPU_AXES, cudnn_of, parse_target, require_compiler
@@ -69,11 +69,9 @@ def test_the_words_of_a_program_that_is_too_large_are_figures() -> None:
         ),
         ("required for HLO temporaries (28.29G) exceeds available HBM (15.75G).", 28.29, 15.75),
     ):
-        found = [group for group in TOO_LARGE.search(text).groups() if group is not None]
-        assert [float(found[0]) * UNITS[found[1]], float(found[2]) * UNITS[found[3]]] == [
-            pytest.approx(needed * GIB),
-            pytest.approx(capacity * GIB),
-        ]
+        assert too_large(RuntimeError(text)) == pytest.approx((needed * GIB, capacity * GIB))
+    with pytest.raises(RuntimeError, match="something else"):
+        too_large(RuntimeError("something else"))
 
 
 def report(**changes: object) -> CompiledReport:

@@ -15,10 +15,13 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_json import from_json, to_json
+from jaxformer.hardware import Device
 from jaxformer.plan.compiler_report import CompiledReport, memory_of, report_of
 from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import Target, cudnn_of, parse_target, require_compiler
@@ -93,58 +96,74 @@ def compile_here(
     run: RunConfig, target: Target, packed: bool | None = None, hlo: str = ""
 ) -> CompiledReport:
     """As `compiled_report`, in this process, whose standard error has the compiler's warnings."""
+    devices = target.devices()
+    with cudnn_of(target):
+        return compile_on(run, devices, target.device, str(target), packed=packed, hlo=hlo)
+
+
+def compile_on(
+    run: RunConfig,
+    devices: Sequence[Any],
+    device: Device,
+    target: str,
+    *,
+    packed: bool | None = None,
+    hlo: str = "",
+) -> CompiledReport:
+    """Compiles the step of a run for `devices`, which are of the kind `device`; `target` is what
+    the report calls them."""
     import jax
 
     from jaxformer.mesh import make_mesh
     from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
 
-    devices = target.devices()
-    sizes = run.mesh
-    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices=devices)
     begin = time.perf_counter()
-    with cudnn_of(target):
-        step, state, batch = abstract_run(run, mesh, packed)
-        has_segments = "segment_ids" in batch
-        ready, kernel = with_kernel(run, assumed_segments(run, batch), target.platform)
-        lowered = step.lower(state, batch)
-        lowered_at = time.perf_counter()
-        try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if not (found := TOO_LARGE.search(str(error))):
-                raise
-            compiled = None
-            used, unit, there, unit_there = (group for group in found.groups() if group is not None)
-            needed, capacity = (
-                round(float(size) * UNITS[of]) for size, of in ((used, unit), (there, unit_there))
-            )
-    compiled_at = time.perf_counter()
+    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
+    step, state, batch = abstract_run(run, mesh, packed)
+    ready, kernel = with_kernel(run, assumed_segments(run, batch), device.platform)
+    lowered = step.lower(state, batch)
+    lowered_at = time.perf_counter()
     memory = counts = None
-    if compiled is not None:
-        memory = memory_of(compiled.memory_analysis())
-        needed, capacity = memory.peak, target.device.memory or 0
+    needed, capacity = 0, device.memory or 0
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed, capacity = too_large(error)
+    else:
         text = compiled.as_text()
+        memory = memory_of(compiled.memory_analysis())
+        needed = memory.peak
+        counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
         if hlo:
             Path(hlo).write_text(text, encoding="utf-8")
-        peak, bandwidth = target.device.bfloat16, target.device.bandwidth
-        counts = count(text, peak or math.nan, bandwidth or math.nan)
     return CompiledReport(
-        target=str(target),
+        target=target,
         device_kind=devices[0].device_kind,
         mesh=dict(mesh.shape),
-        packed=has_segments,
+        packed="segment_ids" in batch,
         dtype=ready.model.dtype,
         kernel=kernel,
-        fits=needed <= capacity and compiled is not None,
+        fits=memory is not None and (needed <= capacity or not capacity),
         capacity=capacity,
         needed=needed,
         memory=memory,
         counts=counts,
         model_flops=model_flops(ready) / mesh.size,
+        peak_flops=device.bfloat16 or 0.0,
         lower_seconds=lowered_at - begin,
-        compile_seconds=compiled_at - lowered_at,
+        compile_seconds=time.perf_counter() - lowered_at,
         versions=versions(),
     )
+
+
+def too_large(error: Exception) -> tuple[int, int]:
+    """(bytes needed, bytes there) by the words of a compiler that refused a program. Raises the
+    error where it says something else."""
+    found = TOO_LARGE.search(str(error))
+    if found is None:
+        raise error
+    used, unit, there, unit_there = (group for group in found.groups() if group is not None)
+    return round(float(used) * UNITS[unit]), round(float(there) * UNITS[unit_there])
 
 
 def versions() -> dict[str, str]:

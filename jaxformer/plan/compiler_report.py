@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxformer.hardware import GIB
 from jaxformer.plan.hlo_counts import Counts, counts_of
-from jaxformer.plan.targets import parse_target
 
 MOST_COLLECTIVES = 12  # lines
 
@@ -35,7 +34,8 @@ class CompiledReport:
 
     `needed` and `capacity` are bytes of a device. Where the compiler refuses a program that is too
     large, both are its own figures, and `memory` and `counts` are None. `model_flops` are those of
-    a step by `models.cost`, per device. `warnings` are the compiler's own lines.
+    a step by `models.cost`, and `peak_flops` the published FLOP/s (0: unknown), both of one device.
+    `warnings` are the compiler's own lines.
     """
 
     target: str
@@ -50,6 +50,7 @@ class CompiledReport:
     memory: MemoryUse | None = None
     counts: Counts | None = None
     model_flops: float = 0.0
+    peak_flops: float = 0.0
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -57,11 +58,9 @@ class CompiledReport:
 
     @property
     def mfu_bound(self) -> float:
-        """The most MFU at the bound of `counts.seconds`; nan without a program."""
-        if self.counts is None:
-            return math.nan
-        peak = parse_target(self.target).device.bfloat16 or math.nan
-        return self.model_flops / peak / self.counts.seconds
+        """The most MFU at the bound of `counts.seconds`; nan where that is not known."""
+        seconds = self.counts.seconds if self.counts else 0.0
+        return self.model_flops / (self.peak_flops * seconds) if seconds else math.nan
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -56,7 +56,7 @@ class Counts:
     `products` are FLOPs by dtypes, as "bf16 x bf16 -> f32"; `kernels` those inside custom calls, as
     far as known. `bytes` go to and from main memory. `seconds` is the bound: the sum over
     instructions of what takes longer, products at the peak or bytes at the bandwidth, with
-    collectives left out; nan where peak and bandwidth were not given.
+    collectives left out; 0 where peak and bandwidth were not given.
     """
 
     products: dict[str, int]
@@ -82,7 +82,7 @@ def counts_of(record: dict[str, Any]) -> Counts:
     return Counts(**(record | {"collectives": collectives, "loops": loops}))
 
 
-def count(text: str, peak: float = math.nan, bandwidth: float = math.nan) -> Counts:
+def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Counts:
     """Counts an HLO text; `peak` in FLOP/s and `bandwidth` in bytes/s of one device."""
     found = _Counter(parse(text), peak, bandwidth).total()
     return Counts(
@@ -131,8 +131,7 @@ class _Total:
     @property
     def work(self) -> float:
         """By which the branches of a conditional are compared."""
-        flops = sum(self.products.values()) + self.kernels
-        return self.seconds if not math.isnan(self.seconds) else flops + self.bytes
+        return self.seconds or sum(self.products.values()) + self.kernels + self.bytes
 
 
 class _Counter:
