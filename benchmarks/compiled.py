@@ -31,7 +31,7 @@ from jaxformer.plan.compiler_report import report_of
 from jaxformer.runs.config import load_config
 
 CONFIGS = HERE.parent / "configs"
-DESCRIPTION = ("title", "config", "settings")  # what a row has beside its report
+DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report
 MARKS = "<!-- compiled -->", "<!-- /compiled -->"
 HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU at most"]
 HEADER += ["all-reduces", "reduce-scatters", "attention"]
