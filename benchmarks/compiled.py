@@ -94,8 +94,10 @@ ROWS = {
         for length in (8192, 16_384, 32_768)
     },
 }
-TINY = ("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=512")
-TINY += ("model.max_length=64", "data.sequence_length=64", "tokenizer.vocab_size=512")
+TINY = (
+    *("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=512"),
+    *("model.max_length=64", "data.sequence_length=64", "tokenizer.vocab_size=512"),
+)
 
 
 def described(row: Row) -> Answer:

@@ -32,7 +32,7 @@ SIZE = r"([\d.]+)([KMGT]?)"
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
 # A warning or error that the compiler logs; the group is what it says.
 LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 
 def compiled_report(
@@ -169,7 +169,7 @@ def too_large(error: Exception) -> tuple[int, int]:
 def versions() -> dict[str, str]:
     """The versions of what compiled, of those that are installed."""
     found = {}
-    for name in PACKAGES:
+    for name in COMPILERS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -97,7 +97,7 @@ def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Cou
 
 
 # The computation and the name of an instruction, which tell it from all others of a program.
-Place = tuple[str, str]
+InstructionKey = tuple[str, str]
 
 
 @dataclass
@@ -108,17 +108,17 @@ class _Total:
     kernels: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    collectives: dict[Place, tuple[str, CompiledCollective]] = field(default_factory=dict)
+    collectives: dict[InstructionKey, tuple[str, CompiledCollective]] = field(default_factory=dict)
     custom_calls: Counter[str] = field(default_factory=Counter)
     loops: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def add(self, other: "_Total", times: int = 1) -> None:
-        for mine, theirs in (
+        for mine, added in (
             (self.products, other.products),
             (self.custom_calls, other.custom_calls),
             (self.loops, other.loops),
         ):
-            for name, number in theirs.items():
+            for name, number in added.items():
                 mine[name] += times * number  # type: ignore[index]
         self.kernels += times * other.kernels
         self.bytes += times * other.bytes
@@ -227,7 +227,9 @@ def _group_size(row: Instruction) -> int:
     return math.prod(int(sizes.get(name, 1)) for name in named) if named else 0
 
 
-def _merged(found: dict[Place, tuple[str, CompiledCollective]]) -> tuple[CompiledCollective, ...]:
+def _merged(
+    found: dict[InstructionKey, tuple[str, CompiledCollective]],
+) -> tuple[CompiledCollective, ...]:
     """Those of one channel once: a collective that runs behind several fusions is in each of them.
     Then equal ones together, the most bytes first."""
     by_channel: dict[str, CompiledCollective] = {}
