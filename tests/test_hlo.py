@@ -115,7 +115,7 @@ def test_loops_count_as_often_as_they_run() -> None:
     loop = "(s32[], f32[8,8]{1,0}) while(%pair), condition=%condition, body="
     one = counted(*start, pair, f"ROOT %while = {loop}%body", more=LOOP)
     assert one.flops == 12 * 2 * 8**3
-    assert one.bytes == 12 * (3 * 8 * 8 * 4 + 3 * 4)  # the product, and the counter's addition
+    assert one.bytes == 12 * (2 * 8 * 8 * 4 + 3 * 4)  # the product, and the counter's addition
     assert [(entry.name, entry.trips, entry.times) for entry in one.loops] == [("body", 12, 1)]
     stated = ', backend_config={"known_trip_count":{"n":"5"}}'
     nested = counted(*start, pair, f"ROOT %while = {loop}%outer{stated}", more=LOOP)
@@ -157,7 +157,7 @@ def test_a_conditional_costs_its_most_expensive_branch() -> None:
             f"ROOT %c = f32[64,64]{{1,0}} conditional(%i, %p, %p), {attributes}",
             more=branches,
         )
-        assert found.flops == 2 * 64**3 and found.bytes == 3 * 64 * 64 * 4
+        assert found.flops == 2 * 64**3 and found.bytes == 2 * 64 * 64 * 4
 
 
 FUSED = """
@@ -186,6 +186,31 @@ def test_a_fusion_moves_what_it_touches() -> None:
     # What a TPU holds in its vector memory moves nothing.
     near = "%c = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} parameter(2)"
     assert counted(*arguments, near, fusion, more=FUSED).bytes == 64 * 64 * 4 + 4
+
+
+def test_copies_between_the_memories_of_a_tpu_count_on_the_side_of_the_main_memory() -> None:
+    far, near = "f32[12,256]{1,0:T(8,128)}", "f32[12,256]{1,0:T(8,128)S(1)}"
+    part = "f32[1,256]{1,0:T(1,128)S(1)}"
+    start = f"%a = {far} parameter(0)"
+    size = 12 * 256 * 4
+    copy = f"%c = ({near}, {far}, u32[]{{:S(2)}}) copy-start(%a)"
+    assert counted(start, copy, f"%d = {near} copy-done(%c)").bytes == size
+    copy = f"%c = ({far}, {far}, u32[]{{:S(2)}}) copy-start(%a)"
+    assert counted(start, copy, f"%d = {far} copy-done(%c)").bytes == 2 * size
+    cut = f"%c = (({far}), {part}, s32[]{{:S(2)}}) slice-start(%a), slice={{[3:4], [0:256]}}"
+    assert counted(start, cut, f"%d = {part} slice-done(%c)").bytes == size // 12
+    moved = f"%c = (({far}, s32[], s32[]), {part}, u32[]) dynamic-slice-start(%a, %i, %i)"
+    assert counted(start, "%i = s32[] constant(3)", moved).bytes == size // 12
+    added = f"%c = {near} add(%a, %a)"
+    assert counted(start, added).bytes == size  # one array, read once
+    table = f"%c = {far} dynamic-update-slice(%a, %u, %i, %i)"
+    update = "%u = f32[1,256]{1,0} parameter(1)"
+    assert counted(start, update, "%i = s32[] constant(3)", table).bytes == 2 * size // 12
+    rows = "%c = f32[5,256]{1,0} gather(%a, %i)"
+    assert counted(start, "%i = s32[5,1] constant({...})", rows).bytes == 2 * 5 * 256 * 4
+    scattered = f"%c = {far} scatter(%a, %i, %u), to_apply=%add"
+    found = counted(start, update, "%i = s32[1,1] parameter(2)", scattered)
+    assert found.bytes == 3 * size // 12 + 4
 
 
 def test_collectives_of_a_gpu_are_counted_by_kind_and_size() -> None:

@@ -27,6 +27,14 @@ from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import Target, cudnn_of, parse_target, require_compiler
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# Of the process that compiles: no device, the compiler's defaults, its warnings, and no program from
+# a cache, which would come without them.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",
+    "TF_CPP_MIN_LOG_LEVEL": "1",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
 SIZE = r"([\d.]+)([KMGT]?)"
 # What XLA's compiler for TPUs says of a program that is too large.
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
@@ -60,7 +68,9 @@ def compiled_report(
     require_compiler(target.platform)
     asked = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.plan.compiled"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | ENVIRONMENT
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         done = subprocess.run(
             command,
