@@ -27,7 +27,7 @@ from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import Target, cudnn_of, parse_target, require_compiler
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# Of the process that compiles: no device, the compiler's defaults, its warnings, and no program from
+# Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
 # a cache, which would come without them.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
