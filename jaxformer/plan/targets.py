@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -122,6 +123,11 @@ class Target:
         return "gpu" if self.kind in GPU_MODELS else "tpu"
 
     @property
+    def size(self) -> int:
+        """The number of devices as JAX counts them: a TPU7x chip is two."""
+        return math.prod(self.shape) * (2 if self.kind == "tpu7x" else 1)
+
+    @property
     def device(self) -> Device:
         """The published figures of one of its devices."""
         return device_named(self.kind)
@@ -148,13 +154,12 @@ class Target:
             for name, value in TPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
             # libtpu has no topology of one chip: it is the first of the smallest.
-            single = set(self.shape) == {1}
-            shape = (2, 2, 1)[: len(self.shape)] if single else self.shape
-            name = f"{self.kind}:{'x'.join(map(str, shape))}"
+            smallest = f"{self.kind}:{'x'.join('221'[: len(self.shape)])}"
+            name = smallest if set(self.shape) == {1} else str(self)
             # Both cores of a v4 chip are one device, as they are when JAX runs on it.
             more = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
-            found = list(topologies.get_topology_desc(name, "tpu", **more).devices)
-            return found[: len(found) // 4] if single else found
+            described = topologies.get_topology_desc(name, "tpu", **more)
+            return list(described.devices)[: self.size]
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"the compiler knows no topology {self}: {error}") from error
 
