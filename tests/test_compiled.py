@@ -107,7 +107,7 @@ def test_a_report_says_whether_it_fits() -> None:
     assert "fits: 8.00 GiB needed" in lines and "the compiler warns: slow" in lines
     assert "all-reduce 1 x 0.00 MiB" in lines
     lines = "\n".join(report(fits=False, needed=60 * GIB, memory=None, counts=None).lines())
-    assert "does not fit: 60.00 GiB needed a device, 16.00 there" in lines
+    assert "does not fit: 60.00 GiB needed a device, 16.00 to be had" in lines
 
 
 def test_settings_that_a_run_refuses_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ def compile_on(
 
     from jaxformer.mesh import make_mesh
     from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
+    from jaxformer.plan.memory import capacity_of
 
     begin = time.perf_counter()
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
@@ -134,7 +135,7 @@ def compile_on(
     lowered = step.lower(state, batch)
     lowered_at = time.perf_counter()
     memory = counts = None
-    needed, capacity = 0, device.memory or 0
+    needed, capacity = 0, round(capacity_of(device) or 0)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

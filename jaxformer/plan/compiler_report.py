@@ -32,10 +32,10 @@ class MemoryUse:
 class CompiledReport:
     """What a compiler says of one train step.
 
-    `needed` and `capacity` are bytes of a device. Where the compiler refuses a program that is too
-    large, both are its own figures, and `memory` and `counts` are None. `model_flops` are those of
-    a step by `models.cost`, and `peak_flops` the published FLOP/s (0: unknown), both of one device.
-    `warnings` are the compiler's own lines.
+    `needed` and `capacity` are bytes of a device, the latter those that JAX takes of it. Where the
+    compiler refuses a program that is too large, both are its own figures, and `memory` and
+    `counts` are None. `model_flops` are those of a step by `models.cost`, and `peak_flops` the
+    published FLOP/s (0: unknown), both of one device. `warnings` are the compiler's own lines.
     """
 
     target: str
@@ -72,7 +72,7 @@ class CompiledReport:
         found = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
         fit = "fits" if self.fits else "does not fit"
         found.append(
-            f"{fit}: {self.needed / GIB:.2f} GiB needed a device, {self.capacity / GIB:.2f} there"
+            f"{fit}: {self.needed / GIB:.2f} GiB needed a device, {self.capacity / GIB:.2f} to be had"
         )
         if m := self.memory:
             parts = {"arguments": m.argument, "temporaries": m.temporary, "peak": m.peak}
