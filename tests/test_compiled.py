@@ -104,10 +104,10 @@ def test_a_report_survives_json() -> None:
 
 def test_a_report_says_whether_it_fits() -> None:
     lines = "\n".join(report().lines())
-    assert "fits: 8.00 GiB needed" in lines and "the compiler warns: slow" in lines
+    assert "fits: 8.00 GiB of 16.00 GiB a device" in lines and "the compiler warns: slow" in lines
     assert "all-reduce 1 x 0.00 MiB" in lines
     lines = "\n".join(report(fits=False, needed=60 * GIB, memory=None, counts=None).lines())
-    assert "does not fit: 60.00 GiB needed a device, 16.00 to be had" in lines
+    assert "does not fit: 60.00 GiB of 16.00 GiB a device" in lines
 
 
 def test_settings_that_a_run_refuses_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class CompiledReport:
         found = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
         fit = "fits" if self.fits else "does not fit"
         found.append(
-            f"{fit}: {self.needed / GIB:.2f} GiB needed a device, {self.capacity / GIB:.2f} to be had"
+            f"{fit}: {self.needed / GIB:.2f} GiB of {self.capacity / GIB:.2f} GiB a device"
         )
         if m := self.memory:
             parts = {"arguments": m.argument, "temporaries": m.temporary, "peak": m.peak}
