@@ -47,6 +47,17 @@ def test_a_text_without_a_program_is_refused() -> None:
         parse("HloModule empty\n")
 
 
+def test_an_instruction_may_take_several_lines() -> None:
+    found = counted(
+        '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call",'
+        ' frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block\\": 512}"\n}},'
+        ' metadata={op_name="jit(f)/kernel"}',
+        "ROOT %r = f32[8]{0} all-reduce(%k), channel_id=1, to_apply=%add",
+    )
+    assert found.custom_calls == {"tpu_custom_call": 1}
+    assert [entry.kind for entry in found.collectives] == ["all-reduce"]
+
+
 def test_products_are_counted_by_dtype() -> None:
     found = counted(
         "%p = bf16[4,128,64]{2,1,0} parameter(0)",
@@ -286,6 +297,25 @@ def test_collectives_inside_fusions_of_a_tpu_count_once() -> None:
     assert found.flops == 2 * 2 * 64**3
 
 
+def test_a_collective_that_a_loop_runs_beside_counts_as_often_as_it_starts() -> None:
+    gather = (
+        "%g = bf16[64,64]{1,0} all-gather(%w), channel_id=9, replica_groups={{0,1}},"
+        ' frontend_attributes={chain_id="0"}'
+    )
+    body = LOOP.replace("  %y = f32[8,8]", f"  {gather}\n  %y = f32[8,8]")
+    found = counted(
+        "%zero = s32[] constant(0)",
+        "%p = f32[8,8]{1,0} parameter(0)",
+        "%w = bf16[32,64]{1,0} parameter(1)",
+        gather.replace("%g", "%start"),
+        "%pair = (s32[], f32[8,8]{1,0}) tuple(%zero, %p)",
+        "ROOT %while = (s32[], f32[8,8]{1,0}) while(%pair), condition=%condition, body=%body",
+        more=body,
+    )
+    rows = [(entry.count, entry.bytes, entry.asynchronous) for entry in found.collectives]
+    assert rows == [(1, 64 * 64 * 2, True)] and found.flops == 12 * 2 * 8**3
+
+
 def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
     attention = (
         "%o = (bf16[2,4,128,64]{3,1,2,0}, f32[2,4,128]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k),"
@@ -308,6 +338,16 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
         '{"flops":"1234","bytes_accessed":"77"}}}'
     )
     assert counted(*arrays, pallas).kernels == 1234
+    splash = (
+        "%q8 = bf16[2,4,128,64]{3,2,1,0} parameter(2)",
+        "%k8 = bf16[2,2,256,64]{3,2,1,0} parameter(3)",
+        "%m = s8[1,2,2]{2,1,0} parameter(4)",
+        "%splash_mha_dkv_no_residuals.1 = bf16[2,2,256,64]{3,2,1,0} custom-call(%m, %q8, %k8, %k8),"
+        ' custom_call_target="tpu_custom_call"',
+    )
+    assert counted(*splash).kernels == 2 * 4 * scores * 64 // 2
+    unknown = '%o = f32[8]{0} custom-call(%q, %k), custom_call_target="other"'
+    assert counted(*arrays, unknown).kernels == 0
     allocated = '%o = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"'
     assert counted(allocated).custom_calls == {} and counted(allocated).bytes == 0
 

@@ -9,6 +9,7 @@ buffer are in no package that JAX needs.
 import functools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Bits of an element by the name of its type; types not listed, such as token, hold no data.
@@ -161,8 +162,8 @@ def parse(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry = ""
     rows: dict[str, Instruction] | None = None
-    for line in text.splitlines():
-        if line[:1] not in (" ", ""):
+    for line in _whole_lines(text):
+        if line[:1] != " ":
             rows = None
             if found := COMPUTATION.match(line):
                 rows = {}
@@ -173,6 +174,22 @@ def parse(text: str) -> Program:
     if not entry:
         raise ValueError("this text is no HLO program: it has no line that begins with ENTRY.")
     return Program(computations, entry)
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines of computations, those of an instruction together: attributes of a kernel are
+    written over several lines."""
+    inside, held = False, ""
+    for line in text.splitlines():
+        if inside and line != "}" and not line.startswith(" "):
+            held += line
+            continue
+        if held:
+            yield held
+        held = line
+        inside = line.startswith(" ") or COMPUTATION.match(line) is not None
+    if held:
+        yield held
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -27,6 +27,8 @@ COLLECTIVE = re.compile(
 )
 DOT_IN_CALL = re.compile(r"^__cublas\$(?:lt\$matmul|gemm)")
 ATTENTION = re.compile(r"^__cudnn\$fmha")
+SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 MOST_PAIRS = 4_000_000  # pairs of output and kernel position that are counted one by one
 
 
@@ -44,26 +46,29 @@ def product_flops(computation: Computation, row: Instruction) -> int:
 
 def kernel_flops(computation: Computation, row: Instruction) -> int:
     """FLOPs inside a custom call: those that a Pallas kernel states as its cost estimate, and those
-    of cuDNN attention (half of them under a causal mask, without other masks); 0 for others."""
+    of cuDNN and splash attention, where the half that a causal mask hides is not done; 0 for
+    others. What windows and the limits of packed texts hide besides is not known here."""
     if row.opcode != "custom-call":
         return 0
     if stated := row.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)'):
         return int(stated)
-    query, key = computation.operand(row, 0), computation.operand(row, 1)
-    if not ATTENTION.match(target_of(row)) or query is None or key is None:
+    named = (computation.instructions.get(name) for name in row.operands)
+    arrays = [array for operand in named if operand for array in operand.types]
+    shapes = [array.shape for array in arrays if len(array.shape) == 4][:2]  # queries and keys
+    if len(shapes) < 2:
         return 0
-    # queries [B, T, N, H] and keys [B, S, K, H], whatever their layout
-    batch, length, heads, width = _as_bthd(row, query, 0)
-    scores = batch * heads * length * _as_bthd(row, key, 1)[1]
-    products = 5 if "Backward" in target_of(row) else 2
-    causal = "CAUSAL" in row.attributes
-    return 2 * products * scores * width // (2 if causal else 1)
-
-
-def _as_bthd(row: Instruction, operand: Instruction, index: int) -> tuple[int, ...]:
-    """The shape of an operand of cuDNN attention, which is called with [B, T, N, H]."""
-    shape = operand.types[0].shape
-    return shape if len(shape) == 4 else (1, 0, 0, 0)
+    (batch, *_, width), (_, *of_keys, _) = shapes
+    if ATTENTION.match(target_of(row)):
+        products = 5 if "Backward" in target_of(row) else 2
+        (length, heads), keys = shapes[0][1:3], of_keys[0]  # [B, T, N, H] and [B, S, K, H]
+        part = 2 if "CAUSAL" in row.attributes else 1
+    elif kernel := SPLASH.match(row.name):
+        products = SPLASH_PRODUCTS[kernel[1]]
+        (heads, length), keys = shapes[0][1:3], of_keys[1]  # [B, N, T, H] and [B, K, S, H]
+        part = 2  # its mask is an array of the kernel
+    else:
+        return 0
+    return 2 * products * batch * heads * length * keys * width // part
 
 
 def target_of(row: Instruction) -> str:
@@ -186,6 +191,8 @@ def _written_bytes(body: Computation, output: Instruction) -> int:
     source = output
     while source.opcode in SAME_DATA and (before := body.operand(source, 0)):
         source = before
+    if "AsyncCollective" in target_of(source):
+        return 0
     if source.opcode == "parameter" or COLLECTIVE.match(source.opcode):
         return 0 if output.opcode != "copy" else _all(output)
     if source.opcode == "dynamic-update-slice":

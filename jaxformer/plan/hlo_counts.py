@@ -19,7 +19,10 @@ from jaxformer.plan.hlo_cost import (
 )
 
 # Custom calls of XLA's TPU compiler that are no work.
-BOOKKEEPING = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"}
+BOOKKEEPING = {
+    *("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"),
+    *("AsyncCollectiveStart", "AsyncCollectiveDone"),
+}
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def _collective(
         shape=shape,
         bytes=sum(array.bytes for array in larger),
         group=_group_size(row),
-        asynchronous=asynchronous or "async_collective_name" in row.attributes,
+        asynchronous=asynchronous or bool(row.attribute("(async_collective_name|chain_id)=")),
         op_name=row.op_name,
         count=1,
     )
@@ -230,11 +233,14 @@ def _group_size(row: Instruction) -> int:
 def _merged(
     found: dict[InstructionKey, tuple[str, CompiledCollective]],
 ) -> tuple[CompiledCollective, ...]:
-    """Those of one channel once: a collective that runs behind several fusions is in each of them.
-    Then equal ones together, the most bytes first."""
+    """Those of one channel once, then equal ones together, the most bytes first.
+
+    XLA's TPU compiler lets a collective run behind several fusions, and then it is in each of them.
+    Those may be in a loop around which it starts and ends: it runs as often as the rarest of them.
+    """
     by_channel: dict[str, CompiledCollective] = {}
     for channel, entry in found.values():
-        if channel not in by_channel or entry.count > by_channel[channel].count:
+        if channel not in by_channel or entry.count < by_channel[channel].count:
             by_channel[channel] = entry
     together: Counter[CompiledCollective] = Counter()
     for entry in by_channel.values():
