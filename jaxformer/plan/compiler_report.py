@@ -58,8 +58,9 @@ class CompiledReport:
 
     @property
     def mfu_bound(self) -> float:
-        """The most MFU at the bound of `counts.seconds`; nan where that is not known. It may exceed 1
-        for long rows, since MFU counts the masked scores that fused attention leaves out."""
+        """The most MFU at the bound of `counts.seconds`; nan where that is not known. It may
+        exceed 1 for long rows, since MFU counts the masked scores that fused attention leaves out.
+        """
         seconds = self.counts.seconds if self.counts else 0.0
         return self.model_flops / (self.peak_flops * seconds) if seconds else math.nan
 
