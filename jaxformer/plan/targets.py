@@ -13,6 +13,16 @@ from jaxformer.settings import ConfigError
 # TPU generations by the names of their topologies, and how many axes those have.
 TPU_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 
+# Bytes of a device, which is half a chip of v4 (without megacore) and tpu7x: Google Cloud's pages
+# of each generation. The compiler keeps some of it for itself.
+TPU_MEMORY = {
+    "v4": 16 * 2**30,
+    "v5e": 16 * 2**30,
+    "v5p": 95 * 2**30,
+    "v6e": 32 * 2**30,
+    "tpu7x": 96 * 2**30,
+}
+
 # What libtpu asks of its environment on a machine without a TPU: no metadata server, no lock file.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -134,6 +144,11 @@ class Target:
     @property
     def platform(self) -> str:
         return "gpu" if self.kind in GPU_MODELS else "tpu"
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device."""
+        return GPU_MODELS[self.kind].memory if self.platform == "gpu" else TPU_MEMORY[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
