@@ -25,7 +25,7 @@ from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, make_step
 
-PACKED = False  # whether rows come with segment ids; the random tokens have none
+SEGMENTS = 0  # the random tokens have no segment ids
 
 
 @dataclass
@@ -62,7 +62,7 @@ def _state(setup: RunSetup) -> TrainState:
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
     """The jitted step of a decoder's run with one batch of random tokens, and the kernel in
     words."""
-    run, kernel = with_kernel(run, PACKED, jax.default_backend())
+    run, kernel = with_kernel(run, SEGMENTS, jax.default_backend())
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     schedule = make_schedule(run.optimizer, run.train.steps)
     specs = decoder.specs(run.model)
@@ -89,8 +89,9 @@ def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
 
 def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
-    chosen, reason = with_kernel(run, PACKED, jax.default_backend())
-    return f"{reason}. {prove_kernel(chosen, PACKED)}".strip()
+    chosen, reason = with_kernel(run, SEGMENTS, jax.default_backend())
+    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    return f"{reason}. {prove_kernel(chosen, mesh)}".strip()
 
 
 def stamp_steps(stamps: dict[int, float]) -> None:

@@ -84,7 +84,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             if platform(setup.mesh) != "cpu":
                 programs.result()
             for length in lengths:
-                if proof := prove_kernel(setup.runs[length], setup.packed):
+                if proof := prove_kernel(setup.runs[length], setup.mesh):
                     log(proof)
             return programs
 
