@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from jaxformer.settings import ConfigError
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Device:
@@ -49,7 +47,7 @@ def _gpu(
     """A row of an NVIDIA GPU: TFLOP/s in bfloat16, GB, TB/s and GB/s. TF32 is half of bfloat16 in
     every generation from Ampere on."""
     peaks = tflops * 1e12, tflops * 0.5e12
-    bytes_ = round(memory * GIB)
+    bytes_ = round(memory * 2**30)
     return Device(
         f"(NVIDIA )?{kind}", "gpu", *peaks, bytes_, bandwidth * 1e12, link * 1e9, cores, source
     )
@@ -60,7 +58,7 @@ def _tpu(
 ) -> Device:
     """A row of a TPU: TFLOP/s in bfloat16, GiB, GB/s and GB/s."""
     peaks = tflops * 1e12, tflops * 1e12
-    bytes_ = round(memory * GIB)
+    bytes_ = round(memory * 2**30)
     page = f"cloud.google.com/tpu/docs/{source}"
     return Device(f"TPU {kind}", "tpu", *peaks, bytes_, bandwidth * 1e9, link * 1e9, cores, page)
 
@@ -101,7 +99,7 @@ DEVICES = {
         "tpu",
         1153.5e12,
         1153.5e12,
-        96 * GIB,
+        96 * 2**30,
         3690e9,
         600e9,
         1,

@@ -162,7 +162,7 @@ def test_collectives_follow_from_the_placements() -> None:
     microbatches = run.run.train.microbatches
     gathers = found["all-gather", "weights of the layers, forward"]
     assert gathers.bytes == 2 * layers * microbatches and gathers.devices == 4
-    assert gathers.count == 7 * 22 * microbatches  # q, k, v, out, gate, up, down
+    assert gathers.times == 7 * 22 * microbatches  # q, k, v, out, gate, up, down
     assert found["reduce-scatter", "gradients of the layers"].bytes == 4 * layers
     # Each replica sums the gradients of its shards.
     gradients = found["all-reduce", "gradients"]
@@ -177,8 +177,8 @@ def test_tensor_parallelism_sums_each_sublayer() -> None:
     found = {one.purpose: one for one in collectives_of(run)}
     microbatches = run.run.train.microbatches
     outputs = found["outputs of the sublayers"]
-    assert outputs.count == 2 * 22 * microbatches
-    assert outputs.bytes == outputs.count * run.rows * 2048 * 2048 * 2
+    assert outputs.times == 2 * 22 * microbatches
+    assert outputs.bytes == outputs.times * run.rows * 2048 * 2048 * 2
     one, four = plan("llama_1b"), plan("llama_1b", "h100", 4, "mesh.tensor=4")
     assert four.memory.temporary < one.memory.temporary
 

@@ -19,13 +19,13 @@ class Collective(NamedTuple):
     """Collectives of one kind and purpose in a step.
 
     `bytes` is the size of the array that one device has whole: the result of an all-gather, the
-    operand of the others; of all `count` together. `devices` is the size of a group.
+    operand of the others; of all `times` together. `devices` is the size of a group.
     """
 
     kind: str
     purpose: str
     axis: str
-    count: int
+    times: int
     bytes: float
     devices: int
 

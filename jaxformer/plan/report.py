@@ -108,7 +108,7 @@ def _parameters(planned: PlannedRun) -> str:
 def _memory(plan: Plan) -> str:
     memory = plan.memory
     lines = [*memory.held, *memory.stages[memory.largest]]
-    table = [(line.name, human_bytes(line.bytes), line.certainty) for line in lines]
+    table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
     table.append(("peak", human_bytes(memory.peak), "estimate"))
     if memory.capacity is not None:
         verdict = "fits" if memory.fits else "does NOT fit"
@@ -163,7 +163,7 @@ def _collectives(plan: Plan) -> str:
         (
             one.kind,
             f"{one.axis} {one.devices}",
-            f"{one.count:,} x",
+            f"{one.times:,} x",
             human_bytes(one.bytes),
             one.purpose,
         )
