@@ -85,15 +85,15 @@ def test_shards_take_their_share_of_the_bytes() -> None:
 
 
 def test_products_are_those_of_the_cost_model() -> None:
-    found = plan("t5_small")
+    found = plan("t5_small", "h100", 0, "model.dropout=0.0")
     run = found.planned.run
     per_token = flops_per_token(run.model, run.data.sequence_length, run.data.source_length)
     assert found.products.per_token == per_token
     tokens = run.train.batch_size * run.data.sequence_length
     assert found.products.model == per_token * tokens
     assert not found.products.recomputed
-    full = plan("t5_small", "h100", 0, "model.remat=full").products
-    # The blocks are computed once more, and are less than all.
+    full = plan("t5_small", "h100", 0, "model.dropout=0.0", "model.remat=full").products
+    # The products of the blocks are computed once more, and are less than all.
     assert 0 < full.recomputed < full.model / 3
 
 
@@ -112,14 +112,14 @@ def test_the_bound_is_the_largest_of_its_parts_and_falls_with_devices() -> None:
 def test_less_is_stored_with_remat_and_with_microbatches() -> None:
     temporary = [
         plan("llama_1b", "h100", 0, f"model.remat={remat}").memory.temporary
-        for remat in ("none", "dots", "full")
+        for remat in ("none", "names", "full")
     ]
     assert temporary == sorted(temporary, reverse=True) and len(set(temporary)) == 3
     few = plan("gpt2_124m", "h100", 0, "train.microbatches=4").memory.temporary
     assert few > plan("gpt2_124m", "h100", 0, "train.microbatches=16").memory.temporary
 
 
-def test_attention_weights_are_stored_only_by_the_plain_kernel() -> None:
+def test_attention_weights_are_in_memory_only_with_the_plain_kernel() -> None:
     short, long = (
         plan("llama_1b", "h100", 0, f"data.sequence_length={n}", f"train.batch_size={2**15 // n}",
              "train.microbatches=1", "model.max_length=8192", f"model.attention_kernel={kernel}")
@@ -130,7 +130,8 @@ def test_attention_weights_are_stored_only_by_the_plain_kernel() -> None:
         "train.microbatches=1", "model.max_length=8192", "model.attention_kernel=xla",
     )  # fmt: skip
     assert long.memory.temporary == pytest.approx(short.memory.temporary, rel=0.01)
-    assert plain.memory.temporary > 5 * long.memory.temporary
+    weights = 4 * 32 * 8192**2 * 6  # rows, heads, scores; float32 and bfloat16
+    assert plain.memory.temporary > long.memory.temporary + weights
 
 
 def test_the_changes_fit_and_are_the_smallest() -> None:
