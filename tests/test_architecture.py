@@ -326,6 +326,7 @@ def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
         "runs",
         "cli",
         "lm_eval",
+        "plan",
         "config",
         "config_file",
         "config_json",

@@ -19,8 +19,8 @@ class PlanArguments(ConfigArguments):
     least time of its steps. Needs no accelerator and no data; makes no array."""
 
     device: str = ""
-    """Kind of device: h100, h200, a100, b200, v5e, v5p, v6e, cpu and others. If empty, that of this
-    machine."""
+    """Kind of device: h100, h200, a100, b200, v5e, v5p, v6e, cpu and others. If empty, that of
+    --compile, or of this machine."""
     devices: int = 0
     """Number of devices; 0 uses those of this machine, or the product of the sizes of the mesh."""
     tokens: int = 0
@@ -39,8 +39,13 @@ def run(arguments: Sequence[str]) -> int:
     from jaxformer.plan.make import make_plan
     from jaxformer.plan.planned import planned_run
     from jaxformer.plan.report import plan_numbers, plan_text
+    from jaxformer.plan.targets import parse_target
 
-    name, devices = device_of(asked.device, asked.devices, config)
+    if asked.compile and not asked.device:
+        target = parse_target(asked.compile)
+        name, devices = target.kind, asked.devices or target.size
+    else:
+        name, devices = device_of(asked.device, asked.devices, config)
     plan = make_plan(planned_run(config, name, devices))
     tokens = asked.tokens or config.train.steps * plan.planned.tokens_per_step
     compiled = _compiled(config, asked.compile, plan.planned.packed) if asked.compile else None

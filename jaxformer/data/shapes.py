@@ -10,13 +10,13 @@ from jaxformer.config import DataConfig
 from jaxformer.data.examples import ExampleStore
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources.records import Record
+from jaxformer.data.sources.records import Kind, Record, Value
 from jaxformer.data.store import NONE, TokenStore
 from jaxformer.data.task import Task
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer
 
 # A record of each kind of field: one word, whose tag or label is "a" too.
-VALUES = {"text": "a", "label": "a", "words": ("a",), "tags": ("a",)}
+VALUES: dict[Kind, Value] = {"text": "a", "label": "a", "words": ("a",), "tags": ("a",)}
 
 
 class ArrayShape(NamedTuple):

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxformer.config import ConfigError, RunConfig
-from jaxformer.data.shapes import batch_shapes
+from jaxformer.data.templates import SEGMENTS
 from jaxformer.layers import kernels
 from jaxformer.mesh import batch_sharding, check_batch_size
 from jaxformer.models.stack import compute_dtype
@@ -24,8 +24,6 @@ from jaxformer.training.step import Step, make_step
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
-# Segment ids, and the array whose tokens they number.
-SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
 
 
 class AbstractRun(NamedTuple):
@@ -51,14 +49,15 @@ def abstract_run(
       ConfigError: for settings that a run refuses: rows that the mesh does not divide, a kernel
         that does not serve the run on this platform, an objective that the model cannot learn.
     """
-    check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
+    places: Any = mesh  # the functions below take an AbstractMesh too
+    check_batch_size(places, run.train.batch_size, run.train.microbatches)
     batch = abstract_batch(run, mesh, packed)
     run, _ = with_kernel(run, assumed_segments(run, batch), platform(mesh))
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     step = step_of(run, task_of(run.model, run.data).name, optimizer, schedule)
-    return AbstractRun(step, abstract_state(specs, optimizer, mesh), batch)
+    return AbstractRun(step, abstract_state(specs, optimizer, places), batch)
 
 
 def step_of(
@@ -82,6 +81,8 @@ def abstract_batch(
     run: RunConfig, mesh: Mesh | AbstractMesh, packed: bool | None = None
 ) -> AbstractBatch:
     """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
+    from jaxformer.data.shapes import batch_shapes  # which a run with data does without
+
     task = task_of(run.model, run.data)
     found = batch_shapes(task, run.data, run.train.batch_size)
     for name, array in SEGMENTS.items():
@@ -89,7 +90,8 @@ def abstract_batch(
             found[name] = found[array]
         elif packed is False:
             found.pop(name, None)
-    rows = batch_sharding(mesh)
+    places: Any = mesh  # an AbstractMesh too
+    rows = batch_sharding(places)
     return {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
         for name, array in found.items()

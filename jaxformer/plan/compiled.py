@@ -6,89 +6,41 @@ environment when it is loaded, a compiler may end its process, and both write th
 standard error.
 """
 
-import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_json import from_json, to_json
+from jaxformer.hardware import Device
+from jaxformer.plan.compiler_report import CompiledReport, memory_of, report_of
+from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import Target, cudnn_of, parse_target, require_compiler
 
-GIB = 2**30
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
+# a cache, which would come without them.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",
+    "TF_CPP_MIN_LOG_LEVEL": "1",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
 SIZE = r"([\d.]+)([KMGT]?)"
 # What XLA's compiler for TPUs says of a program that is too large.
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
 # A warning or error that the compiler logs; the group is what it says.
 LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes on one device, by the compiler.
-
-    `argument` is state and batch, of which `alias` is given over to the `output`; `temporary` is
-    live at most at one time beside them, `code` the program. `peak` is the compiler's own figure of
-    all together where it gives one, else their sum.
-    """
-
-    argument: int
-    output: int
-    alias: int
-    temporary: int
-    code: int
-    peak: int
-
-
-@dataclass(frozen=True)
-class CompiledReport:
-    """What a compiler says of one train step.
-
-    Where the program does not fit, `needed` and `capacity` are the compiler's figures in bytes, and
-    `memory` is None if it gave no program at all. `warnings` are the compiler's own lines.
-    """
-
-    target: str
-    device_kind: str
-    mesh: dict[str, int]
-    packed: bool
-    dtype: str
-    kernel: str
-    fits: bool
-    capacity: int
-    needed: int
-    memory: MemoryUse | None = None
-    lower_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    warnings: tuple[str, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def lines(self) -> list[str]:
-        """The report for a terminal."""
-        shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        on = f"{self.target} ({self.device_kind}, mesh {shape})"
-        found = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
-        fit = "fits" if self.fits else "does not fit"
-        found.append(
-            f"{fit}: {self.needed / GIB:.2f} GiB needed a device, {self.capacity / GIB:.2f} there"
-        )
-        if m := self.memory:
-            parts = {"arguments": m.argument, "temporaries": m.temporary, "peak": m.peak}
-            found.append(", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()))
-        found += [f"the compiler warns: {line}" for line in self.warnings]
-        return found
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 
 def compiled_report(
@@ -116,7 +68,9 @@ def compiled_report(
     require_compiler(target.platform)
     asked = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.plan.compiled"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | ENVIRONMENT
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         done = subprocess.run(
             command,
@@ -139,85 +93,93 @@ def compiled_report(
     return report_of(found | {"warnings": tuple(warnings)})
 
 
-def report_of(record: dict[str, Any]) -> CompiledReport:
-    """The inverse of `CompiledReport.as_json`."""
-    memory = record["memory"] and MemoryUse(**record["memory"])
-    return CompiledReport(**(record | {"memory": memory, "warnings": tuple(record["warnings"])}))
+def model_flops(run: RunConfig) -> float:
+    """FLOPs of the model in a step over all devices, as MFU counts them."""
+    from jaxformer.models.cost import flops_per_token
+
+    length = run.data.sequence_length
+    per_token = flops_per_token(run.model, length, run.data.source_length)
+    return float(per_token * run.train.batch_size * length)
 
 
 def compile_here(
     run: RunConfig, target: Target, packed: bool | None = None, hlo: str = ""
 ) -> CompiledReport:
     """As `compiled_report`, in this process, whose standard error has the compiler's warnings."""
+    devices = target.devices()
+    with cudnn_of(target):
+        return compile_on(run, devices, target.device, str(target), packed=packed, hlo=hlo)
+
+
+def compile_on(
+    run: RunConfig,
+    devices: Sequence[Any],
+    device: Device,
+    target: str,
+    *,
+    packed: bool | None = None,
+    hlo: str = "",
+) -> CompiledReport:
+    """Compiles the step of a run for `devices`, which are of the kind `device`; `target` is what
+    the report calls them."""
     import jax
 
     from jaxformer.mesh import make_mesh
     from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
 
-    devices = target.devices()
-    sizes = run.mesh
-    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices=devices)
     begin = time.perf_counter()
-    with cudnn_of(target):
-        step, state, batch = abstract_run(run, mesh, packed)
-        has_segments = "segment_ids" in batch
-        ready, kernel = with_kernel(run, assumed_segments(run, batch), target.platform)
-        lowered = step.lower(state, batch)
-        lowered_at = time.perf_counter()
-        try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if not (found := TOO_LARGE.search(str(error))):
-                raise
-            compiled = None
-            used, unit, there, unit_there = (group for group in found.groups() if group is not None)
-            needed, capacity = (
-                round(float(size) * UNITS[of]) for size, of in ((used, unit), (there, unit_there))
-            )
-    compiled_at = time.perf_counter()
-    memory = None
-    if compiled is not None:
+    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
+    step, state, batch = abstract_run(run, mesh, packed)
+    ready, kernel = with_kernel(run, assumed_segments(run, batch), device.platform)
+    lowered = step.lower(state, batch)
+    lowered_at = time.perf_counter()
+    memory = counts = None
+    needed, capacity = 0, device.memory or 0
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed, capacity = too_large(error)
+    else:
+        text = compiled.as_text()
         memory = memory_of(compiled.memory_analysis())
-        needed, capacity = memory.peak, target.memory
+        needed = memory.peak
+        counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
         if hlo:
-            Path(hlo).write_text(compiled.as_text(), encoding="utf-8")
+            Path(hlo).write_text(text, encoding="utf-8")
     return CompiledReport(
-        target=str(target),
+        target=target,
         device_kind=devices[0].device_kind,
         mesh=dict(mesh.shape),
-        packed=has_segments,
+        packed="segment_ids" in batch,
         dtype=ready.model.dtype,
         kernel=kernel,
-        fits=needed <= capacity and compiled is not None,
+        fits=memory is not None and (needed <= capacity or not capacity),
         capacity=capacity,
         needed=needed,
         memory=memory,
+        counts=counts,
+        model_flops=model_flops(ready) / mesh.size,
+        peak_flops=device.bfloat16 or 0.0,
         lower_seconds=lowered_at - begin,
-        compile_seconds=compiled_at - lowered_at,
+        compile_seconds=time.perf_counter() - lowered_at,
         versions=versions(),
     )
 
 
-def memory_of(stats: Any) -> MemoryUse:
-    """The bytes of a device in the answer of `compiled.memory_analysis()`."""
-    argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    alias, temporary = stats.alias_size_in_bytes, stats.temp_size_in_bytes
-    code = stats.generated_code_size_in_bytes
-    peak = getattr(stats, "peak_memory_in_bytes", 0)
-    return MemoryUse(
-        argument=argument,
-        output=output,
-        alias=alias,
-        temporary=temporary,
-        code=code,
-        peak=max(peak, argument + output - alias + temporary + code),
-    )
+def too_large(error: Exception) -> tuple[int, int]:
+    """(bytes needed, bytes there) by the words of a compiler that refused a program. Raises the
+    error where it says something else."""
+    found = TOO_LARGE.search(str(error))
+    if found is None:
+        raise error
+    used, unit, there, unit_there = (group for group in found.groups() if group is not None)
+    return round(float(used) * UNITS[unit]), round(float(there) * UNITS[unit_there])
 
 
 def versions() -> dict[str, str]:
     """The versions of what compiled, of those that are installed."""
     found = {}
-    for name in PACKAGES:
+    for name in COMPILERS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -234,6 +196,10 @@ def main() -> None:
         answer = compile_here(run, target, asked["packed"], asked["hlo"]).as_json()
     except ConfigError as error:
         answer = {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        answer = {"error": f"the step does not compile for {asked['target']}: {said}"}
     print(json.dumps(answer), flush=True)
 
 

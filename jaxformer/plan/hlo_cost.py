@@ -142,8 +142,9 @@ def moved_bytes(program: Program, computation: Computation, row: Instruction) ->
         return 2 * _main(computation.operand(row, 1))
     if row.opcode == "scatter":  # in place: indices and updates, and as much read and written
         return 3 * _main(computation.operand(row, 2)) + _main(computation.operand(row, 1))
-    if row.opcode in ("slice-start", "dynamic-slice-start"):  # (operand, slice, context)
-        return sum(array.main_bytes for array in row.types[1:2]) + row.types[1].bytes
+    if row.opcode in ("slice-start", "dynamic-slice-start"):  # (operand and places, slice, context)
+        part = next(array for array in row.types[1:] if array.shape)
+        return part.bytes + part.main_bytes
     if row.opcode == "copy-start":  # (copy, original, context)
         return sum(array.main_bytes for array in row.types[:2])
     if target_of(row) == "AllocateBuffer":
@@ -151,8 +152,8 @@ def moved_bytes(program: Program, computation: Computation, row: Instruction) ->
     called = row.called("calls") if row.opcode == "fusion" else []
     if called:
         return _fusion_bytes(program, computation, row, program.computations[called[0]])
-    operands = [computation.operand(row, index) for index in range(len(row.operands))]
-    return _main(row) + sum(map(_main, operands))
+    read = (computation.instructions.get(name) for name in dict.fromkeys(row.operands))
+    return _main(row) + sum(map(_main, read))
 
 
 def _main(row: Instruction | None) -> int:

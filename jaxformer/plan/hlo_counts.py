@@ -56,7 +56,7 @@ class Counts:
     `products` are FLOPs by dtypes, as "bf16 x bf16 -> f32"; `kernels` those inside custom calls, as
     far as known. `bytes` go to and from main memory. `seconds` is the bound: the sum over
     instructions of what takes longer, products at the peak or bytes at the bandwidth, with
-    collectives left out; nan where peak and bandwidth were not given.
+    collectives left out; 0 where peak and bandwidth were not given.
     """
 
     products: dict[str, int]
@@ -82,7 +82,7 @@ def counts_of(record: dict[str, Any]) -> Counts:
     return Counts(**(record | {"collectives": collectives, "loops": loops}))
 
 
-def count(text: str, peak: float = math.nan, bandwidth: float = math.nan) -> Counts:
+def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Counts:
     """Counts an HLO text; `peak` in FLOP/s and `bandwidth` in bytes/s of one device."""
     found = _Counter(parse(text), peak, bandwidth).total()
     return Counts(
@@ -97,7 +97,7 @@ def count(text: str, peak: float = math.nan, bandwidth: float = math.nan) -> Cou
 
 
 # The computation and the name of an instruction, which tell it from all others of a program.
-Place = tuple[str, str]
+InstructionKey = tuple[str, str]
 
 
 @dataclass
@@ -108,17 +108,17 @@ class _Total:
     kernels: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    collectives: dict[Place, tuple[str, CompiledCollective]] = field(default_factory=dict)
+    collectives: dict[InstructionKey, tuple[str, CompiledCollective]] = field(default_factory=dict)
     custom_calls: Counter[str] = field(default_factory=Counter)
     loops: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def add(self, other: "_Total", times: int = 1) -> None:
-        for mine, theirs in (
+        for mine, added in (
             (self.products, other.products),
             (self.custom_calls, other.custom_calls),
             (self.loops, other.loops),
         ):
-            for name, number in theirs.items():
+            for name, number in added.items():
                 mine[name] += times * number  # type: ignore[index]
         self.kernels += times * other.kernels
         self.bytes += times * other.bytes
@@ -131,8 +131,7 @@ class _Total:
     @property
     def work(self) -> float:
         """By which the branches of a conditional are compared."""
-        flops = sum(self.products.values()) + self.kernels
-        return self.seconds if not math.isnan(self.seconds) else flops + self.bytes
+        return self.seconds or sum(self.products.values()) + self.kernels + self.bytes
 
 
 class _Counter:
@@ -193,9 +192,11 @@ class _Counter:
 def _collective(
     computation: Computation, row: Instruction, kind: str, asynchronous: bool
 ) -> CompiledCollective:
-    # The type of a start has operands and contexts too; that of its end has the results alone.
-    ends = [user for user in computation.users[row.name] if user.opcode.endswith("-done")]
-    results = (ends[0] if ends else row).types
+    results = row.types
+    if asynchronous and kind != "all-reduce":
+        # The type of a start: operands, results, and contexts, which have no axes.
+        arrays = [array for array in row.types if array.shape]
+        results = tuple(arrays[len(arrays) // 2 :])
     operands = [computation.operand(row, index) for index in range(len(row.operands))]
     given = tuple(array for operand in operands if operand for array in operand.types)
     larger = max(results, given, key=lambda arrays: sum(array.bytes for array in arrays))
@@ -226,7 +227,9 @@ def _group_size(row: Instruction) -> int:
     return math.prod(int(sizes.get(name, 1)) for name in named) if named else 0
 
 
-def _merged(found: dict[Place, tuple[str, CompiledCollective]]) -> tuple[CompiledCollective, ...]:
+def _merged(
+    found: dict[InstructionKey, tuple[str, CompiledCollective]],
+) -> tuple[CompiledCollective, ...]:
     """Those of one channel once: a collective that runs behind several fusions is in each of them.
     Then equal ones together, the most bytes first."""
     by_channel: dict[str, CompiledCollective] = {}

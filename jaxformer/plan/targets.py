@@ -2,26 +2,18 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jaxformer.hardware import Device, device_named
 from jaxformer.settings import ConfigError
 
 # TPU generations by the names of their topologies, and how many axes those have.
 TPU_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
-
-# Bytes of a device, which is half a chip of v4 (without megacore) and tpu7x: Google Cloud's pages
-# of each generation. The compiler keeps some of it for itself.
-TPU_MEMORY = {
-    "v4": 16 * 2**30,
-    "v5e": 16 * 2**30,
-    "v5p": 95 * 2**30,
-    "v6e": 32 * 2**30,
-    "tpu7x": 96 * 2**30,
-}
 
 # What libtpu asks of its environment on a machine without a TPU: no metadata server, no lock file.
 TPU_ENVIRONMENT = {
@@ -34,23 +26,20 @@ TPU_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class GpuModel:
-    """What XLA's GPU compiler reads of a device; sizes in bytes.
+    """What XLA's GPU compiler reads of a device beside the figures of `hardware.DEVICES`.
 
-    `memory` and `bandwidth` are those of the data sheet, `shared` the shared memory of a
-    multiprocessor, of which a block may take 1 KiB less.
+    `capability` is the compute capability, `fp32_units` and `shared` are the units and the bytes of
+    shared memory of a multiprocessor, of which a block may take 1 KiB less; `l2_cache` is in bytes.
     """
 
     name: str
     capability: tuple[int, int]
-    multiprocessors: int
     fp32_units: int
     clock_ghz: float
-    memory: int
-    bandwidth: float
     l2_cache: int
     shared: int
 
-    def config_text(self) -> str:
+    def config_text(self, device: Device) -> str:
         """A GpuTargetConfigProto as text."""
         major, minor = self.capability
         return f"""
@@ -61,15 +50,15 @@ class GpuModel:
               shared_memory_per_core: {self.shared}
               shared_memory_per_block_optin: {self.shared - 1024}
               threads_per_core_limit: 2048
-              core_count: {self.multiprocessors}
+              core_count: {device.cores}
               fpus_per_core: {self.fp32_units}
               block_dim_limit_x: {2**31 - 1}
               block_dim_limit_y: {2**16 - 1}
               block_dim_limit_z: {2**16 - 1}
-              memory_bandwidth: {round(self.bandwidth)}
+              memory_bandwidth: {round(device.bandwidth or 0)}
               l2_cache_size: {self.l2_cache}
               clock_rate_ghz: {self.clock_ghz}
-              device_memory_size: {self.memory}
+              device_memory_size: {device.memory}
               cuda_compute_capability {{ major: {major} minor: {minor} }}
               registers_per_core_limit: 65536
               registers_per_block_limit: 65536
@@ -83,51 +72,39 @@ class GpuModel:
 
 CUDNN, CUDA = (9, 10), (12, 9)  # the versions that programs are compiled for
 
-# Multiprocessors, units, clocks, caches and memory: NVIDIA's architecture white papers (A100 tensor
-# core GPU, H100 tensor core GPU, Blackwell) and data sheets (H200, DGX B200); shared memory and
-# block limits: CUDA C++ programming guide, "Technical specifications per compute capability".
+# Units, clocks and caches: NVIDIA's white papers of the architectures (A100 tensor core GPU, H100
+# tensor core GPU, Blackwell); shared memory and limits of blocks: CUDA C++ programming guide,
+# "Technical specifications per compute capability".
 GPU_MODELS = {
     "a100": GpuModel(
         name="NVIDIA A100-SXM4-80GB",
         capability=(8, 0),
-        multiprocessors=108,
         fp32_units=64,
         clock_ghz=1.41,
-        memory=80 * 2**30,
-        bandwidth=2039e9,
         l2_cache=40 * 2**20,
         shared=164 * 1024,
     ),
     "h100": GpuModel(
         name="NVIDIA H100 80GB HBM3",
         capability=(9, 0),
-        multiprocessors=132,
         fp32_units=128,
         clock_ghz=1.98,
-        memory=80 * 2**30,
-        bandwidth=3.35e12,
         l2_cache=50 * 2**20,
         shared=228 * 1024,
     ),
     "h200": GpuModel(
         name="NVIDIA H200",
         capability=(9, 0),
-        multiprocessors=132,
         fp32_units=128,
         clock_ghz=1.98,
-        memory=141 * 10**9,
-        bandwidth=4.8e12,
         l2_cache=50 * 2**20,
         shared=228 * 1024,
     ),
     "b200": GpuModel(
         name="NVIDIA B200",
         capability=(10, 0),
-        multiprocessors=148,
         fp32_units=128,
         clock_ghz=1.965,
-        memory=180 * 10**9,
-        bandwidth=8e12,
         l2_cache=126 * 2**20,
         shared=228 * 1024,
     ),
@@ -146,9 +123,14 @@ class Target:
         return "gpu" if self.kind in GPU_MODELS else "tpu"
 
     @property
-    def memory(self) -> int:
-        """Bytes of a device."""
-        return GPU_MODELS[self.kind].memory if self.platform == "gpu" else TPU_MEMORY[self.kind]
+    def size(self) -> int:
+        """The number of devices as JAX counts them: a TPU7x chip is two."""
+        return math.prod(self.shape) * (2 if self.kind == "tpu7x" else 1)
+
+    @property
+    def device(self) -> Device:
+        """The published figures of one of its devices."""
+        return device_named(self.kind)
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
@@ -164,7 +146,7 @@ class Target:
         try:
             if self.platform == "gpu":
                 hosts, of_host = self.shape
-                config = GPU_MODELS[self.kind].config_text()
+                config = GPU_MODELS[self.kind].config_text(self.device)
                 described = topologies.get_topology_desc(
                     platform="cuda", target_config=config, topology=f"{hosts}x1x{of_host}"
                 )
@@ -172,11 +154,12 @@ class Target:
             for name, value in TPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
             # libtpu has no topology of one chip: it is the first of the smallest.
-            single = set(self.shape) == {1}
-            shape = (2, 2, 1)[: len(self.shape)] if single else self.shape
-            name = f"{self.kind}:{'x'.join(map(str, shape))}"
-            found = list(topologies.get_topology_desc(name, "tpu").devices)
-            return found[: len(found) // 4] if single else found
+            smallest = f"{self.kind}:{'x'.join('221'[: len(self.shape)])}"
+            name = smallest if set(self.shape) == {1} else str(self)
+            # Both cores of a v4 chip are one device, as they are when JAX runs on it.
+            more = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
+            described = topologies.get_topology_desc(name, "tpu", **more)
+            return list(described.devices)[: self.size]
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"the compiler knows no topology {self}: {error}") from error
 

@@ -1,0 +1,204 @@
+"""Compiles train steps for TPUs and GPUs that are not here, by their real compilers, and tables
+what these say: memory, traffic, the bound on the step, and collectives. Nothing is run.
+
+    python benchmarks/compiled.py [--rows gpt2_scanned ...] [--label before] [--table FILE]
+
+Needs the extras plan-tpu and plan-gpu; a row whose compiler is missing says so. Each row compiles
+in a process of its own, one after the other, and is saved at once in results/compiled.json, or with
+--label in results/compiled_LABEL.json. The table shows the figures of results/compiled_before.json
+in brackets. --table writes it between the marks `<!-- compiled -->` and `<!-- /compiled -->` of a
+Markdown file.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
+
+from pairing import HERE, Answer, add_smoke, print_table, save
+
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.hardware import DEVICES, GIB
+from jaxformer.plan.compiled import compile_on, compiled_report
+from jaxformer.plan.compiler_report import report_of
+from jaxformer.runs.config import load_config
+
+CONFIGS = HERE.parent / "configs"
+DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report
+MARKS = "<!-- compiled -->", "<!-- /compiled -->"
+HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU at most"]
+HEADER += ["all-reduces", "reduce-scatters", "attention"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step to compile: what it is, its config, target and settings; `packed` as in
+    `compiled_report`.
+    """
+
+    title: str
+    config: str
+    target: str
+    settings: tuple[str, ...] = ()
+    packed: bool | None = None
+
+    def run(self) -> RunConfig:
+        return load_config(CONFIGS / f"{self.config}.py", self.settings)
+
+
+def rows_of(rows: int, microbatches: int = 1, *more: str) -> tuple[str, ...]:
+    """Settings for a number of rows, scanned."""
+    sizes = (f"train.batch_size={rows}", f"train.microbatches={microbatches}")
+    return (*sizes, "model.layer_loop=scan", *more)
+
+
+def long_rows(length: int) -> tuple[str, ...]:
+    """Settings for one row of `length` tokens in two layers."""
+    sizes = (f"model.max_length={length}", f"data.sequence_length={length}")
+    return rows_of(1, 1, "model.n_layers=2", *sizes)
+
+
+UNROLLED = ("train.batch_size=64", "train.microbatches=1")
+FSDP4, FSDP16 = "mesh.fsdp=4", "mesh.fsdp=16"
+ROWS = {
+    "gpt2_unrolled": Row("gpt2_124m, 64 rows, unrolled", "gpt2_124m", "h100:1x1", UNROLLED),
+    "gpt2_scanned": Row("the same, scanned", "gpt2_124m", "h100:1x1", rows_of(64)),
+    "gpt2_packed": Row("scanned and packed", "gpt2_124m", "h100:1x1", rows_of(64), packed=True),
+    "llama_1b": Row("llama_1b, 8 rows, scanned", "llama_1b", "h100:1x1", rows_of(8)),
+    "gpt2_v5e": Row("gpt2_124m, 32 rows, fsdp 4", "gpt2_124m", "v5e:2x2", rows_of(32, 1, FSDP4)),
+    "llama3_8b_v5e": Row(
+        "llama3_8b, 16 rows, fsdp 16", "llama3_8b", "v5e:4x4", rows_of(16, 1, FSDP16)
+    ),
+    "llama3_8b_h100": Row(
+        "llama3_8b, its config, fsdp 8", "llama3_8b", "h100:1x8", ("mesh.fsdp=8",)
+    ),
+    "gpt2_microbatch": Row("gpt2_124m, 64 rows, data 8", "gpt2_124m", "h100:1x8", rows_of(64)),
+    "gpt2_microbatches": Row(
+        "the same, 512 rows in 8 microbatches", "gpt2_124m", "h100:1x8", rows_of(512, 8)
+    ),
+    **{
+        f"packed_{length // 1024}k": Row(
+            f"two layers of llama_1b, a packed row of {length:,}",
+            "llama_1b",
+            "h100:1x1",
+            long_rows(length),
+            packed=True,
+        )
+        for length in (8192, 16_384, 32_768)
+    },
+}
+TINY = (
+    *("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=512"),
+    *("model.max_length=64", "data.sequence_length=64", "tokenizer.vocab_size=512"),
+)
+
+
+def described(row: Row) -> Answer:
+    return {"title": row.title, "config": row.config, "settings": [*row.settings]}
+
+
+def measure(row: Row, hlo: str = "") -> Answer:
+    """The report of a row as JSON, or an "error" in its place."""
+    try:
+        report = compiled_report(row.run(), row.target, row.packed, hlo=hlo)
+    except ConfigError as error:
+        return described(row) | {"target": row.target, "error": str(error)}
+    return described(row) | report.as_json()
+
+
+def smoke() -> dict[str, Answer]:
+    """A small step, compiled for this CPU and, where it is installed, by the compiler for GPUs."""
+    import jax
+
+    settings = (*rows_of(4, 2), *TINY)
+    here = Row("small", "gpt2_124m", "cpu", settings)
+    report = compile_on(here.run(), jax.devices()[:1], DEVICES["cpu"], "cpu")
+    gpu = Row("small", "gpt2_124m", "h100:1x1", settings)
+    return {"cpu": described(here) | report.as_json(), "gpu": measure(gpu)}
+
+
+def cells(result: Answer, before: Answer | None) -> list[str]:
+    """A row of the table, with the figures of `before` in brackets where they are others."""
+    now, then = figures(result), figures(before) if before else []
+    shown = [
+        f"{new} ({old})" if old and old != new else new
+        for new, old in itertools.zip_longest(now, then, fillvalue="")
+    ]
+    return [result["title"], result["target"], *shown]
+
+
+def figures(result: Answer) -> list[str]:
+    if "error" in result:
+        return [result["error"].partition("\n")[0][:80], *[""] * len(HEADER[3:])]
+    report = report_of({name: result[name] for name in result if name not in DESCRIPTION})
+    memory, counts = report.memory, report.counts
+    if memory is None or counts is None:
+        needed = f"refused: {report.needed / GIB:.1f} of {report.capacity / GIB:.2f} GiB"
+        return [needed, *[""] * len(HEADER[3:])]
+    gib = [f"{size / GIB:.1f} GiB" for size in (memory.temporary, memory.peak, counts.bytes)]
+    known = counts.seconds > 0
+    bound = [f"{counts.seconds * 1e3:,.0f} ms", f"{report.mfu_bound:.0%}"] if known else ["", ""]
+    numbers = [
+        str(sum(entry.count for entry in counts.collectives if entry.kind == kind))
+        for kind in ("all-reduce", "reduce-scatter")
+    ]
+    return [*gib, *bound, *numbers, report.kernel.partition(" ")[0]]
+
+
+def saved(name: str) -> dict[str, Answer]:
+    """The rows in results/NAME.json; none where there is no such file."""
+    path = HERE / "results" / f"{name}.json"
+    rows: dict[str, Answer] = json.loads(path.read_text())["rows"] if path.is_file() else {}
+    return rows
+
+
+def write_table(path: Path, table: Sequence[Sequence[str]]) -> None:
+    """Puts the table between the marks in a Markdown file."""
+    text = path.read_text(encoding="utf-8")
+    first, last = (text.find(mark) for mark in MARKS)
+    if not 0 <= first < last:
+        raise SystemExit(f"{path} has no {MARKS[0]} followed by {MARKS[1]}.")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        print_table(HEADER, table)
+    start = first + len(MARKS[0])
+    path.write_text(f"{text[:start]}\n{shown.getvalue()}{text[last:]}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="*", default=[*ROWS], choices=ROWS, metavar="ROW")
+    parser.add_argument("--label", default="", help="save as results/compiled_LABEL.json")
+    parser.add_argument("--table", type=Path, help="a Markdown file that gets the table")
+    parser.add_argument("--hlo", type=Path, help="a directory for the optimized programs")
+    add_smoke(parser)
+    options = parser.parse_args()
+    name = f"compiled_{options.label}" if options.label else "compiled"
+    rows, before = ({}, {}) if options.smoke else (saved(name), saved("compiled_before"))
+    if options.smoke:
+        rows = smoke()
+    for row in [] if options.smoke else options.rows:
+        hlo = str(options.hlo / f"{name}_{row}.hlo") if options.hlo else ""
+        rows[row] = measure(ROWS[row], hlo)
+        print(f"{row}: {', '.join(figures(rows[row]))}", flush=True)
+        save(name, {"rows": rows}, smoke=False)
+    table = [cells(rows[row], before.get(row)) for row in [*ROWS, *rows] if row in rows]
+    unique = list(dict.fromkeys(map(tuple, table)))
+    print_table(HEADER, unique)
+    if options.smoke:
+        save(name, {"rows": rows}, smoke=True)
+    if options.table:
+        write_table(options.table, unique)
+
+
+if __name__ == "__main__":
+    main()
