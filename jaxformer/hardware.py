@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from jaxformer.settings import ConfigError
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Device:
@@ -47,7 +49,7 @@ def _gpu(
     """A row of an NVIDIA GPU: TFLOP/s in bfloat16, GB, TB/s and GB/s. TF32 is half of bfloat16 in
     every generation from Ampere on."""
     peaks = tflops * 1e12, tflops * 0.5e12
-    bytes_ = round(memory * 2**30)
+    bytes_ = round(memory * GIB)
     return Device(
         f"(NVIDIA )?{kind}", "gpu", *peaks, bytes_, bandwidth * 1e12, link * 1e9, cores, source
     )
@@ -58,7 +60,7 @@ def _tpu(
 ) -> Device:
     """A row of a TPU: TFLOP/s in bfloat16, GiB, GB/s and GB/s."""
     peaks = tflops * 1e12, tflops * 1e12
-    bytes_ = round(memory * 2**30)
+    bytes_ = round(memory * GIB)
     page = f"cloud.google.com/tpu/docs/{source}"
     return Device(f"TPU {kind}", "tpu", *peaks, bytes_, bandwidth * 1e9, link * 1e9, cores, page)
 
@@ -99,7 +101,7 @@ DEVICES = {
         "tpu",
         1153.5e12,
         1153.5e12,
-        96 * 2**30,
+        96 * GIB,
         3690e9,
         600e9,
         1,
