@@ -130,33 +130,41 @@ def stored_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
     return frozenset(kept)
 
 
-class Activations(NamedTuple):
-    """Bytes of one device: what the layers store from the forward to the backward pass, what one
-    layer recomputes at a time, and what the backward pass of one layer takes besides."""
+class StackActivations(NamedTuple):
+    """Bytes of one device for a stack: what its layers store from the forward to the backward pass,
+    what one layer computes again at a time, and what the backward pass of one layer takes
+    besides."""
 
+    name: str
     stored: float
     recomputed: float
     working: float
 
 
-def activations(planned: PlannedRun) -> Activations:
-    """What the stacks of a model store for one microbatch."""
+def activations(planned: PlannedRun) -> list[StackActivations]:
+    """What each stack of a model stores for one microbatch, in the order of the forward pass."""
     model = planned.model
-    stacks = [(model.n_layers, model.family == "encoder_decoder")]
     if model.family == "encoder_decoder":
-        stacks.append((model.encoder_layers, False))
+        encoder = _of_stack(planned, "encoder", model.encoder_layers, cross=False)
+        return [encoder, _of_stack(planned, "decoder", model.n_layers, cross=True)]
+    return [_of_stack(planned, model.family, model.n_layers, cross=False)]
+
+
+def _of_stack(planned: PlannedRun, name: str, depth: int, cross: bool) -> StackActivations:
     stored = recomputed = working = 0.0
-    for depth, cross in stacks:
-        for layer, count in Counter(layer_configs(model, depth)).items():
-            arrays, names = block_arrays(planned, layer, cross), stored_names(planned, layer)
-            kept = sum(array.bytes for array in arrays if array.name in names)
-            stored += count * kept
-            recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
-            working = max(working, backward_bytes(planned, layer, arrays))
-    return Activations(stored + edge_bytes(planned), recomputed, working)
+    for layer, count in Counter(layer_configs(planned.model, depth)).items():
+        arrays, names = block_arrays(planned, layer, cross), stored_names(planned, layer)
+        kept = sum(array.bytes for array in arrays if array.name in names)
+        stored += count * kept
+        recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
+        working = max(working, backward_bytes(planned, layer, arrays, cross))
+    bias, slope = bias_bytes(planned, cross)
+    return StackActivations(name, stored + bias, recomputed, working + slope)
 
 
-def backward_bytes(planned: PlannedRun, layer: ModelConfig, arrays: list[StoredArray]) -> float:
+def backward_bytes(
+    planned: PlannedRun, layer: ModelConfig, arrays: list[StoredArray], cross: bool
+) -> float:
     """The gradients that are alive at once in the backward pass of a layer: those of the
     feed-forward's arrays, or those of attention, and two residual streams."""
     sizes: Counter[str] = Counter()
@@ -165,29 +173,37 @@ def backward_bytes(planned: PlannedRun, layer: ModelConfig, arrays: list[StoredA
     ffn = sizes["gate"] + sizes["up"] + sizes["hidden"]
     attention = sum(sizes[name] for name in ("q", "k", "v", "attention", "attended", "weights"))
     if layer.attention_kernel == "blocked" and not layer.dropout:
-        attention += BLOCK_ARRAYS * block_scores(planned, layer)
+        length, keys = stack_lengths(planned, cross)
+        attention += BLOCK_ARRAYS * block_scores(planned, layer, length, keys)
     return max(ffn, attention) + 2 * sizes["input"]
 
 
-def block_scores(planned: PlannedRun, layer: ModelConfig) -> float:
+def stack_lengths(planned: PlannedRun, cross: bool) -> tuple[int, int]:
+    """Tokens of a row of a stack, and the most keys that they attend to."""
+    if planned.model.family != "encoder_decoder":
+        return planned.length, planned.length
+    source = planned.source_length
+    return (planned.length, max(planned.length, source)) if cross else (source, source)
+
+
+def block_scores(planned: PlannedRun, layer: ModelConfig, length: int, keys: int) -> float:
     """Bytes of the scores, float32, of one block of queries in blocked attention."""
-    length = max(planned.length, planned.source_length)
     block = min(max(QUERY_BLOCK, -(-length // MOST_BLOCKS)), length)
     heads = layer.n_heads / _split(planned, layer.n_heads)
-    return 4 * planned.rows * heads * block * length
+    return 4 * planned.rows * heads * block * keys
 
 
-def bias_bytes(planned: PlannedRun) -> float:
+def bias_bytes(planned: PlannedRun, cross: bool) -> tuple[float, float]:
     """Bytes of the biases of scores that a stack has for all its layers, and of their gradients;
     rows with segment ids have positions, and so biases, of their own."""
     model = planned.model
     if model.positions not in BIASES:
-        return 0.0
+        return 0.0, 0.0
     heads = model.n_heads / _split(planned, model.n_heads)
-    longest = max(planned.length, planned.source_length)
-    learned = 2 if model.positions == "t5" else 1
     rows = planned.rows if planned.packed else 1
-    return learned * 4 * rows * heads * longest**2
+    length, _ = stack_lengths(planned, cross)
+    biases = 4 * rows * heads * length**2
+    return biases, biases if model.positions == "t5" else 0.0
 
 
 def edge_bytes(planned: PlannedRun) -> float:
@@ -196,7 +212,7 @@ def edge_bytes(planned: PlannedRun) -> float:
     tokens = planned.rows * planned.length
     wide = tokens * model.d_model * numbers
     # The input and the output of the final norm; of the encoder's too, which all layers read.
-    found = 2.0 * wide + bias_bytes(planned)
+    found = 2.0 * wide
     if model.family == "encoder_decoder":
         found += 2 * planned.rows * planned.source_length * model.d_model * numbers
     if model.output == "masked":

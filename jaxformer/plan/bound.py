@@ -103,7 +103,8 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     state = sum(line.bytes for line in memory.held if line.name != "batch")
     # Each device multiplies by whole matrices, gathered over fsdp.
     matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
-    pieces = 2 * matrices + 2 * activations(planned).stored
+    stored = sum(stack.stored for stack in activations(planned))
+    pieces = 2 * matrices + 2 * stored
     return 2 * state + 2 * gradient_bytes(planned) + planned.run.train.microbatches * pieces
 
 
