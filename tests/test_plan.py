@@ -1,10 +1,12 @@
 """`jaxformer plan`: what it says of a run is what the run needs, before it starts."""
 
 import dataclasses
+import importlib
 import json
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +280,15 @@ def test_a_large_model_on_many_devices_is_planned_at_once() -> None:
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 3
+
+
+def test_the_memory_is_what_the_compilers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the steps of `benchmarks/plan_memory.py`: the median error, and the largest estimate
+    that is too low."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("plan_memory")
+    found = benchmark.compared(benchmark.saved(benchmark.NAME))
+    errors = {name: planned / compiled - 1 for name, (compiled, planned) in found.items()}
+    assert len(errors) >= 30
+    assert statistics.median(map(abs, errors.values())) <= 0.1
+    assert min(errors.values()) >= -0.05, errors

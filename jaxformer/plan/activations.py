@@ -7,7 +7,7 @@ such as the output of the last product, are not stored. On a CPU `remat=none` ke
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from jaxformer.config import ModelConfig
@@ -167,9 +167,9 @@ def backward_bytes(
 ) -> float:
     """The gradients that are alive at once in the backward pass of a layer: those of the
     feed-forward's arrays, or those of attention, and two residual streams."""
-    sizes: Counter[str] = Counter()
+    sizes: defaultdict[str, float] = defaultdict(float)
     for array in arrays:
-        sizes[array.name] += array.bytes  # type: ignore[assignment]
+        sizes[array.name] += array.bytes
     ffn = sizes["gate"] + sizes["up"] + sizes["hidden"]
     attention = sum(sizes[name] for name in ("q", "k", "v", "attention", "attended", "weights"))
     if layer.attention_kernel == "blocked" and not layer.dropout:
