@@ -161,7 +161,7 @@ def tile_length(planned: PlannedRun) -> int:
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     of_microbatch = planned.run.train.batch_size // planned.run.train.microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
-        return _tile_length(of_microbatch, planned.length, outputs)
+        return _tile_length(of_microbatch, planned.length, outputs) or planned.length
 
 
 def capacity_of(device: Device) -> float | None:
