@@ -100,7 +100,7 @@ def _of_fsdp(planned: PlannedRun) -> list[Collective]:
     for direction in ("forward", "backward"):
         purpose = f"weights of the layers, {direction}"
         add("all-gather", purpose, microbatches * count, microbatches * gathered)
-    add("reduce-scatter", "gradients of the layers", count, gathered * 4 / numbers)
+    add("reduce-scatter", "gradients of the layers", count, gathered)
     tied = model.tied_head and model.output in ("language", "masked")
     matrices = [split for _, split in _leaves(planned, "embed" if tied else "head")]
     if matrices and matrices[0].divided:
@@ -109,7 +109,7 @@ def _of_fsdp(planned: PlannedRun) -> list[Collective]:
         add("reduce-scatter", "gradient of the output layer", 1, size * 4)
     # Each device looks up the tokens of all in its columns of the table; then rows are exchanged.
     tokens = planned.rows * (planned.length + planned.source_length) * microbatches
-    exchanged = tokens * model.d_model * 4
+    exchanged = tokens * model.d_model * numbers
     add("all-to-all", "looked-up rows, and their gradients", 2 * microbatches, 2 * exchanged)
     whole = sum(s.elements for _, s in _leaves(planned, "rest") if not s.divided)
     add("all-reduce", "gradients of replicated parameters", 1, whole * 4)

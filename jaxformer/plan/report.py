@@ -10,8 +10,8 @@ from jaxformer.plan.changes import Change, shown
 from jaxformer.plan.make import Plan
 from jaxformer.plan.planned import PlannedRun
 from jaxformer.report import banner, human_bytes, human_count, human_time
+from jaxformer.report.banner import INDENT
 
-INDENT = "  "
 WORDS = (
     "exact: follows from the settings; estimate: what a compiler is expected to need, which"
     " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
