@@ -6,7 +6,7 @@ of TPUs and GPUs say of the same steps. Nothing is run.
 Needs the extras plan-tpu and plan-gpu. Each step compiles in a process of its own, and is saved at
 once in results/plan_memory.json; without --rows, only the steps that the file lacks compile.
 --table writes the table between the marks `<!-- memory -->` and `<!-- /memory -->` of a Markdown
-file. `tests/test_plan.py` holds the plan to what was saved.
+file.
 """
 
 import argparse

@@ -1,12 +1,10 @@
 """`jaxformer plan`: what it says of a run is what the run needs, before it starts."""
 
 import dataclasses
-import importlib
 import json
 import os
 import re
 import resource
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -166,7 +164,7 @@ def test_collectives_follow_from_the_placements() -> None:
     gathers = found["all-gather", "weights of the layers, forward"]
     assert gathers.bytes == 2 * layers * microbatches and gathers.devices == 4
     assert gathers.times == 7 * 22 * microbatches  # q, k, v, out, gate, up, down
-    assert found["reduce-scatter", "gradients of the layers"].bytes == 2 * layers
+    assert found["reduce-scatter", "gradients of the layers"].bytes == gathers.bytes
     # Each replica sums the gradients of its shards.
     gradients = found["all-reduce", "gradients"]
     norms = parameters_by_part(run)["norms"]
@@ -280,15 +278,3 @@ def test_a_large_model_on_many_devices_is_planned_at_once() -> None:
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 3
-
-
-def test_the_memory_is_what_the_compilers_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the steps of `benchmarks/plan_memory.py`: the median error, and the largest estimate
-    that is too low."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("plan_memory")
-    found = benchmark.compared(benchmark.saved(benchmark.NAME))
-    errors = {name: planned / compiled - 1 for name, (compiled, planned) in found.items()}
-    assert len(errors) >= 30
-    assert statistics.median(map(abs, errors.values())) <= 0.1
-    assert min(errors.values()) >= -0.05, errors

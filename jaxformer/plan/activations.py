@@ -18,6 +18,10 @@ from jaxformer.layers.positions import BIASES
 from jaxformer.models.remat import kept_points
 from jaxformer.plan.planned import PlannedRun
 
+# A TPU stores the last axis of an array in lanes, so heads of 64 take as much as heads of 128.
+LANES_OF_TPU = 128
+# Float32 copies of the logits of a tile: a TPU has the logits and their powers at one time.
+LOGIT_COPIES = {"tpu": 2}
 # Arrays of the scores of one block of queries that blocked attention has at a time.
 BLOCK_ARRAYS = 12
 
@@ -80,10 +84,11 @@ def _attention_arrays(
     numbers, keys = planned.dtype_bytes, streams.rows * streams.keys
     heads = layer.n_heads / _split(planned, layer.n_heads)
     kv_heads = layer.kv_heads / _split(planned, layer.kv_heads)
-    q = streams.tokens * heads * layer.head_width * numbers
-    k = keys * kv_heads * layer.head_width * numbers
-    v = keys * kv_heads * layer.value_width * numbers
-    out = streams.tokens * heads * layer.value_width * numbers
+    width, value_width = (_lanes(planned, w) for w in (layer.head_width, layer.value_width))
+    q = streams.tokens * heads * width * numbers
+    k = keys * kv_heads * width * numbers
+    v = keys * kv_heads * value_width * numbers
+    out = streams.tokens * heads * value_width * numbers
     found = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
     if layer.query_key_norm != "none" or layer.positions == "rope":
         found += [StoredArray("changed q", q), StoredArray("changed k", k)]
@@ -98,6 +103,12 @@ def _attention_arrays(
         StoredArray("attention", out),
         StoredArray("attention", streams.tokens * heads * 4),
     ]
+
+
+def _lanes(planned: PlannedRun, width: int) -> int:
+    """The width of a head as it is stored."""
+    lanes = LANES_OF_TPU if planned.device.platform == "tpu" else 1
+    return -(-width // lanes) * lanes
 
 
 def _ffn_arrays(planned: PlannedRun, layer: ModelConfig, streams: Streams) -> list[StoredArray]:
@@ -235,7 +246,8 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
         return 0.0, 0.0
     split = _split(planned, outputs)
     positions = 1 if model.output == "classes" else min(tile, planned.length)
-    logits = planned.rows * positions * outputs / split * (4 + numbers)
+    copies = LOGIT_COPIES.get(planned.device.platform, 1)
+    logits = planned.rows * positions * outputs / split * (4 * copies + numbers)
     tiles = math.ceil(planned.length / max(positions, 1))
     matrix = outputs / split * model.d_model
     of_x = planned.rows * planned.length * model.d_model * numbers
