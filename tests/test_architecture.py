@@ -322,6 +322,7 @@ def test_the_graph_of_packages_has_no_cycle() -> None:
 
 def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
     composer = (
+        "plan",
         "runs",
         "cli",
         "lm_eval",

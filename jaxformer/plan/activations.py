@@ -1,20 +1,29 @@
-"""The arrays of a forward pass that the backward pass reads: what one device stores for a
+"""The arrays of a forward pass that the backward pass reads: what one device holds for a
 microbatch.
 
-The model of a block. In the backward pass, norms and activation functions are recomputed from
-their inputs, so that what is stored are these inputs, and the inputs of matrix products. A fused
-attention kernel stores its inputs, its output and the log-sum-exp of each row of scores, and the
-plain one the attention weights. `model.remat` stores less (`STORED`) and recomputes the rest.
+A layer keeps its input, and those of its points that `model.remat` names (`models/remat.py`);
+norms, activation functions and rotations are computed again. Kept points that nothing reads again,
+such as the output of the last product, are not stored. On a CPU `remat=none` keeps everything.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from jaxformer.config import ModelConfig
 from jaxformer.layers.block import PLACEMENTS
+from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.positions import BIASES
+from jaxformer.models.remat import kept_points
 from jaxformer.plan.planned import PlannedRun
+
+# A TPU stores the last axis of an array in lanes, so heads of 64 take as much as heads of 128.
+LANES_OF_TPU = 128
+# Float32 copies of the logits of a tile: a TPU has the logits and their powers at one time.
+LOGIT_COPIES = {"tpu": 2}
+# Arrays of the scores of one block of queries that blocked attention has at a time.
+BLOCK_ARRAYS = 12
 
 
 class StoredArray(NamedTuple):
@@ -38,68 +47,68 @@ class Streams(NamedTuple):
         return self.rows * self.length
 
 
-# The points that each policy of model.remat keeps; "none" keeps all.
-STORED = {
-    "full": frozenset({"input"}),
-    "dots": frozenset({"input", "q", "k", "v", "projected", "up", "gate", "down"}),
-}
-
-
 def block_arrays(planned: PlannedRun, layer: ModelConfig, cross: bool) -> list[StoredArray]:
-    """What a block of the tokens stores without remat."""
-    streams = Streams(planned.rows, planned.length, planned.length)
+    """All arrays of a layer that its backward pass reads, stored or computed again."""
+    length = planned.length
     if not cross and layer.family == "encoder_decoder":
-        streams = Streams(planned.rows, planned.source_length, planned.source_length)
-    return _block_arrays(planned, layer, streams, cross)
-
-
-def _block_arrays(
-    planned: PlannedRun, layer: ModelConfig, streams: Streams, cross: bool
-) -> list[StoredArray]:
+        length = planned.source_length
+    streams = Streams(planned.rows, length, length)
     wide = streams.tokens * layer.d_model * planned.dtype_bytes  # a residual stream
-    place, sublayers = PLACEMENTS[layer.norm_placement], 3 if cross else 2
+    place = PLACEMENTS[layer.norm_placement]
+    sublayers = ["attention", "cross", "ffn"] if cross else ["attention", "ffn"]
     found = [StoredArray("input", wide)]
-    if layer.residual == "sequential":
-        # The stream between the sublayers: the input of the next norm, or its output.
-        found += [StoredArray("residual", wide)] * (sublayers - 1)
-    if place & {"before", "after", "output"}:
-        # The outputs of norms before products, or the inputs of norms on outputs or sums.
-        found += [StoredArray("normed", wide)] * (sublayers * len(place))
-    found += _attention_arrays(planned, layer, streams, "")
-    if cross:
-        to_source = streams._replace(keys=planned.source_length)
-        found += _attention_arrays(planned, layer, to_source, "cross_")
-    found += _ffn_arrays(planned, layer, streams)
-    if layer.dropout:
-        # Which elements were kept, of each sublayer's output.
-        found += [StoredArray("dropout", streams.tokens * layer.d_model)] * sublayers
+    for name in sublayers:
+        last = name == sublayers[-1]
+        if "before" in place or "after" in place:
+            # The input of the products after its norm, or the sum before its norm.
+            found.append(StoredArray("normed", wide))
+        # The output of a sublayer is read again by its norm, and for what the next one reads.
+        follows = not last and layer.residual == "sequential"
+        if follows or "output" in place or "after" in place:
+            found.append(StoredArray("down" if name == "ffn" else "out", wide))
+        if follows:
+            found.append(StoredArray("residual", wide))
+        if name == "ffn":
+            found += _ffn_arrays(planned, layer, streams)
+        else:
+            keys = planned.source_length if name == "cross" else length
+            found += _attention_arrays(planned, layer, streams._replace(keys=keys))
+        if layer.dropout:  # which elements are kept
+            found.append(StoredArray("dropout", streams.tokens * layer.d_model))
     return found
 
 
 def _attention_arrays(
-    planned: PlannedRun, layer: ModelConfig, streams: Streams, prefix: str
+    planned: PlannedRun, layer: ModelConfig, streams: Streams
 ) -> list[StoredArray]:
     numbers, keys = planned.dtype_bytes, streams.rows * streams.keys
     heads = layer.n_heads / _split(planned, layer.n_heads)
     kv_heads = layer.kv_heads / _split(planned, layer.kv_heads)
-    q = streams.tokens * heads * layer.head_width * numbers
-    k = keys * kv_heads * layer.head_width * numbers
-    v = keys * kv_heads * layer.value_width * numbers
-    out = streams.tokens * heads * layer.value_width * numbers
-    found = [StoredArray(prefix + "q", q), StoredArray(prefix + "k", k)]
-    found += [StoredArray(prefix + "v", v), StoredArray(prefix + "attended", out)]
-    if layer.query_key_norm != "none":  # the inputs of these norms
-        found += [StoredArray(prefix + "q_unnormed", q), StoredArray(prefix + "k_unnormed", k)]
+    width, value_width = (_lanes(planned, w) for w in (layer.head_width, layer.value_width))
+    q = streams.tokens * heads * width * numbers
+    k = keys * kv_heads * width * numbers
+    v = keys * kv_heads * value_width * numbers
+    out = streams.tokens * heads * value_width * numbers
+    found = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
+    if layer.query_key_norm != "none" or layer.positions == "rope":
+        found += [StoredArray("changed q", q), StoredArray("changed k", k)]
     scores = streams.tokens * heads * streams.keys
-    if layer.dropout:
-        # The weights in float32, which of them were kept, and what is multiplied by the values.
-        found.append(StoredArray(prefix + "weights", scores * (4 + 1 + numbers)))
-    elif layer.attention_kernel == "xla":
-        # The weights in float32, and as the factor of the product with the values.
-        found.append(StoredArray(prefix + "weights", scores * (4 + numbers % 4)))
-    else:
-        found.append(StoredArray(prefix + "log_sum", streams.tokens * heads * 4))
-    return found
+    if layer.attention_kernel == "xla" or layer.dropout:
+        # The weights in float32 and as the factor of the product with the values.
+        dropped = 1 + numbers if layer.dropout else 0
+        found += [StoredArray("weights", scores * (4 + numbers % 4 + dropped))]
+        return [*found, StoredArray("attended", out)]
+    return [
+        *found,
+        StoredArray("attention", out),
+        StoredArray("attention", streams.tokens * heads * 4),
+    ]
+
+
+def _lanes(planned: PlannedRun, width: int) -> int:
+    """The width of a head as it is stored."""
+    lanes = LANES_OF_TPU if planned.device.platform == "tpu" else 1
+    return -(-width // lanes) * lanes
 
 
 def _ffn_arrays(planned: PlannedRun, layer: ModelConfig, streams: Streams) -> list[StoredArray]:
@@ -115,48 +124,97 @@ def _split(planned: PlannedRun, length: int) -> int:
     return size if length % size == 0 else 1
 
 
-def _kept(model: ModelConfig, arrays: list[StoredArray]) -> float:
-    if model.remat == "none":
-        return sum(array.bytes for array in arrays)
-    names = STORED.get(model.remat) or frozenset({"input", *getattr(model, "saved", ())})
-    return sum(array.bytes for array in arrays if array.name in names)
+def array_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
+    """The names of all arrays that the backward pass of a layer reads."""
+    cross = layer.family == "encoder_decoder"
+    return frozenset(array.name for array in block_arrays(planned, layer, cross))
 
 
-class Activations(NamedTuple):
-    """Bytes of one device: what the layers store from the forward to the backward pass, what one
-    layer recomputes at a time, and what the backward pass of one layer takes besides."""
+def stored_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
+    """The names of the arrays of a layer that are stored; all of them where nothing is computed
+    again."""
+    if layer.remat == "none" and planned.device.platform == "cpu":
+        return array_names(planned, layer)
+    kept = {"input", *kept_points(layer)}
+    if layer.remat == "dots":
+        kept |= {"q", "k", "v", "out", "gate", "up", "down"}
+    return frozenset(kept)
 
+
+class StackActivations(NamedTuple):
+    """Bytes of one device for a stack: what its layers store from the forward to the backward pass,
+    what one layer computes again at a time, and what the backward pass of one layer takes
+    besides."""
+
+    name: str
     stored: float
     recomputed: float
     working: float
 
 
-def activations(planned: PlannedRun) -> Activations:
-    """What the stacks of a model store for one microbatch."""
+def activations(planned: PlannedRun) -> list[StackActivations]:
+    """What each stack of a model stores for one microbatch, in the order of the forward pass."""
     model = planned.model
-    stacks = [(model.n_layers, model.family == "encoder_decoder")]
     if model.family == "encoder_decoder":
-        stacks.append((model.encoder_layers, False))
+        encoder = _of_stack(planned, "encoder", model.encoder_layers, cross=False)
+        return [encoder, _of_stack(planned, "decoder", model.n_layers, cross=True)]
+    return [_of_stack(planned, model.family, model.n_layers, cross=False)]
+
+
+def _of_stack(planned: PlannedRun, name: str, depth: int, cross: bool) -> StackActivations:
     stored = recomputed = working = 0.0
-    for depth, cross in stacks:
-        for layer, count in Counter(layer_configs(model, depth)).items():
-            arrays = block_arrays(planned, layer, cross)
-            kept = _kept(layer, arrays)
-            stored += count * kept
-            recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
-            working = max(working, backward_bytes(arrays))
-    return Activations(stored + edge_bytes(planned), recomputed, working)
+    for layer, count in Counter(layer_configs(planned.model, depth)).items():
+        arrays, names = block_arrays(planned, layer, cross), stored_names(planned, layer)
+        kept = sum(array.bytes for array in arrays if array.name in names)
+        stored += count * kept
+        recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
+        working = max(working, backward_bytes(planned, layer, arrays, cross))
+    bias, slope = bias_bytes(planned, cross)
+    return StackActivations(name, stored + bias, recomputed, working + slope)
 
 
-def backward_bytes(arrays: list[StoredArray]) -> float:
-    """The gradients that are alive at once in the backward pass of a block: those of the
-    feed-forward's arrays and of two residual streams, or those of attention."""
-    sizes: dict[str, float] = {}
+def backward_bytes(
+    planned: PlannedRun, layer: ModelConfig, arrays: list[StoredArray], cross: bool
+) -> float:
+    """The gradients that are alive at once in the backward pass of a layer: those of the
+    feed-forward's arrays, or those of attention, and two residual streams."""
+    sizes: defaultdict[str, float] = defaultdict(float)
     for array in arrays:
-        sizes[array.name] = sizes.get(array.name, 0) + array.bytes
-    ffn = sum(sizes.get(name, 0) for name in ("gate", "up", "hidden"))
-    attention = sum(sizes.get(name, 0) for name in ("q", "k", "v", "attended", "weights"))
+        sizes[array.name] += array.bytes
+    ffn = sizes["gate"] + sizes["up"] + sizes["hidden"]
+    attention = sum(sizes[name] for name in ("q", "k", "v", "attention", "attended", "weights"))
+    if layer.attention_kernel == "blocked" and not layer.dropout:
+        length, keys = stack_lengths(planned, cross)
+        attention += BLOCK_ARRAYS * block_scores(planned, layer, length, keys)
     return max(ffn, attention) + 2 * sizes["input"]
+
+
+def stack_lengths(planned: PlannedRun, cross: bool) -> tuple[int, int]:
+    """Tokens of a row of a stack, and the most keys that they attend to."""
+    if planned.model.family != "encoder_decoder":
+        return planned.length, planned.length
+    source = planned.source_length
+    return (planned.length, max(planned.length, source)) if cross else (source, source)
+
+
+def block_scores(planned: PlannedRun, layer: ModelConfig, length: int, keys: int) -> float:
+    """Bytes of the scores, float32, of one block of queries in blocked attention."""
+    block = min(max(QUERY_BLOCK, -(-length // MOST_BLOCKS)), length)
+    heads = layer.n_heads / _split(planned, layer.n_heads)
+    return 4 * planned.rows * heads * block * keys
+
+
+def bias_bytes(planned: PlannedRun, cross: bool) -> tuple[float, float]:
+    """Bytes of the biases of scores that a stack has for all its layers, and of their gradients;
+    rows with segment ids have positions, and so biases, of their own."""
+    model = planned.model
+    if model.positions not in BIASES:
+        return 0.0, 0.0
+    heads = model.n_heads / _split(planned, model.n_heads)
+    rows = planned.rows if planned.packed else 1
+    length, _ = stack_lengths(planned, cross)
+    biases = 4 * rows * heads * length**2
+    return biases, biases if model.positions == "t5" else 0.0
 
 
 def edge_bytes(planned: PlannedRun) -> float:
@@ -188,7 +246,8 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
         return 0.0, 0.0
     split = _split(planned, outputs)
     positions = 1 if model.output == "classes" else min(tile, planned.length)
-    logits = planned.rows * positions * outputs / split * (4 + numbers)
+    copies = LOGIT_COPIES.get(planned.device.platform, 1)
+    logits = planned.rows * positions * outputs / split * (4 * copies + numbers)
     tiles = math.ceil(planned.length / max(positions, 1))
     matrix = outputs / split * model.d_model
     of_x = planned.rows * planned.length * model.d_model * numbers

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxformer.models.cost import flops_per_token
 from jaxformer.params import rows
-from jaxformer.plan.activations import activations
+from jaxformer.plan.activations import activations, array_names, stored_names
 from jaxformer.plan.collectives import Collective, link_bytes
 from jaxformer.plan.memory import MemoryPlan, gradient_bytes, matrix_elements
 from jaxformer.plan.planned import PlannedRun
@@ -49,11 +49,7 @@ def products(planned: PlannedRun) -> Products:
     """The FLOPs of a step."""
     model, tokens = planned.model, planned.tokens_per_step
     per_token = flops_per_token(model, planned.length, planned.source_length)
-    forward = block_flops(planned) / 3
-    scores = attention_flops(planned)
-    repeated = {"none": 0.0, "dots": scores / 3, "full": forward}.get(model.remat)
-    if repeated is None:  # named points, among them the output of fused attention
-        repeated = forward - (scores / 3 if model.attention_kernel != "xla" else 0)
+    repeated = repeated_flops(planned)
     fused = model.attention_kernel not in ("auto", "xla") and not model.dropout
     skipped = causal_flops(planned) * (1 - visible_fraction(planned)) if fused else 0.0
     return Products(per_token, per_token * tokens, repeated * tokens, skipped * tokens)
@@ -81,15 +77,21 @@ def visible_fraction(planned: PlannedRun) -> float:
     return (planned.length + 1) / (2 * planned.length)
 
 
-def block_flops(planned: PlannedRun) -> float:
-    """FLOPs a token, forward and backward, of the blocks alone."""
+def repeated_flops(planned: PlannedRun) -> float:
+    """FLOPs a token of the products that the backward pass computes again: those that it reads and
+    that are not stored."""
+    model = planned.model
+    stored = stored_names(planned, model)
+    read = array_names(planned, model)
     share = planned.source_length / planned.length
-    matrices = sum(
-        math.prod(spec.shape) * (share if spec.reads == "source" else 1)
-        for spec in rows(planned.specs).values()
-        if spec.is_matrix and not spec.lookup and "layers" in spec.axes
-    )
-    return 6 * matrices + attention_flops(planned)
+    total = 0.0
+    for path, spec in rows(planned.specs).items():
+        name = path.rpartition(".")[2]
+        if spec.is_matrix and "layers" in spec.axes and name in read - stored:
+            total += 2 * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
+    if "weights" in read - stored:
+        total += attention_flops(planned) / 3
+    return total
 
 
 def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
@@ -101,7 +103,8 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     state = sum(line.bytes for line in memory.held if line.name != "batch")
     # Each device multiplies by whole matrices, gathered over fsdp.
     matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
-    pieces = 2 * matrices + 2 * activations(planned).stored
+    stored = sum(stack.stored for stack in activations(planned))
+    pieces = 2 * matrices + 2 * stored
     return 2 * state + 2 * gradient_bytes(planned) + planned.run.train.microbatches * pieces
 
 

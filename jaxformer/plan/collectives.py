@@ -2,7 +2,8 @@
 
 fsdp: each device holds a shard of every matrix. A layer's matrices are gathered in the compute
 dtype in the forward and again in the backward pass of every microbatch, and their gradients are
-summed and scattered. data: the gradients of the shards are summed over the replicas. tensor: heads,
+summed and scattered. data: the gradients of the shards are summed over the replicas, once a step,
+or with dropout once a microbatch. tensor: heads,
 feed-forward width and vocabulary are split, so the output of attention and of the feed-forward, and
 the gradients of their inputs, are summed.
 """
@@ -19,13 +20,13 @@ class Collective(NamedTuple):
     """Collectives of one kind and purpose in a step.
 
     `bytes` is the size of the array that one device has whole: the result of an all-gather, the
-    operand of the others; of all `count` together. `devices` is the size of a group.
+    operand of the others; of all `times` together. `devices` is the size of a group.
     """
 
     kind: str
     purpose: str
     axis: str
-    count: int
+    times: int
     bytes: float
     devices: int
 
@@ -100,16 +101,16 @@ def _of_fsdp(planned: PlannedRun) -> list[Collective]:
     for direction in ("forward", "backward"):
         purpose = f"weights of the layers, {direction}"
         add("all-gather", purpose, microbatches * count, microbatches * gathered)
-    add("reduce-scatter", "gradients of the layers", count, gathered * 4 / numbers)
+    add("reduce-scatter", "gradients of the layers", microbatches * count, microbatches * gathered)
     tied = model.tied_head and model.output in ("language", "masked")
     matrices = [split for _, split in _leaves(planned, "embed" if tied else "head")]
     if matrices and matrices[0].divided:
         size = matrices[0].elements
         add("all-gather", "output layer", microbatches, microbatches * size * numbers)
-        add("reduce-scatter", "gradient of the output layer", 1, size * 4)
+        add("reduce-scatter", "gradient of the output layer", microbatches, microbatches * size * 4)
     # Each device looks up the tokens of all in its columns of the table; then rows are exchanged.
     tokens = planned.rows * (planned.length + planned.source_length) * microbatches
-    exchanged = tokens * model.d_model * 4
+    exchanged = tokens * model.d_model * numbers
     add("all-to-all", "looked-up rows, and their gradients", 2 * microbatches, 2 * exchanged)
     whole = sum(s.elements for _, s in _leaves(planned, "rest") if not s.divided)
     add("all-reduce", "gradients of replicated parameters", 1, whole * 4)
@@ -122,7 +123,12 @@ def _of_data(planned: PlannedRun) -> list[Collective]:
     fsdp = planned.size("fsdp")
     splits = [split for kind in kinds for _, split in _leaves(planned, kind)]
     elements = sum(split.elements / (fsdp if split.divided else 1) for split in splits)
-    return [Collective("all-reduce", "gradients", "data", len(splits), elements * 4, devices)]
+    times = planned.run.train.microbatches if planned.model.dropout else 1
+    return [
+        Collective(
+            "all-reduce", "gradients", "data", times * len(splits), times * elements * 4, devices
+        )
+    ]
 
 
 def _of_tensor(planned: PlannedRun) -> list[Collective]:

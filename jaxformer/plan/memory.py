@@ -9,7 +9,7 @@ import numpy as np
 from jaxformer.hardware import Device
 from jaxformer.losses import _tile_length
 from jaxformer.params import rows
-from jaxformer.plan.activations import Activations, activations, logits_bytes
+from jaxformer.plan.activations import StackActivations, activations, edge_bytes, logits_bytes
 from jaxformer.plan.planned import PlannedRun, shard_bytes, tree_bytes
 from jaxformer.training.state import learning
 
@@ -74,34 +74,38 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
 
 
 def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
-    """What the three largest moments of a step take besides what is held."""
-    stored = activations(planned)
+    """What the largest moments of a step take besides what is held: the loss, after the forward
+    pass; the backward pass of each stack, after which what it stored is free; and the update."""
+    stacks, edges = activations(planned), edge_bytes(planned)
     gradients = gradient_bytes(planned)
     tile, matrix = logits_bytes(planned, tile_length(planned))
     always = _always(planned, gradients)
-    saved = MemoryLine("activations", stored.stored, "estimate")
-    return {
+    stored = sum(stack.stored for stack in stacks) + edges
+    found = {
         "loss": [
             *always,
-            saved,
+            MemoryLine("activations", stored, "estimate"),
             MemoryLine("logits of a tile", tile, "estimate"),
             MemoryLine("gradient of the output layer", matrix, "estimate"),
-        ],
-        "backward pass": [
-            *always,
-            saved,
-            MemoryLine("gradients", gradients, "estimate"),
-            *_of_one_layer(planned, stored),
-        ],
-        "update": [*always, MemoryLine("gradients", 2 * gradients, "estimate")],
+        ]
     }
+    for stack in reversed(stacks):
+        found[f"backward pass of the {stack.name}"] = [
+            *always,
+            MemoryLine("activations", stored, "estimate"),
+            MemoryLine("gradients", gradients, "estimate"),
+            *_of_one_layer(planned, stack),
+        ]
+        stored -= stack.stored
+    found["update"] = [*always, MemoryLine("gradients", 2 * gradients, "estimate")]
+    return found
 
 
 def _always(planned: PlannedRun, gradients: float) -> list[MemoryLine]:
     """What is there in every stage: weights in the compute dtype, and sums over microbatches."""
     found = []
-    if planned.dtype_bytes < 4:
-        # The matrices are cast once a step, as shards.
+    if planned.dtype_bytes < 4 and planned.model.layer_loop == "unroll":
+        # The matrices are cast once a step, as shards; a loop casts those of one layer at a time.
         cast = planned.dtype_bytes * matrix_elements(planned)
         found.append(MemoryLine(f"weights in {planned.model.dtype}", cast, "estimate"))
     if planned.run.train.microbatches > 1:
@@ -109,11 +113,11 @@ def _always(planned: PlannedRun, gradients: float) -> list[MemoryLine]:
     return found
 
 
-def _of_one_layer(planned: PlannedRun, stored: Activations) -> list[MemoryLine]:
+def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLine]:
     """What the backward pass of one layer takes while it runs."""
-    found = [MemoryLine("gradients of a layer's arrays", stored.working, "estimate")]
-    if stored.recomputed:
-        found.append(MemoryLine("a layer's recomputed arrays", stored.recomputed, "estimate"))
+    found = [MemoryLine("gradients of a layer's arrays", stack.working, "estimate")]
+    if stack.recomputed:
+        found.append(MemoryLine("a layer's recomputed arrays", stack.recomputed, "estimate"))
     if planned.size("fsdp") > 1:
         # Of this layer and of the next, which is gathered meanwhile.
         gathered = 2 * layer_elements(planned) * planned.dtype_bytes
@@ -157,7 +161,7 @@ def tile_length(planned: PlannedRun) -> int:
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     of_microbatch = planned.run.train.batch_size // planned.run.train.microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
-        return _tile_length(of_microbatch, planned.length, outputs)
+        return _tile_length(of_microbatch, planned.length, outputs) or planned.length
 
 
 def capacity_of(device: Device) -> float | None:

@@ -8,11 +8,10 @@ from jaxformer.hardware import Device
 from jaxformer.params import count, rows
 from jaxformer.plan.changes import Change, shown
 from jaxformer.plan.make import Plan
-from jaxformer.plan.memory import MemoryLine
 from jaxformer.plan.planned import PlannedRun
 from jaxformer.report import banner, human_bytes, human_count, human_time
+from jaxformer.report.banner import INDENT
 
-INDENT = "  "
 WORDS = (
     "exact: follows from the settings; estimate: what a compiler is expected to need, which"
     " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
@@ -107,32 +106,26 @@ def _parameters(planned: PlannedRun) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    memory, table = plan.memory, list[Sequence[str]]()
+    memory = plan.memory
     lines = [*memory.held, *memory.stages[memory.largest]]
-    table = [_memory_row(line) for line in lines]
-    table.append(("peak", human_bytes(memory.peak), _verdict(plan)))
-    title = f"Memory of a device, at its largest: {memory.largest}"
-    beside = (
-        f"{INDENT}Decoding has a cache besides: {human_bytes(plan.cache)} for each row of"
-        f" {plan.planned.model.max_length:,} tokens (exact)."
-    )
-    return "\n".join([_titled(title, table), *([beside] if plan.cache else [])])
-
-
-def _memory_row(line: MemoryLine) -> tuple[str, str, str]:
-    return line.name, human_bytes(line.bytes), line.certainty
-
-
-def _verdict(plan: Plan) -> str:
-    memory, device = plan.memory, plan.planned.device
-    if memory.capacity is None:
-        return "estimate; the memory of this device is unknown"
-    verdict = "fits in" if memory.fits else "does NOT fit in"
-    part = ""
-    if device.memory is not None and memory.capacity < device.memory:
-        share = memory.capacity / device.memory
-        part = f", the {share:.0%} that JAX takes (XLA_CLIENT_MEM_FRACTION changes it)"
-    return f"estimate; {verdict} {human_bytes(memory.capacity)}{part}"
+    table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
+    table.append(("peak", human_bytes(memory.peak), "estimate"))
+    if memory.capacity is not None:
+        verdict = "fits" if memory.fits else "does NOT fit"
+        table.append(("capacity", human_bytes(memory.capacity), verdict))
+    found = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
+    whole = plan.planned.device.memory
+    if whole is not None and memory.capacity is not None and memory.capacity < whole:
+        found.append(
+            f"{INDENT}JAX takes {memory.capacity / whole:.0%} of the {human_bytes(whole)} of a GPU;"
+            " XLA_CLIENT_MEM_FRACTION changes that."
+        )
+    if plan.cache:
+        found.append(
+            f"{INDENT}Decoding has a cache besides: {human_bytes(plan.cache)} for each row of"
+            f" {plan.planned.model.max_length:,} tokens (exact)."
+        )
+    return "\n".join(found)
 
 
 def _changes(plan: Plan) -> str:
@@ -147,15 +140,20 @@ def _changes(plan: Plan) -> str:
 def _products(plan: Plan) -> str:
     found = plan.products
     table = [
-        ("of the model, a token", human_count(found.per_token), "exact, forward and backward"),
-        ("of the model, a step", human_count(found.model), "exact"),
-        ("recomputed by remat", human_count(found.recomputed), "estimate"),
-        ("skipped, masked scores", human_count(found.skipped), "estimate"),
+        ("of the model, a token", _flops(found.per_token), "exact, forward and backward"),
+        ("of the model, a step", _flops(found.model), "exact"),
     ]
-    table = [row for row in table if row[1] != "0"]
-    if plan.cache is not None and not found.recomputed:
-        table = [row for row in table if not row[0].startswith("recomputed")]
-    return _titled("FLOPs, over all devices", table)
+    if found.recomputed:
+        table.append(("recomputed by remat", _flops(found.recomputed), "estimate"))
+    if found.skipped:
+        table.append(("skipped, masked scores", _flops(found.skipped), "estimate"))
+    return _titled("Products, over all devices", table)
+
+
+def _flops(number: float) -> str:
+    """`1.5 GFLOP`, `60.7 PFLOP`."""
+    power = min(max(math.floor(math.log10(max(number, 1)) / 3), 2), 5)
+    return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
 
 
 def _collectives(plan: Plan) -> str:
@@ -165,7 +163,7 @@ def _collectives(plan: Plan) -> str:
         (
             one.kind,
             f"{one.axis} {one.devices}",
-            f"{one.count:,} x",
+            f"{one.times:,} x",
             human_bytes(one.bytes),
             one.purpose,
         )
@@ -178,7 +176,8 @@ def _bound(plan: Plan, tokens: int) -> dict[str, str | list[str]]:
     least = plan.bound
     if least.seconds is None:
         return {"a step": "no bound, because the peak of this device is unknown"}
-    mfu = f"MFU at most {plan.mfu:.1%}" if plan.mfu is not None else ""
+    counted = ", which counts masked scores too," if plan.products.skipped else ""
+    mfu = f"MFU{counted} at most {plan.mfu or 0:.1%}"
     names = {"products": "products", "memory": "memory traffic", "links": "links"}
     parts = [f"{names[name]} {human_time(getattr(least, name))}" for name in least._fields]
     found: dict[str, str | list[str]] = {

@@ -1,0 +1,194 @@
+"""Compares the memory and the collectives that `jaxformer plan` estimates with what the compilers
+of TPUs and GPUs say of the same steps. Nothing is run.
+
+    python benchmarks/plan_memory.py [--rows gpt2 ...] [--table docs/plan.md]
+
+Needs the extras plan-tpu and plan-gpu. Each step compiles in a process of its own, and is saved at
+once in results/plan_memory.json; without --rows, only the steps that the file lacks compile.
+--table writes the table between the marks `<!-- memory -->` and `<!-- /memory -->` of a Markdown
+file.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
+
+import jax
+from compiled import Row, saved
+from pairing import Answer, add_smoke, print_table, save
+
+from jaxformer.config import ConfigError
+from jaxformer.hardware import DEVICES, GIB
+from jaxformer.plan.compiled import compile_on, compiled_report
+from jaxformer.plan.make import make_plan
+from jaxformer.plan.planned import planned_run
+from jaxformer.plan.targets import parse_target
+
+MARKS = "<!-- memory -->", "<!-- /memory -->"
+HEADER = ["step", "target", "settings", "compiled", "planned", "error"]
+NAME = "plan_memory"
+
+
+def step(config: str, target: str, rows: int, *settings: str, packed: bool | None = None) -> Row:
+    """A step of a config on rows of its length; scanned and in one piece unless the settings say
+    otherwise."""
+    whole = ("model.layer_loop=scan", "train.microbatches=1", f"train.batch_size={rows}")
+    return Row(config, config, target, (*whole, *settings), packed)
+
+
+GPU, GPUS, SLICE = "h100:1x1", "h100:1x8", "v5e:2x2"
+FULL, NAMES, UNROLLED = "model.remat=full", "model.remat=names", "model.layer_loop=unroll"
+PLAIN = "model.dropout=0.0"
+LONG = ("model.max_length=8192", "data.sequence_length=8192")
+STEPS = {
+    "gpt2": step("gpt2_124m", GPU, 64),
+    "gpt2_packed": step("gpt2_124m", GPU, 64, packed=True),
+    "gpt2_full": step("gpt2_124m", GPU, 64, FULL),
+    "gpt2_names": step("gpt2_124m", GPU, 64, NAMES),
+    "gpt2_unrolled": step("gpt2_124m", GPU, 64, UNROLLED),
+    "gpt2_microbatches": step("gpt2_124m", GPU, 128, "train.microbatches=4"),
+    "gpt2_data": step("gpt2_124m", GPUS, 256),
+    "gpt2_fsdp_tensor": step("gpt2_124m", GPUS, 128, "mesh.fsdp=2", "mesh.tensor=2"),
+    "gpt2_muon": step("gpt2_124m", GPU, 32, "optimizer.name=muon"),
+    "gpt2_long": step("gpt2_124m", GPU, 8, *LONG),
+    "llama_1b": step("llama_1b", GPU, 8),
+    "llama_1b_packed": step("llama_1b", GPU, 8, packed=True),
+    "llama_1b_full": step("llama_1b", GPU, 16, FULL),
+    "llama_1b_names": step("llama_1b", GPU, 16, NAMES),
+    "llama_1b_fsdp": step("llama_1b", GPUS, 64, "mesh.fsdp=8"),
+    "llama_1b_fsdp_microbatches": step(
+        "llama_1b", GPUS, 128, "mesh.fsdp=8", "train.microbatches=4", FULL
+    ),
+    "llama_1b_tensor": step("llama_1b", "h100:1x4", 32, "mesh.tensor=4"),
+    "llama3_8b": step("llama3_8b", GPUS, 128, "mesh.fsdp=8", "train.microbatches=4", FULL),
+    "llama3_8b_packed": step("llama3_8b", GPUS, 8, "mesh.fsdp=8", FULL, packed=True),
+    "bert_base": step("bert_base", GPU, 64, PLAIN),
+    "bert_base_full": step("bert_base", GPU, 128, PLAIN, FULL),
+    "bert_base_dropout": step("bert_base", GPU, 64),
+    "bert_base_fsdp": step("bert_base", GPUS, 256, PLAIN, "mesh.fsdp=8"),
+    "t5_small": step("t5_small", GPU, 128, PLAIN),
+    "t5_small_full": step("t5_small", GPU, 128, PLAIN, FULL),
+    "transformer_base": step("transformer_base", GPU, 56, PLAIN),
+    "transformer_base_fsdp": step("transformer_base", GPUS, 128, PLAIN, "mesh.fsdp=4"),
+    "v5e_gpt2": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4"),
+    "v5e_gpt2_full": step("gpt2_124m", SLICE, 64, "mesh.fsdp=4", FULL),
+    "v5e_gpt2_packed": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4", packed=True),
+    "v5e_gpt2_tensor": step("gpt2_124m", SLICE, 32, "mesh.tensor=4"),
+    "v5e_bert_base": step("bert_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
+    "v5e_transformer_base": step("transformer_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
+    "v5e_llama3_8b": step("llama3_8b", "v5e:4x4", 16, "mesh.fsdp=16", FULL),
+    "v5p_llama_1b": step("llama_1b", "v5p:2x2x1", 32, "mesh.fsdp=4"),
+    "v5p_llama_1b_names": step("llama_1b", "v5p:2x2x1", 64, "mesh.fsdp=4", NAMES),
+    "v6e_gpt2": step("gpt2_124m", "v6e:2x2", 64, "mesh.fsdp=4"),
+}
+
+
+def measure(row: Row) -> Answer:
+    """What the compiler says of a step: bytes of a device, and those of each kind of collective; or
+    an "error" in their place."""
+    found: Answer = {"config": row.config, "target": row.target, "settings": [*row.settings]}
+    found["packed"] = row.packed
+    try:
+        report = compiled_report(row.run(), row.target, row.packed)
+    except ConfigError as error:
+        return found | {"error": str(error)}
+    found |= {"needed": report.needed, "kernel": report.kernel, "versions": report.versions}
+    if report.memory is None or report.counts is None:
+        return found
+    collectives: dict[str, int] = {}
+    for entry in report.counts.collectives:
+        collectives[entry.kind] = collectives.get(entry.kind, 0) + entry.count * entry.bytes
+    return found | {"memory": dataclasses.asdict(report.memory), "collectives": collectives}
+
+
+def planned_peak(result: Answer) -> float:
+    """The bytes of a device that the plan estimates for a step of the results."""
+    target = parse_target(result["target"])
+    row = Row("", result["config"], result["target"], tuple(result["settings"]))
+    run = planned_run(row.run(), target.kind, target.size, result["packed"])
+    return make_plan(run).memory.peak
+
+
+def compared(rows: dict[str, Answer]) -> dict[str, tuple[float, float]]:
+    """(compiled, planned) bytes of a device for each step that compiled."""
+    done = {name: result for name, result in rows.items() if "needed" in result}
+    return {name: (result["needed"], planned_peak(result)) for name, result in done.items()}
+
+
+def table_of(rows: dict[str, Answer]) -> list[list[str]]:
+    found = []
+    for name, (compiled, planned) in compared(rows).items():
+        result, hidden = rows[name], ("model.layer_loop=scan", "train.microbatches=1")
+        settings = [text for text in result["settings"] if text not in hidden]
+        settings += ["packed"] * bool(result["packed"])
+        error = f"{planned / compiled - 1:+.1%}"
+        sizes = [f"{size / GIB:.2f} GiB" for size in (compiled, planned)]
+        found.append([result["config"], result["target"], " ".join(settings), *sizes, error])
+    return found
+
+
+def write_table(path: Path, table: Sequence[Sequence[str]], sentence: str) -> None:
+    """Puts a sentence and the table between the marks in a Markdown file."""
+    text = path.read_text(encoding="utf-8")
+    first, last = (text.find(mark) for mark in MARKS)
+    if not 0 <= first < last:
+        raise SystemExit(f"{path} has no {MARKS[0]} followed by {MARKS[1]}.")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        print_table(HEADER, table)
+    start = first + len(MARKS[0])
+    body = f"\n{sentence}\n\n{shown.getvalue()}"
+    path.write_text(f"{text[:start]}{body}{text[last:]}", encoding="utf-8")
+
+
+def smoke() -> list[str]:
+    """A row of the table for a small step that is compiled for this CPU."""
+    sizes = ("model.d_model=32", "model.n_layers=2", "model.n_heads=2")
+    tiny = step("quickstart", "cpu", 4, *sizes)
+    compiled = compile_on(tiny.run(), jax.devices()[:1], DEVICES["cpu"], "cpu").needed
+    peak = make_plan(planned_run(tiny.run(), "cpu")).memory.peak
+    sizes_shown = [f"{size / 2**20:.1f} MiB" for size in (compiled, peak)]
+    return ["tiny", "cpu", "", *sizes_shown, f"{peak / compiled - 1:+.1%}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="*", choices=STEPS, metavar="ROW")
+    parser.add_argument("--table", type=Path, help="a Markdown file that gets the table")
+    add_smoke(parser)
+    options = parser.parse_args()
+    rows = saved(NAME)
+    if options.smoke:
+        print_table(HEADER, [smoke()])
+        save(NAME, {}, smoke=True)
+        return
+    missing = [name for name in STEPS if "needed" not in rows.get(name, {})]
+    for name in missing if options.rows is None else options.rows:
+        rows[name] = measure(STEPS[name])
+        save(NAME, {"rows": rows}, smoke=False)
+        print(
+            f"{name}: {json.dumps(rows[name].get('needed', rows[name].get('error')))}", flush=True
+        )
+    errors = [planned / compiled - 1 for compiled, planned in compared(rows).values()]
+    sentence = (
+        f"{len(errors)} steps: median error {statistics.median(map(abs, errors)):.1%}, from"
+        f" {min(errors):+.1%} to {max(errors):+.1%}."
+    )
+    print_table(HEADER, table_of(rows))
+    print(sentence)
+    if options.table:
+        write_table(options.table, table_of(rows), sentence)
+
+
+if __name__ == "__main__":
+    main()

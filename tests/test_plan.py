@@ -1,0 +1,280 @@
+"""`jaxformer plan`: what it says of a run is what the run needs, before it starts."""
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxformer as jf
+from jaxformer.cli import main
+from jaxformer.config import RunConfig
+from jaxformer.config_file import read_config
+from jaxformer.hardware import DEVICES, name_of, peak_flops
+from jaxformer.models.cost import flops_per_token, parameter_count
+from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.plan.changes import changed
+from jaxformer.plan.collectives import collectives_of
+from jaxformer.plan.make import Plan, make_plan
+from jaxformer.plan.planned import PlannedRun, planned_run, replanned
+from jaxformer.plan.report import parameters_by_part, plan_numbers, plan_text
+from jaxformer.training.state import init_state
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+Capture = pytest.CaptureFixture[str]
+
+
+def config(name: str, *overrides: str) -> RunConfig:
+    return jf.load_config(ROOT / "configs" / f"{name}.py", overrides)
+
+
+def planned(name: str, device: str = "h100", devices: int = 0, *overrides: str) -> PlannedRun:
+    return planned_run(config(name, *overrides), device, devices)
+
+
+def plan(name: str, device: str = "h100", devices: int = 0, *overrides: str) -> Plan:
+    return make_plan(planned(name, device, devices, *overrides))
+
+
+def held(found: Plan) -> dict[str, float]:
+    return {line.name: line.bytes for line in found.memory.held}
+
+
+@pytest.mark.parametrize("device", ["h100", "v5e", "cpu"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_planned(name: str, device: str) -> None:
+    found = plan(name, device)
+    assert sum(parameters_by_part(found.planned).values()) == parameter_count(found.planned.model)
+    assert 0 < found.memory.temporary < found.memory.peak
+    text = plan_text(found, f"plan of {name}", tokens=1000)
+    assert name in text and max(map(len, text.splitlines())) <= 100
+    assert json.loads(json.dumps(plan_numbers(found)))["memory"]["peak"] == found.memory.peak
+    known = found.bound.seconds is not None and found.mfu is not None
+    assert known == (device != "cpu")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "bert_tiny", "t5_tiny"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+def test_the_state_takes_the_bytes_that_it_takes(name: str, optimizer: str) -> None:
+    found = plan(name, "cpu", 0, f"optimizer.name={optimizer}")
+    run = found.planned.run
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    state = init_state(
+        found.planned.specs, make_optimizer(run.optimizer, schedule, found.planned.specs)
+    )
+    params = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    rest = sum(leaf.nbytes for leaf in jax.tree.leaves((state.step, state.optimizer)))
+    assert held(found)["parameters"] == params and held(found)["optimizer state"] == rest
+
+
+def test_shards_take_their_share_of_the_bytes() -> None:
+    one, eight = plan("llama_1b"), plan("llama_1b", "h100", 8, "mesh.fsdp=8")
+    # All but the norms, which are whole on each device.
+    norms = 4 * parameters_by_part(one.planned)["norms"]
+    divided = held(one)["parameters"] - norms
+    assert held(eight)["parameters"] == divided / 8 + norms
+    assert held(eight)["batch"] == held(one)["batch"] / 8
+
+
+def test_products_are_those_of_the_cost_model() -> None:
+    found = plan("t5_small", "h100", 0, "model.dropout=0.0")
+    run = found.planned.run
+    per_token = flops_per_token(run.model, run.data.sequence_length, run.data.source_length)
+    assert found.products.per_token == per_token
+    tokens = run.train.batch_size * run.data.sequence_length
+    assert found.products.model == per_token * tokens
+    assert not found.products.recomputed
+    full = plan("t5_small", "h100", 0, "model.dropout=0.0", "model.remat=full").products
+    # The products of the blocks are computed once more, and are less than all.
+    assert 0 < full.recomputed < full.model / 3
+
+
+def test_the_bound_is_the_largest_of_its_parts_and_falls_with_devices() -> None:
+    one, eight = plan("llama_1b"), plan("llama_1b", "h100", 8, "mesh.fsdp=8")
+    for found in (one, eight):
+        parts = dict(found.bound._asdict())
+        assert found.bound.seconds == max(parts.values()) == parts[found.bound.binds]
+        assert found.seconds_for(10 * found.planned.tokens_per_step) == 10 * found.bound.seconds
+        assert found.mfu is not None and 0 < found.mfu <= 1.1
+    assert one.bound.links == 0 < eight.bound.links
+    assert one.bound.seconds / 8 <= eight.bound.seconds < one.bound.seconds
+    assert one.bound.products == pytest.approx(one.products.done / DEVICES["h100"].bfloat16)
+
+
+def test_less_is_stored_with_remat_and_with_microbatches() -> None:
+    temporary = [
+        plan("llama_1b", "h100", 0, f"model.remat={remat}").memory.temporary
+        for remat in ("none", "names", "full")
+    ]
+    assert temporary == sorted(temporary, reverse=True) and len(set(temporary)) == 3
+    few = plan("gpt2_124m", "h100", 0, "train.microbatches=4").memory.temporary
+    assert few > plan("gpt2_124m", "h100", 0, "train.microbatches=16").memory.temporary
+
+
+def test_attention_weights_are_in_memory_only_with_the_plain_kernel() -> None:
+    short, long = (
+        plan("llama_1b", "h100", 0, f"data.sequence_length={n}", f"train.batch_size={2**15 // n}",
+             "train.microbatches=1", "model.max_length=8192", f"model.attention_kernel={kernel}")
+        for n, kernel in ((1024, "cudnn"), (8192, "cudnn"))
+    )  # fmt: skip
+    plain = plan(
+        "llama_1b", "h100", 0, "data.sequence_length=8192", "train.batch_size=4",
+        "train.microbatches=1", "model.max_length=8192", "model.attention_kernel=xla",
+    )  # fmt: skip
+    assert long.memory.temporary == pytest.approx(short.memory.temporary, rel=0.01)
+    weights = 4 * 32 * 8192**2 * 6  # rows, heads, scores; float32 and bfloat16
+    assert plain.memory.temporary > long.memory.temporary + weights
+
+
+def test_the_changes_fit_and_are_the_smallest() -> None:
+    found = plan("llama_1b", "a100_40gb", 4, "train.microbatches=1", "train.batch_size=64")
+    assert found.memory.fits is False and found.changes
+    for change in found.changes:
+        run = changed(found.planned.run, change.settings)
+        memory = make_plan(replanned(found.planned, run)).memory
+        assert memory.fits and memory.peak == change.peak
+    fsdp = [c.settings["mesh.fsdp"] for c in found.changes if set(c.settings) == {"mesh.fsdp"}]
+    for size in fsdp:
+        less = changed(found.planned.run, {"mesh.fsdp": size // 2})
+        assert not make_plan(replanned(found.planned, less)).memory.fits
+
+
+def test_a_run_that_fits_needs_no_change_and_one_that_cannot_has_none() -> None:
+    assert plan("quickstart").changes is None
+    hopeless = plan("llama3_8b", "l40s", 1, "train.batch_size=4")
+    assert hopeless.changes == []
+    assert "use more devices" in plan_text(hopeless, "")
+
+
+def test_collectives_follow_from_the_placements() -> None:
+    run = planned("llama_1b", "h100", 8, "mesh.fsdp=4")
+    found = {(one.kind, one.purpose): one for one in collectives_of(run)}
+    layers = sum(
+        size for name, size in parameters_by_part(run).items() if name in ("attention", "ffn")
+    )
+    microbatches = run.run.train.microbatches
+    gathers = found["all-gather", "weights of the layers, forward"]
+    assert gathers.bytes == 2 * layers * microbatches and gathers.devices == 4
+    assert gathers.times == 7 * 22 * microbatches  # q, k, v, out, gate, up, down
+    assert found["reduce-scatter", "gradients of the layers"].bytes == gathers.bytes
+    # Each replica sums the gradients of its shards.
+    gradients = found["all-reduce", "gradients"]
+    norms = parameters_by_part(run)["norms"]
+    total = parameter_count(run.model)
+    assert gradients.bytes == 4 * ((total - norms) / 4 + norms) and gradients.devices == 2
+    assert not collectives_of(planned("llama_1b"))
+
+
+def test_tensor_parallelism_sums_each_sublayer() -> None:
+    run = planned("llama_1b", "h100", 4, "mesh.tensor=4")
+    found = {one.purpose: one for one in collectives_of(run)}
+    microbatches = run.run.train.microbatches
+    outputs = found["outputs of the sublayers"]
+    assert outputs.times == 2 * 22 * microbatches
+    assert outputs.bytes == outputs.times * run.rows * 2048 * 2048 * 2
+    one, four = plan("llama_1b"), plan("llama_1b", "h100", 4, "mesh.tensor=4")
+    assert four.memory.temporary < one.memory.temporary
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_device_is_found_by_what_jax_calls_it(kind: str, name: str | None) -> None:
+    assert name_of(kind) == name
+    assert peak_flops(kind, "bfloat16") == (name and DEVICES[name].bfloat16)
+
+
+def test_each_kind_is_that_of_one_row_and_has_all_figures() -> None:
+    for name, device in DEVICES.items():
+        if name != "cpu":
+            assert None not in dataclasses.astuple(device) and device.source
+            assert device.float32 <= device.bfloat16
+    assert peak_flops("cpu", "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quickstart", "--device", "h1000"], "there is no device 'h1000': choose one of h100,"),
+        (["quickstart", "--device", "h100", "--devices", "-2"], "--devices -2"),
+        (["quickstart", "--device", "h100", "--devices", "3", "--mesh.fsdp", "2"], "must multiply"),
+        (["quickstart", "--device", "h100", "--devices", "3"], "not divisible among"),
+        (["quickstart", "--device", "h100", "--tokens", "-1"], "--tokens -1"),
+        (
+            ["shakespeare_char", "--device", "h100", "--model.vocab_size", "0"],
+            "model.vocab_size=0, and the size of this tokenizer is not known",
+        ),
+        (["gpt2_124m", "--device", "v5e", "--model.attention_kernel", "cudnn"], "cannot run here"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(
+    arguments: list[str], message: str, capsys: Capture
+) -> None:
+    arguments[0] = str(ROOT / "configs" / f"{arguments[0]}.py")
+    assert main(["plan", *arguments]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and "Traceback" not in told.err and not told.out
+
+
+def test_the_command_prints_text_or_json(capsys: Capture) -> None:
+    path = str(ROOT / "configs" / "gpt2_124m.py")
+    given = [path, "--device", "v5e", "--devices", "4", "--mesh.fsdp", "4", "--tokens", "1000000"]
+    assert main(["plan", *given]) == 0
+    text = capsys.readouterr().out
+    words = ("4 x v5e", "attention", "exact", "estimate", "not faster than", "No speed is promised")
+    assert all(word in text for word in words)
+    assert not re.search(r"\d tokens/s|tokens per second", text)
+    assert main(["plan", *given, "--json"]) == 0
+    numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = plan("gpt2_124m", "v5e", 4, "mesh.fsdp=4")
+    assert numbers["memory"]["peak"] == found.memory.peak
+    assert numbers["seconds_for_tokens"] == found.seconds_for(1_000_000)
+    assert numbers["bound"]["seconds"] == found.bound.seconds
+
+
+def test_classes_that_only_the_data_knows_are_assumed_and_said() -> None:
+    run = read_config(ROOT / "configs" / "bert_tiny.py:scratch")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=4096))
+    found = make_plan(planned_run(run, "h100"))
+    assert "2 classes are assumed" in plan_text(found, "")
+
+
+def test_a_large_model_on_many_devices_is_planned_at_once() -> None:
+    """Without the platform that it plans for, and within 3 s of processor time, with all
+    imports."""
+    sizes = ["--model.d_model", "8192", "--model.n_layers", "80", "--model.n_heads", "64"]
+    sizes += ["--model.d_ff", "28672", "--train.batch_size", "1024", "--mesh.fsdp", "256"]
+    command = [sys.executable, "-m", "jaxformer", "plan", "configs/llama3_8b.py", *sizes]
+    command += ["--device", "v5p", "--devices", "256", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "JAX_PLATFORMS": "tpu"}  # of which there is none here
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    numbers = json.loads(done.stdout)
+    assert sum(numbers["parameters"].values()) == 70_553_706_496
+    assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 3
