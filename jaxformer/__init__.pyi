@@ -12,6 +12,7 @@ from .models.inspect import attention_maps, inspect
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
 from .runs.config import load_config
+from .runs.out_of_memory import OutOfMemory
 from .runs.run import Result, train
 from .settings import ConfigError
 from .training.evaluate import make_evaluate
@@ -26,6 +27,7 @@ __all__ = [
     "Interrupted",
     "Loaded",
     "ModelConfig",
+    "OutOfMemory",
     "Result",
     "RunConfig",
     "TrainState",

@@ -14,12 +14,14 @@ class TrainArguments(ConfigArguments):
 
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
+    from jaxformer.runs.out_of_memory import OutOfMemory
     from jaxformer.runs.run import train
     from jaxformer.training.loop import Diverged, Interrupted
 
+    named = {Diverged: "diverged", OutOfMemory: "out of memory", Interrupted: "interrupted"}
     try:
         train(config)
-    except (Diverged, Interrupted) as stop:
-        print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
-        return 1 if isinstance(stop, Diverged) else 130
+    except tuple(named) as stop:
+        print(f"{named[type(stop)]}: {stop}", file=sys.stderr)
+        return 130 if isinstance(stop, Interrupted) else 1
     return 0

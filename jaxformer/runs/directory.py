@@ -103,3 +103,20 @@ def claim(
         tokenizer.save(folder / "tokenizer.json")
         write_text(folder / "config.json", to_json(run))
         write_text(path, json.dumps(now, indent=2) + "\n")
+
+
+def is_begun(run: RunConfig) -> bool:
+    """Whether the run directory belongs to the config of an earlier command."""
+    return (Path(run.run.dir) / "config.json").is_file()
+
+
+def release(run: RunConfig) -> None:
+    """Takes back what `claim` wrote, so that the directory may be begun with another config. Only
+    for the command that claimed it, before there is a checkpoint."""
+    if jax.process_index():
+        return
+    folder = Path(run.run.dir)
+    for name in ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # there is none, or it is not empty
+        (folder / "checkpoints").rmdir()

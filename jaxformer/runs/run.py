@@ -18,7 +18,8 @@ from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.runs.device import prove_kernel
-from jaxformer.runs.directory import lock
+from jaxformer.runs.directory import is_begun, lock, release
+from jaxformer.runs.out_of_memory import OutOfMemory, advice, memory_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
@@ -46,24 +47,40 @@ def train(run: RunConfig) -> Result:
     Of several processes, only the first one writes the files of the run directory and prints.
 
     Raises ConfigError for a setting or input that cannot work, Diverged if the loss is not a
-    number, and Interrupted after a SIGINT or SIGTERM, with the state saved.
+    number, OutOfMemory if a device has not enough memory for the run, and Interrupted after a
+    SIGINT or SIGTERM, with the state saved.
     """
     begin = time.monotonic()
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
     with lock(run):
+        begun = is_begun(run)
         setup = make_setup(run, log)
         log(banner(summary(setup)))
         keep, every = run.train.keep_checkpoints, run.train.checkpoint_every
-        with Checkpoints(run.run.dir, keep, every) as checkpoints:
-            state, programs = _begin(setup, checkpoints, log)
-            state, last = _steps(setup, state, programs, checkpoints, begin)
+        try:
+            with Checkpoints(run.run.dir, keep, every) as checkpoints:
+                state, programs = _begin(setup, checkpoints, log)
+                state, last = _steps(setup, state, programs, checkpoints, begin)
+        except OutOfMemory as error:
+            raise _with_advice(error, setup, begun) from error.__cause__
         if jax.process_index() == 0:
             from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
 
             log(close_run(setup, state.params, last, time.monotonic() - begin))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _with_advice(error: OutOfMemory, setup: RunSetup, begun: bool) -> OutOfMemory:
+    """The error with what to change. A run directory without a checkpoint that this command began
+    is released, so that any setting may change."""
+    with Checkpoints(setup.run.run.dir) as checkpoints:
+        saved = max(checkpoints.steps(), default=None)
+    if saved is None and not begun:
+        release(setup.run)
+    text = advice(setup, error.shortage, saved=saved, begun=begun)
+    return OutOfMemory(f"{error}\n{text}", error.shortage)
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Programs]:
@@ -84,15 +101,20 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             if platform(setup.mesh) != "cpu":
                 programs.result()
             for length in lengths:
-                if proof := prove_kernel(setup.runs[length], setup.packed):
+                with memory_of("the check of the attention kernel"):
+                    proof = prove_kernel(setup.runs[length], setup.packed)
+                if proof:
                     log(proof)
             return programs
 
         # The newest checkpoint may prove unreadable, so compilation starts from the oldest.
         programs = compile_from(saved[0]) if saved[-1] < run.train.steps else None
-        state = checkpoints.restore(setup.target, log)
+        with memory_of("reading the newest checkpoint"):
+            state = checkpoints.restore(setup.target, log)
         if state is None:
-            state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
+            with memory_of("the initial state"):
+                state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
+                jax.block_until_ready(state)
             if run.run.init_from:
                 from jaxformer.runs.init_from import warm_start
 
@@ -149,18 +171,20 @@ def _fit(
     def evaluate(params: Params) -> Evaluation:
         """Reads all batches at the end, and train.eval_batches of them before."""
         limit = 0 if step.done == settings.steps else settings.eval_batches
-        return evaluation(params, itertools.islice(heldout or (), limit or None))
+        with memory_of(f"the evaluation after step {step.done}"):
+            return evaluation(params, itertools.islice(heldout or (), limit or None))
 
-    return fit(
-        step,
-        state,
-        setup.batches,
-        steps=settings.steps,
-        evaluate=evaluate if heldout else None,
-        evaluate_every=settings.eval_every,
-        checkpoints=checkpoints,
-        hooks=hooks,
-    )
+    with memory_of(lambda: f"step {step.done}"):
+        return fit(
+            step,
+            state,
+            setup.batches,
+            steps=settings.steps,
+            evaluate=evaluate if heldout else None,
+            evaluate_every=settings.eval_every,
+            checkpoints=checkpoints,
+            hooks=hooks,
+        )
 
 
 class StepByLength:
@@ -222,7 +246,8 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
     begin = time.perf_counter()
     first = next(first for first, tokens in setup.batches.lengths if tokens == length)
     batch = place_batch(setup.batches[first], setup.mesh)
-    compiled = setup.step(length).lower(setup.target, batch).compile()
+    with memory_of("compiling the step"):
+        compiled = setup.step(length).lower(setup.target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
     rows = f" for rows of {length} tokens" if len(setup.runs) > 1 else ""
