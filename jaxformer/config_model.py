@@ -34,7 +34,8 @@ Initializer = Annotated[
     TableAt("jaxformer.layers.linear.INITIALIZERS"),
 ]
 AttentionKernel = Annotated[
-    Literal["auto", "xla", "blocked", "cudnn", "tpu"], TableAt("jaxformer.layers.kernels.KERNELS")
+    Literal["auto", "xla", "blocked", "cudnn", "tpu", "flash"],
+    TableAt("jaxformer.layers.kernels.KERNELS"),
 ]
 
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
@@ -174,6 +175,8 @@ class ModelConfig(Section):
     """Recomputed in the backward pass: none, dots (all but matrix products), full (all)."""
     attention_kernel: Volatile[AttentionKernel] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
+    max_segments: Volatile[Natural] = 0
+    """Bound of the segment ids of a row, which cuDNN needs; 0: training takes it from the data."""
 
     @property
     def kv_heads(self) -> int:

@@ -92,7 +92,7 @@ def attention(
         q = rotate(config, q, mask.queries.positions)
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
-    mask = mask._replace(scoring=scoring)
+    mask = mask._replace(scoring=scoring, max_segments=config.max_segments)
     weights_name = f"{name}_weights"
     captures: Captures = {}
     if request.wants(weights_name) or (key is not None and config.dropout > 0):

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
 QUERY_BLOCK = 128  # queries; 64 to 256 run within 10 % of it
 MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks
@@ -37,6 +38,14 @@ class Static(NamedTuple):
     causal: bool
     window: int
     scale: float
+    soft_cap: float
+
+
+class Extra(NamedTuple):
+    """What is added to the scores: a bias [B or 1, N, T, S], and the sinks [N]."""
+
+    bias: jax.Array | None
+    sinks: jax.Array | None
 
 
 class Coordinates(NamedTuple):
@@ -79,18 +88,21 @@ def blocked_attention(
     *,
     causal: bool = True,
     window: int = 0,
-    scale: float = 0.0,
+    scoring: Scoring = Scoring(),
 ) -> Float[Array, "B T N W"]:
     """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
     [B, T, N, W].
 
     Positions and segments are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`;
     segment 0 is padding. Without positions a token's index is its position, and blocks above the
-    diagonal are skipped. `window` 0 is none; `scale` replaces 1/sqrt(H) unless it is 0. The softmax
-    is float32; a fully masked row gives 0.
+    diagonal are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias [B or 1,
+    N, T, S] and the sinks [N] of `dot_product_attention`. The softmax is float32; a fully masked
+    row gives 0.
     """
-    static = Static(causal, window, scale or 1 / math.sqrt(q.shape[-1]))
-    return _attention(q, k, v, Coordinates(*positions, *segments), static)
+    scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
+    static = Static(causal, window, scale, scoring.soft_cap)
+    coordinates = Coordinates(*positions, *segments)
+    return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), coordinates, static)
 
 
 def _heads_first(
@@ -122,38 +134,70 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _scores(
+    queries: jax.Array, keys: jax.Array, bias: jax.Array | None, static: Static
+) -> tuple[jax.Array, jax.Array | None]:
+    """The scores [B, K, G, rows, keys] of a block, float32, and tanh(score / cap) with a soft-cap.
+
+    `bias` is that of the block, [B or 1, K, G, rows, keys].
+    """
+    scores, bent = _product("BKGTH,BKSH->BKGTS", queries, keys) * static.scale, None
+    if static.soft_cap:
+        bent = jnp.tanh(scores / static.soft_cap)
+        scores = static.soft_cap * bent
+    return (scores if bias is None else scores + bias), bent
+
+
+def _part_of_bias(extra: Extra, key_heads: int, rows: slice, seen: slice) -> jax.Array | None:
+    if extra.bias is None:
+        return None
+    part = extra.bias[..., rows, seen]
+    return part.reshape(part.shape[0], key_heads, -1, *part.shape[2:])
+
+
+def _sinks(extra: Extra, key_heads: int) -> jax.Array | None:
+    """[K, G, 1, 1]"""
+    return None if extra.sinks is None else extra.sinks.reshape(key_heads, -1, 1, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, coordinates: Coordinates, static: Static
+    q: jax.Array, k: jax.Array, v: jax.Array, extra: Extra, coordinates: Coordinates, static: Static
 ) -> jax.Array:
-    return _forward(q, k, v, coordinates, static)[0]
+    return _forward(q, k, v, extra, coordinates, static)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, coordinates: Coordinates, static: Static
+    q: jax.Array, k: jax.Array, v: jax.Array, extra: Extra, coordinates: Coordinates, static: Static
 ) -> tuple[jax.Array, Any]:
-    scale = static.scale
     queries, keys, values = _heads_first(q, k, v)  # [B, K, G, T, H], [B, K, S, H], [B, K, S, W]
     lowest, least = jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).tiny
+    sinks = _sinks(extra, k.shape[2])
     outs, log_sums = [], []
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
-        scores = _product("BKGTH,BKSH->BKGTS", queries[..., rows, :], keys[..., seen, :]) * scale
+        bias = _part_of_bias(extra, k.shape[2], rows, seen)
+        scores, _ = _scores(queries[..., rows, :], keys[..., seen, :], bias, static)
         # Subtracting the maximum of a row keeps exp finite; a fully masked row has no weights, and
         # its total is kept above 0 so that it gives 0 / tiny = 0.
         top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest)
+        if sinks is not None:  # one more key, whose weight has no value
+            top = jnp.maximum(top, sinks)
         weights = jnp.where(mask, jnp.exp(scores - top), 0)
-        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), least)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(sinks - top)
+        total = jnp.maximum(total, least)
         outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
         log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
     out = _heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
-    return out, (q, k, v, coordinates, out, jnp.concatenate(log_sums, axis=-2))
+    # The name lets a policy of `model.remat` save them instead of running the kernel twice.
+    out = checkpoint_name(out, "attention")
+    log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=-2), "attention")
+    return out, (q, k, v, extra, coordinates, out, log_sum)
 
 
-def _backward(
-    static: Static, saved: Any, d_out: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    scale = static.scale
-    q, k, v, coordinates, out, log_sums = saved
+def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, extra, coordinates, out, log_sums = saved
     # The barrier keeps XLA from computing weights before d_out is there: they would wait in memory.
     q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier((q, k, v, out, log_sums, d_out))
     queries, keys, values = _heads_first(q, k, v)
@@ -161,22 +205,48 @@ def _backward(
     # The softmax's gradient is weights * (d_weights - inner), where inner is the sum of
     # weights * d_weights over the keys, which equals the sum of d_out * out over H.
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
-    d_queries = []
+    d_queries, d_bias = [], []
     d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
         qs, ds = queries[..., rows, :], d_outs[..., rows, :]
         ks, vs = keys[..., seen, :], values[..., seen, :]
-        scores = _product("BKGTH,BKSH->BKGTS", qs, ks) * scale
+        bias = _part_of_bias(extra, k.shape[2], rows, seen)
+        scores, bent = _scores(qs, ks, bias, static)
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
-        d_scores = weights * (_product("BKGTH,BKSH->BKGTS", ds, vs) - inner[..., rows, :]) * scale
-        d_queries.append(_product("BKGTS,BKSH->BKGTH", d_scores, ks))
+        d_scores = weights * (_product("BKGTH,BKSH->BKGTS", ds, vs) - inner[..., rows, :])
         # Keys beyond this block's end have no gradient from it: zeros up to S.
-        rest = ((0, 0), (0, 0), (0, keys.shape[2] - seen.stop), (0, 0))
+        beyond = keys.shape[2] - seen.stop
+        if bias is not None:
+            own = jnp.sum(d_scores, axis=0, keepdims=True) if len(bias) == 1 else d_scores
+            d_bias.append(jnp.pad(own, ((0, 0),) * 4 + ((0, beyond),)))
+        if bent is not None:
+            d_scores = d_scores * (1 - jnp.square(bent))
+        d_scores = d_scores * static.scale
+        d_queries.append(_product("BKGTS,BKSH->BKGTH", d_scores, ks))
+        rest = ((0, 0), (0, 0), (0, beyond), (0, 0))
         d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", weights, ds), rest)
         d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), rest)
     d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
     d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    d_extra = Extra(_gradient_of_bias(extra, d_bias), _gradient_of_sinks(extra, inner, log_sums))
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None
+
+
+def _gradient_of_bias(extra: Extra, parts: list[jax.Array]) -> jax.Array | None:
+    """Parts [B or 1, K, G, rows, S] -> [B or 1, N, T, S]."""
+    if extra.bias is None:
+        return None
+    whole = jnp.concatenate(parts, axis=-2)
+    return whole.reshape(extra.bias.shape).astype(extra.bias.dtype)
+
+
+def _gradient_of_sinks(extra: Extra, inner: jax.Array, log_sums: jax.Array) -> jax.Array | None:
+    """A sink has the weight exp(sink - log_sum) and no value, so its d_weights is 0."""
+    sinks = _sinks(extra, inner.shape[1])
+    if sinks is None or extra.sinks is None:
+        return None
+    by_head = -jnp.sum(jnp.exp(sinks - log_sums) * inner, axis=(0, 3, 4))  # [K, G]
+    return by_head.reshape(extra.sinks.shape).astype(extra.sinks.dtype)
 
 
 _attention.defvjp(_forward, _backward)

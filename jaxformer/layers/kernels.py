@@ -12,70 +12,63 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxformer.config_model import AttentionKernel, ModelConfig
 from jaxformer.layers.blocked import blocked_attention
+from jaxformer.layers.cudnn import cudnn_attention, lacks_packed_rows
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.masks import AttentionMask, TokenLayout
+from jaxformer.layers.pallas import flash_attention, splash_attention
 from jaxformer.layers.positions import BIASES
 from jaxformer.settings import ConfigError, Table
+from jaxformer.sharding import activation
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    how: Any = {"causal": mask.causal, "window": mask.window, "scale": mask.scoring.scale}
     queries, keys = mask.queries, mask.keys
-    if queries.ordered and keys.ordered:
-        return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
-    layout = (queries.positions, keys.positions)
-    return blocked_attention(q, k, v, layout, (queries.segments, keys.segments), **how)
+    how: Any = {"causal": mask.causal, "window": mask.window, "scoring": mask.scoring}
+    if not (queries.ordered and keys.ordered):
+        how["positions"] = (queries.positions, keys.positions)
+    return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    scale = mask.scoring.scale or None
-    return jax.nn.dot_product_attention(
-        q, k, v, is_causal=mask.causal, scale=scale, implementation="cudnn"
-    )
-
-
-def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
-
-    groups, scale = q.shape[2] // k.shape[2], mask.scoring.scale or 1 / math.sqrt(q.shape[-1])
-    heads_first = [
-        jnp.swapaxes(a, 1, 2) for a in (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))
-    ]
-    ids = [mask.queries.segments, mask.keys.segments]
-    segments = None
-    if any(of is not None for of in ids):
-        sides = zip(ids, (q, k), strict=True)
-        segments = SegmentIds(
-            *(jnp.ones(x.shape[:2], jnp.int32) if of is None else of for of, x in sides)
-        )
-    out = flash_attention(*heads_first, segment_ids=segments, causal=mask.causal, sm_scale=scale)
-    return jnp.swapaxes(out, 1, 2)
+HOPPER = (9, 0)
+# The log-sum-exp of packed rows takes as many floats a token and head as a row may have segments.
+MOST_SEGMENTS = 64
 
 
 class Case(NamedTuple):
-    """A training run, as far as the choice of a kernel depends on it."""
+    """A training run, as far as the choice of a kernel depends on it.
+
+    `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
+    `capability` is the compute capability of an NVIDIA GPU.
+    """
 
     platform: str
     dtype: str
     length: int
-    packed: bool
+    segments: int
     model: ModelConfig
+    capability: tuple[int, ...] = HOPPER
 
 
 @dataclass(frozen=True)
 class KernelRow:
     """A kernel, its description, the features of `FEATURES` that it lacks, and why it cannot run on
-    a device (empty if it can)."""
+    a device (empty if it can).
+
+    `partitioned`: the compiler cannot divide it among devices, so that each device computes its own
+    rows and heads (`jax.shard_map`).
+    """
 
     run: Kernel
     what: str
     lacks: frozenset[str] = frozenset()
     device: Callable[[Case], str] = lambda case: ""
+    partitioned: bool = False
 
     def refuses(self, case: Case) -> str:
         """Why the kernel cannot serve a training run; empty if it can."""
@@ -91,8 +84,10 @@ class KernelRow:
 # Features that not every kernel has, and why a run that needs one cannot use a kernel without it.
 FEATURES = {
     "segments": "it has no segment ids, and these rows are packed or padded",
+    "many segments": f"it takes rows of at most {MOST_SEGMENTS} texts, and these have more",
     "any length": "its sequences are multiples of 128, and data.sequence_length is not",
     "window": "it has no window, and model.window is set",
+    "window to both sides": "its window is to the left, and an encoder's is to both sides",
     "value width": "its values are as wide as its keys, and model.value_dim is set",
     "positions": "its positions are the index, and these rows have their own",
     "dropout": "it has no dropout of attention weights, and model.dropout is set",
@@ -100,16 +95,19 @@ FEATURES = {
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
-SCORES = frozenset({"dropout", "score bias", "soft-cap", "sinks"})
-FUSED = SCORES | {"window", "value width", "positions"}
+FUSED = frozenset({"positions", "dropout"})
+CUDNN = FUSED | {"many segments", "window to both sides", "value width"}
+SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
 
 def _features_of_run(case: Case) -> set[str]:
     model = case.model
     wanted = {
-        "segments": case.packed,
+        "segments": case.segments,
+        "many segments": case.segments > MOST_SEGMENTS,
         "any length": case.length % 128,
         "window": model.window,
+        "window to both sides": model.window and model.family != "decoder",
         "value width": model.value_width != model.head_width,
         "dropout": model.dropout,
         "score bias": model.positions in BIASES,
@@ -121,10 +119,13 @@ def _features_of_run(case: Case) -> set[str]:
 
 def _features_of_call(mask: AttentionMask) -> set[str]:
     sides, scoring = (mask.queries, mask.keys), mask.scoring
+    segments = any(side.segments is not None for side in sides)
     wanted = {
-        "segments": any(side.segments is not None for side in sides),
+        "segments": segments,
+        "many segments": segments and not 0 < mask.max_segments <= MOST_SEGMENTS,
         "any length": any(side.positions.shape[-1] % 128 for side in sides),
         "window": mask.window,
+        "window to both sides": mask.window and not mask.causal,
         "positions": mask.causal and not all(side.ordered for side in sides),
         "score bias": scoring.bias is not None,
         "soft-cap": scoring.soft_cap,
@@ -140,7 +141,9 @@ def _cudnn_device(case: Case) -> str:
         return f"it computes in 16 bits only, and model.dtype is {case.dtype}"
     if case.model.head_width % 8 or case.model.head_width > 256:
         return f"its head width is a multiple of 8 up to 256, not {case.model.head_width}"
-    return ""
+    if case.segments > 1 and case.capability < HOPPER:
+        return "it takes packed rows from compute capability 9.0 (Hopper) on"
+    return lacks_packed_rows() if case.segments > 1 else ""
 
 
 def _tpu_device(case: Case) -> str:
@@ -150,14 +153,35 @@ def _tpu_device(case: Case) -> str:
 KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
-        "cudnn": KernelRow(_cudnn, "cuDNN attention", FUSED | {"segments"}, _cudnn_device),
-        "tpu": KernelRow(_tpu, "Pallas flash attention", FUSED | {"any length"}, _tpu_device),
-        "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp", SCORES),
+        "cudnn": KernelRow(
+            cudnn_attention, "cuDNN attention", CUDNN | SCORES, _cudnn_device, partitioned=True
+        ),
+        "tpu": KernelRow(
+            splash_attention,
+            "Pallas splash attention",
+            FUSED | {"score bias"},
+            _tpu_device,
+            partitioned=True,
+        ),
+        "flash": KernelRow(
+            flash_attention,
+            "Pallas flash attention",
+            FUSED | {"soft-cap", "sinks", "window", "value width", "any length"},
+            _tpu_device,
+            partitioned=True,
+        ),
+        "blocked": KernelRow(
+            _blocked, "blocked attention with a saved log-sum-exp", frozenset({"dropout"})
+        ),
         "xla": KernelRow(plain, "plain XLA attention"),
     },
     besides=("auto",),
 )
-PREFERRED = {"gpu": ("cudnn", "xla"), "tpu": ("tpu", "xla"), "cpu": ("blocked", "xla")}
+PREFERRED = {
+    "gpu": ("cudnn", "blocked", "xla"),
+    "tpu": ("tpu", "flash", "blocked", "xla"),
+    "cpu": ("blocked", "xla"),
+}
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -165,7 +189,46 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     not serve: one chosen for the batches of a run meets a cache and padded prompts too.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
-    return (row.run if row.serves(mask) else plain)(q, k, v, mask)
+    if not row.serves(mask):
+        return plain(q, k, v, mask)
+    return _on_each_device(row.run, q, k, v, mask) if row.partitioned else row.run(q, k, v, mask)
+
+
+def _on_each_device(
+    run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
+) -> jax.Array:
+    """`run` on the rows and heads of each device of the mesh in force."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh._any_axis_manual:
+        return run(q, k, v, mask)
+    place = activation(q.shape, ("batch", None, "heads", None))
+    batch, _, heads, _ = place
+    if heads is not None:  # query heads are divided; each part needs the key heads of its groups
+        split = mesh.shape[heads]
+        k, v = (jnp.repeat(x, split // math.gcd(split, x.shape[2]), axis=2) for x in (k, v))
+    scoring = mask.scoring
+    bias_place = None
+    if scoring.bias is not None:
+        bias_place = PartitionSpec(batch if scoring.bias.shape[0] > 1 else None, heads)
+
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sides: tuple[TokenLayout, TokenLayout],
+        bias: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        own = mask._replace(scoring=scoring._replace(bias=bias, sinks=sinks))
+        return run(q, k, v, own._replace(queries=sides[0], keys=sides[1]))
+
+    rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
+    places = (place, place, place, rows, bias_place, per_head)
+    # The kernels do not say along which axes their results vary, so that is not checked.
+    divided = jax.shard_map(local, in_specs=places, out_specs=place, check_vma=False)
+    layouts = (mask.queries, mask.keys)
+    out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
+    return out
 
 
 def choose(asked: str, case: Case) -> tuple[str, str]:

@@ -42,7 +42,7 @@ class AttentionMask(NamedTuple):
 
     `window` is the number of tokens back that a query sees, including itself (on both sides if not
     `causal`); 0 is all. `relative` is False if queries and keys are of different sequences, so that
-    distances between them mean nothing.
+    distances between them mean nothing. `max_segments` bounds the segment ids; 0: not known.
     """
 
     queries: TokenLayout
@@ -51,6 +51,7 @@ class AttentionMask(NamedTuple):
     window: int = 0
     scoring: Scoring = Scoring()
     relative: bool = True
+    max_segments: int = 0
 
 
 def layout_of(

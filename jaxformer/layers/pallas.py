@@ -1,0 +1,130 @@
+"""The Pallas attention kernels for TPUs that JAX brings: splash attention, and flash attention for
+scores that have a bias."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.segments import sees_any, segment_ids
+
+LANES = 128  # lengths are multiples of it, so rows are padded to the next one
+
+
+class Blocks(NamedTuple):
+    """Queries and keys that a program of a kernel reads at a time, forward and backward."""
+
+    queries: int = 512
+    keys: int = 512
+
+
+BLOCKS = Blocks()
+
+
+def _dividing(length: int, most: int) -> int:
+    """The largest multiple of LANES that divides a padded length and is at most `most`."""
+    sizes = range(min(most, length), 0, -LANES)
+    return next(size for size in sizes if length % size == 0)
+
+
+def _padded(x: jax.Array, axis: int) -> jax.Array:
+    width = [(0, 0)] * x.ndim
+    width[axis] = (0, -x.shape[axis] % LANES)
+    return jnp.pad(x, width)
+
+
+def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    """q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W].
+
+    Keys are read once for all query heads of their group, and blocks that the mask hides entirely
+    are not computed. Any length: rows are padded, as a segment of their own. A query that sees
+    nothing gives 0.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    length, scoring = q.shape[1], mask.scoring
+    scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)  # the kernel has no scale
+    heads_first = [jnp.swapaxes(_padded(x, 1), 1, 2) for x in (q, k, v)]
+    rows, keys = heads_first[0].shape[2], heads_first[1].shape[2]
+    ids = None
+    sides = (mask.queries, mask.keys)
+    if (rows, keys) != (length, k.shape[1]) or any(side.segments is not None for side in sides):
+        ids = kernels.SegmentIds(*(_padded(of, 1) for of in segment_ids(mask)))
+    kernel = _kernel(q.shape[2], rows, keys, mask.causal, mask.window, scoring.soft_cap)
+
+    def of_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> jax.Array:
+        return kernel(q, k, v, ids, scoring.sinks)
+
+    out = jnp.swapaxes(jax.vmap(of_row)(*heads_first, ids), 1, 2)[:, :length]
+    return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
+
+
+def _kernel(heads: int, rows: int, keys: int, causal: bool, window: int, soft_cap: float) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (rows, keys)
+    seen: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    if window:
+        seen = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), offset=0)
+    queries, seen_keys = _dividing(rows, BLOCKS.queries), _dividing(keys, BLOCKS.keys)
+    blocks = kernels.BlockSizes(
+        block_q=queries,
+        block_kv=seen_keys,
+        block_kv_compute=seen_keys,
+        block_q_dkv=queries,
+        block_kv_dkv=seen_keys,
+        block_kv_dkv_compute=seen_keys,
+        block_q_dq=queries,
+        block_kv_dq=seen_keys,
+    )
+    return kernels.make_splash_mha_single_device(
+        masks.MultiHeadMask([seen] * heads),
+        block_sizes=blocks,
+        attn_logits_soft_cap=soft_cap or None,
+        residual_checkpoint_name="attention",
+    )
+
+
+def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    """q [B, T, N, H], k and v [B, S, K, H] -> [B, T, N, H], with the bias of the scores.
+
+    Lengths are multiples of 128. A query that sees nothing gives 0.
+    """
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernels
+
+    groups, scoring = q.shape[2] // k.shape[2], mask.scoring
+    repeated = (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in repeated]
+    bias = scoring.bias
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, (*heads_first[0].shape[:3], k.shape[1])).astype(q.dtype)
+    ids = None
+    if any(side.segments is not None for side in (mask.queries, mask.keys)):
+        ids = kernels.SegmentIds(*segment_ids(mask))
+    queries, keys = _dividing(q.shape[1], BLOCKS.queries), _dividing(k.shape[1], BLOCKS.keys)
+    out = kernels.flash_attention(
+        *heads_first,
+        ab=bias,
+        segment_ids=ids,
+        causal=mask.causal,
+        sm_scale=scoring.scale or 1 / math.sqrt(q.shape[-1]),
+        block_sizes=kernels.BlockSizes(
+            block_q=queries,
+            block_k_major=keys,
+            block_k=keys,
+            block_b=1,
+            block_q_major_dkv=queries,
+            block_k_major_dkv=keys,
+            block_k_dkv=keys,
+            block_q_dkv=queries,
+            block_k_major_dq=keys,
+            block_k_dq=keys,
+            block_q_dq=queries,
+        ),
+    )
+    out = jnp.swapaxes(out, 1, 2)
+    return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
