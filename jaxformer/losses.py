@@ -34,6 +34,7 @@ class Extras(NamedTuple):
     soft_cap: float = 0.0
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"] | CustomLeaf,
