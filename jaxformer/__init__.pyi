@@ -17,6 +17,7 @@ from .runs.run import Result, train
 from .settings import ConfigError
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit
+from .training.profile import Profile
 from .training.state import TrainState, init_state
 from .training.step import make_step
 
@@ -28,6 +29,7 @@ __all__ = [
     "Loaded",
     "ModelConfig",
     "OutOfMemory",
+    "Profile",
     "Result",
     "RunConfig",
     "TrainState",

@@ -105,6 +105,11 @@ def claim(
         write_text(path, json.dumps(now, indent=2) + "\n")
 
 
+def profile_dir(run_dir: str) -> Path:
+    """Where a run keeps the trace of run.profile."""
+    return Path(run_dir) / "profile"
+
+
 def is_begun(run: RunConfig) -> bool:
     """Whether the run directory belongs to the config of an earlier command."""
     return (Path(run.run.dir) / "config.json").is_file()

@@ -1,9 +1,10 @@
 """A whole run: turns its settings into a step, batches and hooks, and passes them to `fit`."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,13 @@ from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.runs.device import prove_kernel
-from jaxformer.runs.directory import is_begun, lock, release
+from jaxformer.runs.directory import is_begun, lock, profile_dir, release
 from jaxformer.runs.out_of_memory import OutOfMemory, advice, memory_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
-from jaxformer.training.loop import fit
+from jaxformer.training.loop import Advance, fit
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, Metrics
 
@@ -174,9 +175,9 @@ def _fit(
         with memory_of(f"the evaluation after step {step.done}"):
             return evaluation(params, itertools.islice(heldout or (), limit or None))
 
-    with memory_of(lambda: f"step {step.done}"):
+    with memory_of(lambda: f"step {step.done}"), traced(setup, step) as advance:
         return fit(
-            step,
+            advance,
             state,
             setup.batches,
             steps=settings.steps,
@@ -199,6 +200,26 @@ class StepByLength:
             self._log(f"From step {self.done + 1} on, rows have {now} tokens instead of {before}.")
         self.done += 1
         return self._programs[now](state, batch)  # type: ignore[no-any-return]
+
+    def next_program(self) -> Any:
+        """The compiled program of the next step."""
+        return self._programs[self.setup.length(self.done)]
+
+
+@contextlib.contextmanager
+def traced(setup: RunSetup, step: StepByLength) -> Iterator[Advance]:
+    """The step, which traces the steps of run.profile into the run directory."""
+    run = setup.run.run
+    if not run.profile:
+        yield step
+        return
+    from jaxformer.training.profile import Profile
+
+    profile = Profile(step, run.profile, profile_dir(run.dir), program=step.next_program)
+    try:
+        yield profile
+    finally:
+        profile.close()
 
 
 class MetricLogger:
