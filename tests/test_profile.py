@@ -16,7 +16,7 @@ import jaxformer as jf
 from jaxformer.training.trace import (
     OTHER,
     SCOPES,
-    Place,
+    ScopedPass,
     covered,
     operations,
     place_of,
@@ -78,7 +78,7 @@ def named_programs(monkeypatch: pytest.MonkeyPatch) -> Any:
     }.items(),
 )
 def test_an_operation_counts_for_its_innermost_scope(name: str, place: tuple[str, str]) -> None:
-    assert place_of(name) == Place(*place)
+    assert place_of(name) == ScopedPass(*place)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -152,9 +152,9 @@ ENTRY %main {
 }
 """
 EXPECTED = {
-    Place("ffn", "forward"): 4000.0,
-    Place("optimizer", "forward"): 2000.0,
-    Place("collectives", "forward"): 1000.0,
+    ScopedPass("ffn", "forward"): 4000.0,
+    ScopedPass("optimizer", "forward"): 2000.0,
+    ScopedPass("collectives", "forward"): 1000.0,
 }
 
 

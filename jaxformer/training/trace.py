@@ -21,7 +21,7 @@ INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([\w\-]+)\(", 
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
-class Place(NamedTuple):
+class ScopedPass(NamedTuple):
     """What an instruction belongs to: a scope, and the pass over the model."""
 
     scope: str
@@ -38,7 +38,7 @@ class Spent(NamedTuple):
     end: float
 
 
-def places_of(program: str, scopes: Sequence[str] = SCOPES) -> dict[str, Place]:
+def places_of(program: str, scopes: Sequence[str] = SCOPES) -> dict[str, ScopedPass]:
     """The place of each instruction of a compiled program (`compiled.as_text()`) that runs by
     itself, by the name of the instruction."""
     found = {}
@@ -54,7 +54,7 @@ def places_of(program: str, scopes: Sequence[str] = SCOPES) -> dict[str, Place]:
     return found
 
 
-def place_of(op_name: str, scopes: Sequence[str] = SCOPES) -> Place:
+def place_of(op_name: str, scopes: Sequence[str] = SCOPES) -> ScopedPass:
     """The innermost of the scopes in the name of an operation, such as
     "jit(advance)/transpose(jvp(layer))/attention/dot_general"."""
     parts = op_name.partition(";")[0].split("/")
@@ -65,7 +65,7 @@ def place_of(op_name: str, scopes: Sequence[str] = SCOPES) -> Place:
             inside.append(name)
     backward = any(part.startswith("transpose(") for part in parts)
     direction = "backward" if backward else "forward"
-    return Place(inside[-1], "recomputed" if "rematted_computation" in parts else direction)
+    return ScopedPass(inside[-1], "recomputed" if "rematted_computation" in parts else direction)
 
 
 def newest_trace(directory: Path) -> Path | None:
@@ -102,14 +102,14 @@ class TimeTable(NamedTuple):
     """Mean nanoseconds of a step on a device: by place, of which those of different places may
     overlap; in which any operation ran; and as the clock counts it."""
 
-    places: Mapping[Place, float]
+    places: Mapping[ScopedPass, float]
     busy: float
     elapsed: float
 
     def __str__(self) -> str:
         """A Markdown table, the scopes that took most first."""
         sums = {
-            scope: [self.places.get(Place(scope, direction), 0.0) for direction in PASSES]
+            scope: [self.places.get(ScopedPass(scope, direction), 0.0) for direction in PASSES]
             for scope, _ in self.places
         }
         total = sum(self.places.values()) or 1.0
@@ -135,13 +135,13 @@ class TimeTable(NamedTuple):
 
 def time_table(
     devices: Sequence[Sequence[Spent]],
-    programs: Iterable[Mapping[str, Place]],
+    programs: Iterable[Mapping[str, ScopedPass]],
     steps: int,
     seconds: float,
 ) -> TimeTable:
     """Where `steps` steps that took `seconds` spent the time of the devices, whose operations are
     those of `programs` (from `places_of`)."""
-    tables, totals, busy = list(programs), defaultdict[Place, float](float), 0.0
+    tables, totals, busy = list(programs), defaultdict[ScopedPass, float](float), 0.0
     shares = steps * max(len(devices), 1)
     for spent in devices:
         known = _known(spent, tables)
@@ -152,8 +152,8 @@ def time_table(
 
 
 def _known(
-    spent: Sequence[Spent], tables: Sequence[Mapping[str, Place]]
-) -> list[tuple[Place, float, float]]:
+    spent: Sequence[Spent], tables: Sequence[Mapping[str, ScopedPass]]
+) -> list[tuple[ScopedPass, float, float]]:
     """The operations of the programs, each with its place. Programs are told apart by the names of
     their instructions."""
     of_program = defaultdict[str, set[str]](set)
