@@ -17,9 +17,10 @@ from jaxformer.mesh import make_mesh, place_batch
 from jaxformer.models import decoder
 from jaxformer.objectives import loss_of
 from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.plan.abstract import with_kernel
 from jaxformer.report import MetricsLog
 from jaxformer.runs import run as loop
-from jaxformer.runs.device import prove_kernel, with_kernel
+from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, make_step

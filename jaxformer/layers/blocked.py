@@ -88,17 +88,18 @@ def blocked_attention(
     *,
     causal: bool = True,
     window: int = 0,
-    scoring: Scoring = Scoring(),
+    scoring: Scoring | None = None,
 ) -> Float[Array, "B T N W"]:
     """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
     [B, T, N, W].
 
     Positions and segments are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`;
     segment 0 is padding. Without positions a token's index is its position, and blocks above the
-    diagonal are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias [B or 1,
-    N, T, S] and the sinks [N] of `dot_product_attention`. The softmax is float32; a fully masked
-    row gives 0.
+    diagonal are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias
+    [B or 1, N, T, S] and the sinks [N] of `dot_product_attention`. The softmax is float32; a fully
+    masked row gives 0.
     """
+    scoring = scoring or Scoring()
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
     static = Static(causal, window, scale, scoring.soft_cap)
     coordinates = Coordinates(*positions, *segments)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.segments import sees_any, segment_ids
+from jaxformer.sharding import platform
 
 LANES = 128  # lengths are multiples of it, so rows are padded to the next one
 
@@ -86,6 +87,7 @@ def _kernel(heads: int, rows: int, keys: int, causal: bool, window: int, soft_ca
         block_sizes=blocks,
         attn_logits_soft_cap=soft_cap or None,
         residual_checkpoint_name="attention",
+        interpret=platform() == "cpu",
     )
 
 
@@ -97,11 +99,14 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
     groups, scoring = q.shape[2] // k.shape[2], mask.scoring
+    scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
     repeated = (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))
     heads_first = [jnp.swapaxes(x, 1, 2) for x in repeated]
     bias = scoring.bias
     if bias is not None:
-        bias = jnp.broadcast_to(bias, (*heads_first[0].shape[:3], k.shape[1])).astype(q.dtype)
+        # The kernel multiplies the sum of scores and bias by the scale.
+        whole = (*heads_first[0].shape[:3], k.shape[1])
+        bias = jnp.broadcast_to(bias / scale, whole).astype(q.dtype)
     ids = None
     if any(side.segments is not None for side in (mask.queries, mask.keys)):
         ids = kernels.SegmentIds(*segment_ids(mask))
@@ -111,7 +116,7 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
         ab=bias,
         segment_ids=ids,
         causal=mask.causal,
-        sm_scale=scoring.scale or 1 / math.sqrt(q.shape[-1]),
+        sm_scale=scale,
         block_sizes=kernels.BlockSizes(
             block_q=queries,
             block_k_major=keys,

@@ -1,8 +1,6 @@
-"""What the device can do: its peak speed, and the attention kernel that a run uses on it."""
+"""The check that the attention kernel of a run is right on its device."""
 
 import dataclasses
-import math
-import time
 from typing import Any
 
 import jax
@@ -16,41 +14,10 @@ from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.training.state import compiler_options
 
-# Dense bfloat16 products, by a part of the name of the device, longest first.
-PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "TPU v6 lite": 918.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5": 459.0,
-    "TPU v4": 275.0,
-}
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
 REFERENCE_BYTES = 2**30
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
-
-
-def peak_flops(dtype: str) -> float:
-    """Peak FLOP/s of one device: the manufacturer's figure, or, where that is not known, the speed
-    of a large matrix product, measured now."""
-    kind = jax.devices()[0].device_kind
-    for name, tflops in PEAK_TFLOPS.items():
-        if name in kind:
-            return tflops * 1e12 * (0.5 if dtype == "float32" else 1.0)
-    n = 1024
-    a = jax.device_put(np.ones((n, n), dtype))
-    product = jax.jit(jnp.dot)
-    product(a, a).block_until_ready()
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        product(a, a).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return 2 * n**3 / min(times) / (jax.device_count() if jax.default_backend() == "cpu" else 1)
 
 
 def with_rows_of(run: RunConfig, length: int) -> RunConfig:
@@ -59,22 +26,6 @@ def with_rows_of(run: RunConfig, length: int) -> RunConfig:
     data = dataclasses.replace(run.data, sequence_length=length)
     train = dataclasses.replace(run.train, batch_size=rows)
     return dataclasses.replace(run, data=data, train=train)
-
-
-def with_kernel(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
-    "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
-
-    `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
-    support the run.
-    """
-    config = run.model
-    length = math.gcd(run.data.sequence_length, run.data.source_length)
-    dtype: Any = str(compute_dtype(config, platform))
-    case = kernels.Case(platform, dtype, length, packed, config)
-    name, reason = kernels.choose(config.attention_kernel, case)
-    model = dataclasses.replace(config, attention_kernel=name, dtype=dtype)  # type: ignore[arg-type]
-    return dataclasses.replace(run, model=model), reason
 
 
 def prove_kernel(run: RunConfig, packed: bool) -> str:

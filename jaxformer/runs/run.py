@@ -254,8 +254,9 @@ class MetricLogger:
         values |= {
             "tokens": step * tokens,
             "tokens_per_second": (step - self._logged_to) * tokens / seconds,
-            "mfu": flops / seconds / (self.setup.peak * self.setup.mesh.size),
         }
+        if self.setup.peak is not None:
+            values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
         self._logged_to, self._seconds = step, 0.0
         self.log.log(step, values)
         self.progress.update(step, values)

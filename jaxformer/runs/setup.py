@@ -14,20 +14,21 @@ from jaxformer import data
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
+from jaxformer.hardware import peak_flops
 from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import loss_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
+from jaxformer.plan.abstract import step_of, with_kernel
 from jaxformer.report import human_bytes
-from jaxformer.runs.device import peak_flops, with_kernel, with_rows_of
+from jaxformer.runs.device import with_rows_of
 from jaxformer.runs.directory import claim
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
-from jaxformer.training.step import Step, make_step
+from jaxformer.training.step import Step
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class RunSetup:
     """A run that is ready to start. In `run` every automatic choice is made.
 
     `runs` is the run with each length of its rows, of which data.length_warmup makes several, and
-    `kernels` a sentence about the attention kernel of each. `undivided` are the lines of
-    `check_split`.
+    `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
+    a device, None if it is unknown. `undivided` are the lines of `check_split`.
     """
 
     run: RunConfig
@@ -48,7 +49,7 @@ class RunSetup:
     specs: Specs
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
-    peak: float
+    peak: float | None
     kernels: dict[int, str]
     undivided: list[str]
 
@@ -89,15 +90,8 @@ class RunSetup:
 
     def step(self, length: int) -> Step:
         """The train step for rows of this many tokens."""
-        run = self.runs[length]
-        extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
-        return make_step(
-            loss_of(self.corpus.task.name, run.model, **extras),
-            self.optimizer,
-            microbatches=run.train.microbatches,
-            seed=run.run.seed,
-            schedules={"learning_rate": self.schedule},
-        )
+        run, objective = self.runs[length], self.corpus.task.name
+        return step_of(run, objective, self.optimizer, self.schedule)
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
@@ -140,7 +134,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         specs=specs,
         schedule=schedule,
         optimizer=make_optimizer(run.optimizer, schedule, specs),
-        peak=peak_flops(str(compute_dtype(run.model, platform(mesh)))),
+        peak=peak_flops(
+            jax.devices()[0].device_kind, str(compute_dtype(run.model, platform(mesh)))
+        ),
         kernels={length: reason for length, (_, reason) in chosen.items()},
         undivided=split,
     )

@@ -25,8 +25,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
     return {
         "device": (
-            f"{jax.device_count()} x {device.device_kind} ({device.platform}), peak"
-            f" {setup.peak / 1e12:.3g} TFLOP/s each"
+            f"{jax.device_count()} x {device.device_kind} ({device.platform}), {_peak(setup.peak)}"
         ),
         "mesh": [mesh, *setup.undivided],
         "model": (
@@ -44,6 +43,12 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         **_data(setup),
         "run directory": run.run.dir,
     }
+
+
+def _peak(flops: float | None) -> str:
+    if flops is None:
+        return "unknown peak (no MFU)"
+    return f"peak {flops / 1e12:.3g} TFLOP/s each"
 
 
 def _data(setup: RunSetup) -> dict[str, str | list[str]]:

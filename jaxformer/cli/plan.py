@@ -1,0 +1,79 @@
+"""`jaxformer plan CONFIG`: what a run needs of its devices, and the least time it can take, before
+it starts."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.config import ConfigError, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(ConfigArguments):
+    """Prints the parameters, memory, products and collectives of a run, whether it fits, and the
+    least time of its steps. Needs no accelerator and no data; makes no array."""
+
+    device: str = ""
+    """Kind of device: h100, h200, a100, b200, v5e, v5p, v6e, cpu and others. If empty, that of this
+    machine."""
+    devices: int = 0
+    """Number of devices; 0 uses those of this machine, or the product of the sizes of the mesh."""
+    tokens: int = 0
+    """Number of tokens whose least time is printed; 0 uses those of the run."""
+    json: bool = False
+    """Print JSON instead of text."""
+    compile: Annotated[str, tyro.conf.arg(metavar="TARGET")] = ""
+    """Also compile the step for a topology by its real compiler, as in v5e:4x4 or h100:1x8, and
+    print what that says. Needs the extra plan-tpu or plan-gpu."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    asked, config = parse_with_config(PlanArguments, "jaxformer plan", arguments)
+    if asked.tokens < 0:
+        raise ConfigError(f"--tokens {asked.tokens}: give a number of tokens, at least 1.")
+    from jaxformer.plan.make import make_plan
+    from jaxformer.plan.planned import planned_run
+    from jaxformer.plan.report import plan_numbers, plan_text
+
+    name, devices = device_of(asked.device, asked.devices, config)
+    plan = make_plan(planned_run(config, name, devices))
+    tokens = asked.tokens or config.train.steps * plan.planned.tokens_per_step
+    compiled = _compiled(config, asked.compile, plan.planned.packed) if asked.compile else None
+    if asked.json:
+        numbers = plan_numbers(plan, tokens)
+        if compiled is not None:
+            numbers["compiled"] = compiled.as_json()
+        print(json.dumps(numbers, indent=1))
+        return 0
+    print(plan_text(plan, f"plan of {asked.config}", tokens))
+    if compiled is not None:
+        print("\n".join(["", *compiled.lines()]))
+    return 0
+
+
+def device_of(name: str, devices: int, config: RunConfig) -> tuple[str, int]:
+    """The name and number of the devices: as asked, or those of this machine where they are
+    accelerators of the table, or a cpu."""
+    if name:
+        return name, devices
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import jax
+
+    from jaxformer.hardware import name_of
+
+    live = name_of(jax.devices()[0].device_kind) or "cpu"
+    mesh = config.mesh
+    stated = mesh.data * mesh.fsdp * mesh.tensor
+    return live, devices or (0 if stated or live == "cpu" else jax.device_count())
+
+
+def _compiled(config: RunConfig, target: str, packed: bool) -> Any:
+    """The report of the compiler for a target."""
+    from jaxformer.plan.compiled import compiled_report
+
+    return compiled_report(config, target, packed)

@@ -1,0 +1,110 @@
+"""The train step of a run with its state and batch as shapes: what can be lowered or compiled for
+devices that are not here, without data and without an array."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxformer.config import RunConfig
+from jaxformer.data.shapes import batch_shapes
+from jaxformer.layers import kernels
+from jaxformer.mesh import batch_sharding, check_batch_size
+from jaxformer.models.stack import compute_dtype
+from jaxformer.models.transformer import specs as model_specs
+from jaxformer.objectives import loss_of, task_of
+from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.sharding import platform
+from jaxformer.training.state import TrainState, abstract_state
+from jaxformer.training.step import Step, make_step
+
+AbstractBatch = dict[str, jax.ShapeDtypeStruct]
+# Segment ids, and the array whose tokens they number.
+SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
+
+
+class AbstractRun(NamedTuple):
+    """`step.lower(state, batch)` is the program of a run's train step."""
+
+    step: Step
+    state: TrainState
+    batch: AbstractBatch
+
+
+def abstract_run(
+    run: RunConfig, mesh: Mesh | AbstractMesh, packed: bool | None = None
+) -> AbstractRun:
+    """The step that a run would train with on the devices of a mesh, and what it would be given.
+
+    Args:
+      run: the settings; model.vocab_size is known.
+      mesh: devices, maybe of a topology, or an AbstractMesh with an `abstract_device`.
+      packed: whether rows come with segment ids; None: as the run's objective and packing make
+        them.
+
+    Raises:
+      ConfigError: for settings that a run refuses: rows that the mesh does not divide, a kernel
+        that does not serve the run on this platform, an objective that the model cannot learn.
+    """
+    check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
+    batch = abstract_batch(run, mesh, packed)
+    run, _ = with_kernel(run, "segment_ids" in batch, platform(mesh))
+    specs = model_specs(run.model)
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    step = step_of(run, task_of(run.model, run.data).name, optimizer, schedule)
+    return AbstractRun(step, abstract_state(specs, optimizer, mesh), batch)
+
+
+def step_of(
+    run: RunConfig,
+    objective: str,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+) -> Step:
+    """The train step of a run whose dtype and attention kernel are selected."""
+    extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
+    return make_step(
+        loss_of(objective, run.model, **extras),
+        optimizer,
+        microbatches=run.train.microbatches,
+        seed=run.run.seed,
+        schedules={"learning_rate": schedule},
+    )
+
+
+def abstract_batch(
+    run: RunConfig, mesh: Mesh | AbstractMesh, packed: bool | None = None
+) -> AbstractBatch:
+    """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
+    task = task_of(run.model, run.data)
+    found = batch_shapes(task, run.data, run.train.batch_size)
+    for name, array in SEGMENTS.items():
+        if packed is True and array in found:
+            found[name] = found[array]
+        elif packed is False:
+            found.pop(name, None)
+    rows = batch_sharding(mesh)
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
+        for name, array in found.items()
+    }
+
+
+def with_kernel(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
+    """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
+    "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
+
+    `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
+    support the run.
+    """
+    config = run.model
+    length = math.gcd(run.data.sequence_length, run.data.source_length)
+    dtype: Any = str(compute_dtype(config, platform))
+    case = kernels.Case(platform, dtype, length, packed, config)
+    name, reason = kernels.choose(config.attention_kernel, case)
+    model = dataclasses.replace(config, attention_kernel=name, dtype=dtype)  # type: ignore[arg-type]
+    return dataclasses.replace(run, model=model), reason

@@ -1,0 +1,129 @@
+"""The products of a step, and the time below which it cannot be done."""
+
+import math
+from typing import NamedTuple
+
+from jaxformer.models.cost import flops_per_token
+from jaxformer.params import rows
+from jaxformer.plan.activations import activations
+from jaxformer.plan.collectives import Collective, link_bytes
+from jaxformer.plan.memory import MemoryPlan, gradient_bytes, matrix_elements
+from jaxformer.plan.planned import PlannedRun
+
+
+class Products(NamedTuple):
+    """FLOPs of a step over all devices: `model` as MFU counts them, `recomputed` what remat adds,
+    and `skipped` the half of causal scores that a fused kernel does not compute."""
+
+    per_token: int
+    model: float
+    recomputed: float
+    skipped: float
+
+    @property
+    def done(self) -> float:
+        return self.model + self.recomputed - self.skipped
+
+
+class Bound(NamedTuple):
+    """Seconds of a step that the products, the memory traffic and the links of a device take at
+    their published rates; None where a rate is unknown."""
+
+    products: float | None
+    memory: float | None
+    links: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The least time of a step: the largest of the three, if they overlap entirely."""
+        known = [seconds for seconds in self if seconds is not None]
+        return max(known) if len(known) == len(self) else None
+
+    @property
+    def binds(self) -> str:
+        """The name of the largest."""
+        return max(self._fields, key=lambda name: getattr(self, name) or 0.0)
+
+
+def products(planned: PlannedRun) -> Products:
+    """The FLOPs of a step."""
+    model, tokens = planned.model, planned.tokens_per_step
+    per_token = flops_per_token(model, planned.length, planned.source_length)
+    forward = block_flops(planned) / 3
+    scores = attention_flops(planned)
+    repeated = {"none": 0.0, "dots": scores / 3, "full": forward}.get(model.remat)
+    if repeated is None:  # named points, among them the output of fused attention
+        repeated = forward - (scores / 3 if model.attention_kernel != "xla" else 0)
+    fused = model.attention_kernel not in ("auto", "xla") and not model.dropout
+    skipped = causal_flops(planned) * (1 - visible_fraction(planned)) if fused else 0.0
+    return Products(per_token, per_token * tokens, repeated * tokens, skipped * tokens)
+
+
+def attention_flops(planned: PlannedRun) -> float:
+    """FLOPs a token, forward and backward, of scores and of their products with the values."""
+    model, length, source = planned.model, planned.length, planned.source_length
+    width = model.n_heads * (model.head_width + model.value_width)
+    total = float(model.n_layers * length)
+    if model.family == "encoder_decoder":
+        total += model.encoder_layers * source * source / length + model.n_layers * source
+    return 6 * width * total
+
+
+def causal_flops(planned: PlannedRun) -> float:
+    """The part of `attention_flops` that is causal."""
+    model = planned.model
+    width = model.n_heads * (model.head_width + model.value_width)
+    return 0.0 if model.family == "encoder" else 6.0 * width * model.n_layers * planned.length
+
+
+def visible_fraction(planned: PlannedRun) -> float:
+    """The fraction of causal scores that are not masked."""
+    return (planned.length + 1) / (2 * planned.length)
+
+
+def block_flops(planned: PlannedRun) -> float:
+    """FLOPs a token, forward and backward, of the blocks alone."""
+    share = planned.source_length / planned.length
+    matrices = sum(
+        math.prod(spec.shape) * (share if spec.reads == "source" else 1)
+        for spec in rows(planned.specs).values()
+        if spec.is_matrix and not spec.lookup and "layers" in spec.axes
+    )
+    return 6 * matrices + attention_flops(planned)
+
+
+def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
+    """The least bytes that a step moves between a device and its memory.
+
+    The state is read and written once, and so is each gradient; in every microbatch the matrices
+    are read in the forward and in the backward pass, and what is stored is written and read.
+    """
+    state = sum(line.bytes for line in memory.held if line.name != "batch")
+    # Each device multiplies by whole matrices, gathered over fsdp.
+    matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
+    pieces = 2 * matrices + 2 * activations(planned).stored
+    return 2 * state + 2 * gradient_bytes(planned) + planned.run.train.microbatches * pieces
+
+
+def bound(planned: PlannedRun, memory: MemoryPlan, collectives: list[Collective]) -> Bound:
+    """The least time of a step on the planned devices."""
+    device, count = planned.device, planned.mesh.size
+    peak = device.peak(planned.model.dtype)
+
+    def seconds(amount: float, rate: float | None) -> float | None:
+        return None if rate is None else amount / rate
+
+    return Bound(
+        seconds(products(planned).done / count, peak),
+        seconds(traffic(planned, memory), device.bandwidth),
+        seconds(link_bytes(collectives, device.platform), device.link) if count > 1 else 0.0,
+    )
+
+
+def mfu_at_most(planned: PlannedRun, seconds: float | None) -> float | None:
+    """Model FLOPs utilization of steps of this time; full attention counts, so where a kernel skips
+    masked scores it can exceed 1."""
+    peak = planned.device.peak(planned.model.dtype)
+    if not seconds or peak is None:
+        return None
+    return products(planned).model / seconds / (peak * planned.mesh.size)

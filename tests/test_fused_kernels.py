@@ -1,0 +1,114 @@
+"""The kernels on masks of every kind, forward and backward, beside float32 mathematics. Those of
+Pallas are interpreted on a CPU."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.layers.dot_product import plain
+from jaxformer.layers.kernels import KERNELS
+from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
+
+T, H = 160, 8  # no multiple of 128, so that splash attention pads
+KINDS = {  # causal, keys, queries and keys of one sequence
+    "decoder": (True, T, True),
+    "encoder": (False, T, True),
+    "cross": (False, 72, False),
+}
+SCORINGS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "soft-cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": jnp.array([0.5, -1.0, 0.0, 2.0])},
+    "bias": {"bias": 1},
+    "bias of each row": {"bias": 2},
+}
+
+
+def segments_of(length, rows, rng):
+    """Rows of three texts and padding, and rows of one padded text."""
+    cuts = np.sort(rng.choice(np.arange(1, length), (rows, 3)), axis=1)
+    ids = (np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1) + 1
+    ids = np.where(ids == 4, 0, ids)
+    ids[-1] = np.arange(length) < length - 7
+    return jnp.array(ids, jnp.int32)
+
+
+def the_case(kind, packed, window, kv_heads, scoring, lengths=None):
+    causal, keys, relative = KINDS[kind]
+    rows, keys = (T, keys) if lengths is None else lengths[kind]
+    rng = np.random.default_rng(0)
+    shapes = [(2, rows, 4, H), (2, keys, kv_heads, H), (2, keys, kv_heads, H), (2, rows, 4, H)]
+    arrays = [jnp.array(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    sides = [
+        layout_of(jnp.zeros((2, n), jnp.int32), None, segments_of(n, 2, rng) if packed else None)
+        for n in (rows, keys)
+    ]
+    if relative:
+        sides[1] = sides[0]
+    options = dict(SCORINGS[scoring])
+    if "bias" in options:
+        shape = (options["bias"], 4, rows, keys)
+        options["bias"] = jnp.array(rng.standard_normal(shape), jnp.float32)
+    mask = AttentionMask(*sides, causal, window if relative else 0, Scoring(**options), relative, 3)
+    return arrays, mask
+
+
+def outputs(run, arrays, mask):
+    """The output, and the gradients of q, k, v, the bias and the sinks."""
+
+    def attention(q, k, v, bias, sinks):
+        scoring = mask.scoring._replace(bias=bias, sinks=sinks)
+        return run(q, k, v, mask._replace(scoring=scoring))
+
+    inputs = (*arrays[:3], mask.scoring.bias, mask.scoring.sinks)
+    out, back = jax.vjp(attention, *inputs)
+    return [a for a in (out, *back(arrays[3])) if a is not None]
+
+
+def assert_same(kernel, arrays, mask):
+    found = outputs(KERNELS[kernel].run, arrays, mask)
+    expected = outputs(plain, arrays, mask)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * float(np.abs(b).max()) + 1e-6)
+
+
+@pytest.fixture
+def interpreted():
+    from jax.experimental.pallas import tpu
+
+    with tpu.force_tpu_interpret_mode():
+        yield
+
+
+@pytest.mark.parametrize("packed, window, kv_heads", [*itertools.product([0, 1], [0, 20], [1, 2, 4])])
+@pytest.mark.parametrize("kind", KINDS)
+def test_splash_attention_is_plain_attention(kind, packed, window, kv_heads):
+    assert_same("tpu", *the_case(kind, packed, window, kv_heads, "plain"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scoring", ["scale", "soft-cap", "sinks"])
+def test_splash_attention_scores_as_plain_attention_does(scoring, packed):
+    assert_same("tpu", *the_case("decoder", packed, 20, 2, scoring))
+
+
+LONG = {"decoder": (256, 256), "encoder": (256, 256), "cross": (256, 128)}
+
+
+@pytest.mark.parametrize("packed, kv_heads", [*itertools.product([False, True], [2, 4])])
+@pytest.mark.parametrize("scoring", ["plain", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flash_attention_is_plain_attention(kind, scoring, packed, kv_heads, interpreted):
+    assert_same("flash", *the_case(kind, packed, 0, kv_heads, scoring, LONG))
+
+
+@pytest.mark.parametrize("kind, scoring", [*itertools.product(KINDS, SCORINGS)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocked_attention_scores_as_plain_attention_does(kind, scoring, packed):
+    assert_same("blocked", *the_case(kind, packed, 20, 2, scoring))
