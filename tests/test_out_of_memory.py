@@ -11,6 +11,7 @@ import pytest
 from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
+from jaxformer.runs import out_of_memory
 from jaxformer.runs import run as composer
 from jaxformer.runs.out_of_memory import is_out_of_memory, is_volatile, shortage_of
 from jaxformer.training.step import Step
@@ -123,6 +124,27 @@ def test_a_step_that_does_not_compile_leaves_the_directory_to_other_settings(
     assert saved(run_dir) == [6]
 
 
+def test_the_plan_stands_beside_it_with_the_smallest_changes_that_fit(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(out_of_memory, "name_of", lambda kind: "h100")
+    replace(monkeypatch, Step, "lower", GPU)
+    settings = line(tmp_path / "run", text, SMALL)
+    assert train_here(settings) == 1
+    error = capsys.readouterr().err
+    assert (
+        "optimizer state" in error and "fits in 60.0 GiB" in error and "--model.remat full" in error
+    )
+    peak = float(next(row for row in error.splitlines() if row.startswith("  peak")).split()[1])
+    assert "MiB  estimate; fits" in error and 0.5 < peak < 50
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", str(0.9 * peak * 2**20 / (80 * GIB)))
+    assert train_here(settings) == 1
+    error = capsys.readouterr().err
+    assert "does NOT fit" in error
+    first = error.partition("The smallest changes that fit:\n")[2].splitlines()[0]
+    assert first.startswith("  --") and first.endswith("of a device (estimate)")
+
+
 def test_a_step_that_runs_out_continues_from_its_checkpoint(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -185,7 +207,7 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
         replace(patched, composer, "prove_kernel", VMEM)
         with pytest.raises(jf.OutOfMemory, match=r"on-chip memory(.|\n)*attention_kernel xla"):
             jf.train(run)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/config.json").exists()
 
 
 def test_other_errors_pass(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
     sections = [
         banner(_head(plan), title),
         _parameters(plan.planned),
-        _memory(plan),
+        memory_text(plan),
         _changes(plan),
         _products(plan),
         _collectives(plan),
@@ -106,7 +106,8 @@ def _parameters(planned: PlannedRun) -> str:
     return _titled("Parameters (exact)", table)
 
 
-def _memory(plan: Plan) -> str:
+def memory_text(plan: Plan) -> str:
+    """What a device holds at its largest moment, and whether that fits."""
     memory, table = plan.memory, list[Sequence[str]]()
     lines = [*memory.held, *memory.stages[memory.largest]]
     table = [_memory_row(line) for line in lines]

@@ -123,5 +123,3 @@ def release(run: RunConfig) -> None:
     folder = Path(run.run.dir)
     for name in ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # there is none, or it is not empty
-        (folder / "checkpoints").rmdir()

@@ -6,18 +6,21 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import jax
-from jax.sharding import Mesh
 
 from jaxformer.config import RunConfig
+from jaxformer.hardware import DEVICES, name_of
 from jaxformer.mesh import batch_devices
+from jaxformer.plan.abstract import with_kernel
 from jaxformer.report import human_bytes
-from jaxformer.runs.device import with_kernel
 from jaxformer.runs.setup import RunSetup
 from jaxformer.settings import VOLATILE, ConfigError
 from jaxformer.sharding import platform
+
+if TYPE_CHECKING:
+    from jaxformer.plan.make import Plan
 
 SIZE = r"([\d.]+) ?([KMGT]?)(?:i?B|bytes)?"
 # How the compilers and allocators say it (libtpu 0.0.42, jaxlib 0.10, and older ones), with the
@@ -77,7 +80,7 @@ class Shortage:
 
 
 @dataclass(frozen=True)
-class Change:
+class Remedy:
     """Settings by their dotted names, with which a run needs less memory, and how."""
 
     settings: dict[str, Any]
@@ -143,31 +146,52 @@ def memory_of(place: str | Callable[[], str]) -> Iterator[None]:
         raise OutOfMemory(str(found), found) from error
 
 
-def smaller(setup: RunSetup, shortage: Shortage) -> list[Change]:
-    """Changes that leave less in the memory of a device, those that cost least first."""
-    run, mesh, changes = setup.run, setup.mesh, list[Change]()
+def remedies_of(setup: RunSetup, shortage: Shortage, planned: "Plan | None") -> list[Remedy]:
+    """What to change: the smallest changes that fit by the plan, where it is about a step and knows
+    any; else changes that need less, those that cost least first."""
     if shortage.on_chip:
-        kernel = {"model.attention_kernel": "xla"}
-        return [Change(kernel, "attention without a fused kernel")]
-    split, rows = batch_devices(mesh), run.train.batch_size // run.train.microbatches
-    if mesh.shape["data"] > 1:
-        sizes = {"mesh.data": 1, "mesh.fsdp": split}
-        changes.append(Change(sizes, "parameters and optimizer state split over all devices"))
+        return [Remedy({"model.attention_kernel": "xla"}, "attention without a fused kernel")]
+    stores = shortage.place.startswith(("compiling", "step"))  # activations, for a backward pass
+    if planned and stores and planned.changes:
+        return [_of_plan(change.settings, change.peak) for change in planned.changes]
+    found = _of_memory(setup)
+    if "evaluation" in shortage.place or stores:
+        found += _of_rows(setup, stores)
+    return found
+
+
+def _of_plan(settings: dict[str, Any], peak: float) -> Remedy:
+    whole = {"mesh.data": 0} if "mesh.fsdp" in settings else {}  # which fsdp takes devices from
+    return Remedy(whole | settings, f"{human_bytes(peak)} of a device (estimate)")
+
+
+def _of_memory(setup: RunSetup) -> list[Remedy]:
+    """Remedies for the memory that a run holds whatever it does."""
+    if setup.mesh.shape["data"] == 1:
+        return []
+    sizes = {"mesh.data": 1, "mesh.fsdp": batch_devices(setup.mesh)}
+    return [Remedy(sizes, "parameters and optimizer state split over all devices")]
+
+
+def _of_rows(setup: RunSetup, stores: bool) -> list[Remedy]:
+    """Remedies for the memory that grows with the rows of a batch; `stores`: for a backward pass,
+    which an evaluation has not, nor microbatches."""
+    run, found = setup.run, list[Remedy]()
+    rows = run.train.batch_size // run.train.microbatches
+    halves = rows % (2 * batch_devices(setup.mesh)) == 0
     if run.model.attention_kernel == "xla" and _supports(setup, "blocked"):
-        changes.append(Change({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory"))
-    if "evaluation" not in shortage.place:  # which keeps no activations, and has no microbatches
-        if run.model.remat != "full":
-            effect = "activations recomputed instead of stored"
-            changes.append(Change({"model.remat": "full"}, effect))
-        if rows % (2 * split) == 0:
-            effect = f"activations of {rows // 2} rows at a time instead of {rows}"
-            changes.append(Change({"train.microbatches": 2 * run.train.microbatches}, effect))
-    if rows % (2 * split) == 0:
-        changes.append(Change({"train.batch_size": run.train.batch_size // 2}, "half as many rows"))
+        found.append(Remedy({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory"))
+    if stores and run.model.remat != "full":
+        found.append(Remedy({"model.remat": "full"}, "activations recomputed instead of stored"))
+    if stores and halves:
+        effect = f"activations of {rows // 2} rows at a time instead of {rows}"
+        found.append(Remedy({"train.microbatches": 2 * run.train.microbatches}, effect))
+    if halves:
+        found.append(Remedy({"train.batch_size": run.train.batch_size // 2}, "half as many rows"))
     if run.data.sequence_length > 1:
         shorter = run.data.sequence_length // 2
-        changes.append(Change({"data.sequence_length": shorter}, "rows half as long"))
-    return changes
+        found.append(Remedy({"data.sequence_length": shorter}, "rows half as long"))
+    return found
 
 
 def _supports(setup: RunSetup, kernel: Any) -> bool:
@@ -181,29 +205,46 @@ def _supports(setup: RunSetup, kernel: Any) -> bool:
 
 
 def advice(setup: RunSetup, shortage: Shortage, *, saved: int | None, begun: bool) -> str:
-    """What is printed below the sentence of a shortage: the plan of the memory, the changes, and
+    """What is printed below the sentence of a shortage: the plan of the memory, the remedies, and
     what they mean for the run directory.
 
     `saved` is the newest checkpoint's step, None without one; `begun`: the directory belongs to
     the settings of an earlier command.
     """
-    run = setup.run
-    lines = [f"  {line}" for line in plan_lines(run, setup.mesh)]
-    changes = smaller(setup, shortage)
-    fixed = saved is not None or begun
-    if changes:
-        lines.append("What needs less, what costs least first:")
-    width = max((len(str(change)) for change in changes), default=0)
-    for change in changes:
-        where = ", in another run.dir" if fixed and not change.resumes else ""
-        lines.append(f"  {change!s:<{width}}  {change.effect}{where}")
-    lines.append(_directory(run.run.dir, changes, saved, begun))
+    from jaxformer.plan.report import memory_text
+
+    plan = plan_of(setup)
+    remedies = remedies_of(setup, shortage, plan)
+    lines = [memory_text(plan)] if plan else []
+    if remedies:
+        fits = plan is not None and plan.changes and "(estimate)" in remedies[0].effect
+        least = "The smallest changes that fit" if fits else "What needs less, the cheapest first"
+        lines.append(f"{least}:")
+    width = max((len(str(remedy)) for remedy in remedies), default=0)
+    for remedy in remedies:
+        other = (saved is not None or begun) and not remedy.resumes
+        where = ", in another run.dir" if other else ""
+        lines.append(f"  {remedy!s:<{width}}  {remedy.effect}{where}")
+    lines.append(_directory(setup.run.run.dir, remedies, saved, begun))
     return "\n".join(lines)
 
 
-def _directory(path: str, changes: Sequence[Change], saved: int | None, begun: bool) -> str:
+def plan_of(setup: RunSetup) -> "Plan | None":
+    """The plan of the run on its devices; None for devices whose memory is not known."""
+    name = name_of(setup.mesh.devices.flat[0].device_kind)
+    if name is None or DEVICES[name].memory is None:
+        return None
+    from jaxformer.plan.make import make_plan
+    from jaxformer.plan.planned import planned_run
+
+    with contextlib.suppress(ConfigError):
+        return make_plan(planned_run(setup.run, name, setup.mesh.size, setup.packed))
+    return None
+
+
+def _directory(path: str, remedies: Sequence[Remedy], saved: int | None, begun: bool) -> str:
     others = ""
-    if any(not change.resumes for change in changes):
+    if any(not remedy.resumes for remedy in remedies):
         others = " Settings that change its numbers need another run.dir"
         others += f"; --run.init_from {path} starts there from its parameters." if saved else "."
     if saved is not None:
@@ -212,8 +253,3 @@ def _directory(path: str, changes: Sequence[Change], saved: int | None, begun: b
     if begun:
         return f"{path} was begun by an earlier command and holds no checkpoint.{others}"
     return f"Nothing was trained in {path}: the same command with any of them begins the run."
-
-
-def plan_lines(run: RunConfig, mesh: Mesh) -> list[str]:
-    """The memory of a device as `jaxformer plan` counts it."""
-    return []

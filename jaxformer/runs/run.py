@@ -60,12 +60,12 @@ def train(run: RunConfig) -> Result:
         setup = make_setup(run, log)
         log(banner(summary(setup)))
         keep, every = run.train.keep_checkpoints, run.train.checkpoint_every
-        try:
-            with Checkpoints(run.run.dir, keep, every) as checkpoints:
+        with Checkpoints(run.run.dir, keep, every) as checkpoints:
+            try:
                 state, programs = _begin(setup, checkpoints, log)
                 state, last = _steps(setup, state, programs, checkpoints, begin)
-        except OutOfMemory as error:
-            raise _with_advice(error, setup, begun) from error.__cause__
+            except OutOfMemory as error:
+                raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
         if jax.process_index() == 0:
             from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
 
@@ -73,11 +73,13 @@ def train(run: RunConfig) -> Result:
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
-def _with_advice(error: OutOfMemory, setup: RunSetup, begun: bool) -> OutOfMemory:
+def _with_advice(
+    error: OutOfMemory, setup: RunSetup, checkpoints: Checkpoints, begun: bool
+) -> OutOfMemory:
     """The error with what to change. A run directory without a checkpoint that this command began
     is released, so that any setting may change."""
-    with Checkpoints(setup.run.run.dir) as checkpoints:
-        saved = max(checkpoints.steps(), default=None)
+    checkpoints.wait()
+    saved = max(checkpoints.steps(), default=None)
     if saved is None and not begun:
         release(setup.run)
     text = advice(setup, error.shortage, saved=saved, begun=begun)
