@@ -16,7 +16,7 @@ from jaxformer.config import RunConfig
 from jaxformer.mesh import make_mesh, place_batch
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.plan.abstract import abstract_run, with_kernel
+from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
 from jaxformer.report import MetricsLog
 from jaxformer.runs import run as loop
 from jaxformer.runs.device import prove_kernel
@@ -60,7 +60,7 @@ def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
     """The jitted step of a run with one batch of random tokens, and the kernel in words."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     step, _, shapes = abstract_run(run, mesh)
-    _, kernel = with_kernel(run, "segment_ids" in shapes, jax.default_backend())
+    _, kernel = with_kernel(run, assumed_segments(run, shapes), jax.default_backend())
     specs = model_specs(run.model)
     optimizer = make_optimizer(run.optimizer, make_schedule(run.optimizer, run.train.steps), specs)
     arrays = place_batch(random_batch(shapes, run), mesh)
@@ -113,9 +113,9 @@ def random_segments(rng: np.random.Generator, shape: tuple[int, int], packed: bo
 def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    packed = "segment_ids" in abstract_run(run, mesh).batch
-    chosen, reason = with_kernel(run, packed, jax.default_backend())
-    return f"{reason}. {prove_kernel(chosen, packed)}".strip()
+    segments = assumed_segments(run, abstract_run(run, mesh).batch)
+    chosen, reason = with_kernel(run, segments, jax.default_backend())
+    return f"{reason}. {prove_kernel(chosen, mesh)}".strip()
 
 
 def stamp_steps(stamps: dict[int, float]) -> None:

@@ -171,8 +171,13 @@ class ModelConfig(Section):
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
     layer_loop: Volatile[Literal["unroll", "scan"]] = "unroll"
     """scan compiles one layer for all; unroll compiles each layer and runs faster."""
-    remat: Volatile[Literal["none", "dots", "full"]] = "none"
-    """Recomputed in the backward pass: none, dots (all but matrix products), full (all)."""
+    remat: Volatile[Literal["none", "names", "dots", "full"]] = "none"
+    """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
+    but matrix products), full (all but attention)."""
+    saved: Volatile[str] = ""
+    """Points that remat=names keeps, of q k v attention out gate up down; empty keeps q to out."""
+    offload: Volatile[str] = ""
+    """Points that remat=names keeps in the memory of the host."""
     attention_kernel: Volatile[AttentionKernel] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
     max_segments: Volatile[Natural] = 0

@@ -5,6 +5,9 @@ from typing import Any
 
 from jaxformer.settings import divisors
 
+# The points of a layer that remat may keep: the products of its matrices, and attention.
+POINTS = ("q", "k", "v", "attention", "out", "gate", "up", "down")
+
 
 def model_conflicts(config: Any) -> list[str]:
     """A message for each rule that a `ModelConfig` breaks."""
@@ -52,10 +55,19 @@ def _family(config: Any) -> Iterator[str]:
         yield "pooling='first' needs model.family='encoder': in a decoder it sees itself alone."
     if family != "encoder_decoder" and layers > 0:
         yield f"n_encoder_layers={layers} needs model.family='encoder_decoder': set n_layers."
+    yield from _points(config)
     if config.residual == "parallel" and config.norm_placement == "post":
         yield "residual='parallel' has one sum for all sublayers: choose another norm_placement."
     if config.head_bias and output != "language":
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
+
+
+def _points(config: Any) -> Iterator[str]:
+    for name in ("saved", "offload"):
+        names = getattr(config, name).replace(",", " ").split()
+        if names and (config.remat != "names" or not set(names) <= set(POINTS)):
+            points = " ".join(POINTS)
+            yield f"{name}={' '.join(names)!r} needs remat='names', and names of {points}."
 
 
 def _positions(config: Any) -> Iterator[str]:

@@ -101,7 +101,7 @@ def fits(choice):
     except jf.ConfigError:
         return False
     kernel = "xla" if config.attention_kernel == "auto" else config.attention_kernel
-    return not KERNELS[kernel].refuses(Case("cpu", "float32", 16, True, config))
+    return not KERNELS[kernel].refuses(Case("cpu", "float32", 16, 3, config))
 
 
 @functools.cache

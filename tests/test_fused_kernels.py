@@ -86,7 +86,9 @@ def interpreted():
         yield
 
 
-@pytest.mark.parametrize("packed, window, kv_heads", [*itertools.product([0, 1], [0, 20], [1, 2, 4])])
+@pytest.mark.parametrize(
+    "packed, window, kv_heads", [*itertools.product([0, 1], [0, 20], [1, 2, 4])]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_splash_attention_is_plain_attention(kind, packed, window, kv_heads):
     assert_same("tpu", *the_case(kind, packed, window, kv_heads, "plain"))

@@ -11,7 +11,7 @@ import pytest
 from shapes import model
 
 import jaxformer as jf
-from jaxformer.layers import kernels
+from jaxformer.layers import cudnn, kernels
 from jaxformer.layers.blocked import blocked_attention
 from jaxformer.layers.kernels import KERNELS, Case, attend, choose, plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
@@ -43,8 +43,9 @@ def test_a_row_that_may_see_nothing_gives_zero_and_a_finite_gradient(kernel):
 def test_the_blocked_kernel_equals_the_plain_one_forward_and_backward(
     length, heads, kv_heads, packed
 ):
-    config = jf.ModelConfig(vocab_size=8, d_model=heads * 16, n_heads=heads, n_kv_heads=kv_heads)
-    assert "error" in check_kernel("blocked", config, 2, length, packed)
+    sizes = {"d_model": heads * 16, "n_heads": heads, "n_kv_heads": kv_heads}
+    config = jf.ModelConfig(vocab_size=8, **sizes, max_segments=3 * packed)
+    assert "error" in check_kernel("blocked", config, 2, length)
 
 
 MASKS = {
@@ -123,46 +124,49 @@ def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
 
     monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=wrong))
     with pytest.raises(RuntimeError, match="wrong on this device"):
-        check_kernel("blocked", model("llama"), 2, 32, False)
+        check_kernel("blocked", model("llama"), 2, 32)
 
 
-def case(platform="gpu", dtype="bfloat16", length=1024, packed=False, **changes):
-    return Case(platform, dtype, length, packed, model("llama", **({"head_dim": 64} | changes)))
+def case(platform="gpu", dtype="bfloat16", length=1024, segments=0, capability=(9, 0), **changes):
+    config = model("llama", **({"head_dim": 64} | changes))
+    return Case(platform, dtype, length, segments, config, capability)
 
 
-NOT_FUSED = {  # settings that only some kernels know, and what the sentence says of them
-    "dropout": ({"dropout": 0.1}, "dropout"),
-    "alibi": ({"positions": "alibi"}, "bias of the scores"),
-    "t5": ({"positions": "t5"}, "bias of the scores"),
-    "soft-cap": ({"attention_soft_cap": 30.0}, "soft-cap"),
-    "sinks": ({"attention_sinks": True}, "sinks"),
-    "window": ({"window": 8}, "window"),
-    "value width": ({"value_dim": 32}, "values are as wide as its keys"),
-}
+ENCODER = {"family": "encoder"}
 
 
 @pytest.mark.parametrize(
     "case, expected, why",
     [
         (case(), "cudnn", ""),
-        (case(packed=True), "xla", "segment ids"),
-        (case(dtype="float32"), "xla", "16 bits"),
-        (case(head_dim=300), "xla", "head width"),
+        (case(segments=1), "cudnn", ""),
+        (case(segments=9), "cudnn", ""),
+        (case(segments=9, capability=(8, 0)), "blocked", "compute capability 9.0"),
+        (case(segments=1, capability=(8, 0)), "cudnn", ""),
+        (case(segments=65), "blocked", "at most 64 texts"),
+        (case(window=8), "cudnn", ""),
+        (case(window=8, **ENCODER), "blocked", "to both sides"),
+        (case(value_dim=32), "blocked", "values are as wide as its keys"),
+        (case(dtype="float32"), "blocked", "16 bits"),
+        (case(head_dim=300), "blocked", "head width"),
+        (case(positions="alibi"), "blocked", "bias of the scores"),
+        (case(positions="t5"), "blocked", "bias of the scores"),
+        (case(attention_soft_cap=30.0), "blocked", "soft-cap"),
+        (case(attention_sinks=True), "blocked", "sinks"),
+        (case(dropout=0.1), "xla", "dropout"),
         (case("tpu"), "tpu", ""),
-        (case("tpu", packed=True), "tpu", ""),
-        (case("tpu", length=100), "xla", "multiples of 128"),
+        (case("tpu", segments=99), "tpu", ""),
+        (case("tpu", length=100), "tpu", ""),
+        (case("tpu", window=8, **ENCODER), "tpu", ""),
+        (case("tpu", value_dim=32, attention_soft_cap=30.0), "tpu", ""),
+        (case("tpu", attention_sinks=True), "tpu", ""),
+        (case("tpu", positions="t5"), "flash", "bias of the scores"),
+        (case("tpu", positions="t5", length=100), "blocked", "multiples of 128"),
+        (case("tpu", dropout=0.1), "xla", "dropout"),
         (case("cpu"), "blocked", ""),
         (case("cpu", window=8, value_dim=32), "blocked", ""),
+        (case("cpu", dropout=0.1), "xla", "dropout"),
         (case("metal"), "xla", ""),
-        *(
-            (case(platform, **changes), "xla", why)
-            for platform in ("gpu", "tpu")
-            for changes, why in NOT_FUSED.values()
-        ),
-        *(
-            (case("cpu", **NOT_FUSED[name][0]), "xla", NOT_FUSED[name][1])
-            for name in list(NOT_FUSED)[:5]
-        ),
     ],
 )
 def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_why(
@@ -177,9 +181,10 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
     [
         ("cudnn", case("cpu"), "needs an NVIDIA GPU"),
         ("tpu", case("cpu"), "needs a TPU"),
-        ("cudnn", case(packed=True), "segment ids"),
-        ("tpu", case("tpu", window=8), "window"),
-        ("blocked", case("cpu", attention_sinks=True), "sinks"),
+        ("flash", case("tpu", window=8), "window"),
+        ("cudnn", case(segments=99), "at most 64 texts"),
+        ("tpu", case("tpu", positions="alibi"), "bias of the scores"),
+        ("blocked", case("cpu", dropout=0.5), "dropout"),
     ],
 )
 def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, why):
@@ -188,25 +193,45 @@ def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, 
         choose(asked, case)
 
 
+def test_packed_rows_are_refused_in_a_version_of_jax_whose_entry_is_not_known(monkeypatch):
+    cudnn._entry.cache_clear()
+    monkeypatch.setattr(jax, "__version_info__", (0, 14, 0))
+    name, sentence = choose("auto", case(segments=9))
+    cudnn._entry.cache_clear()
+    assert name == "blocked" and "known in versions 0.10 to 0.12" in sentence
+
+
 ORDERED = layout_of(jnp.zeros((1, 128), jnp.int32), None, None)
 SEGMENTS = layout_of(jnp.zeros((1, 128), jnp.int32), None, jnp.ones((1, 128), jnp.int32))
 CACHED = TokenLayout(ORDERED.positions, SEGMENTS.segments)
 SHORT = layout_of(jnp.zeros((1, 64), jnp.int32), None, None)
+ALL = {"cudnn", "tpu", "flash", "blocked"}
 CALLS = {  # a call that a kernel may meet, and the kernels that serve it
-    "a row": (AttentionMask(ORDERED, ORDERED), {"cudnn", "tpu", "blocked"}),
-    "both ways": (AttentionMask(ORDERED, ORDERED, causal=False), {"cudnn", "tpu", "blocked"}),
-    "packed rows": (AttentionMask(SEGMENTS, SEGMENTS), {"tpu", "blocked"}),
-    "a padded source": (AttentionMask(ORDERED, SEGMENTS, causal=False), {"tpu", "blocked"}),
-    "a short row": (AttentionMask(SHORT, SHORT), {"cudnn", "blocked"}),
-    "a cache": (AttentionMask(ORDERED, CACHED), {"blocked"}),
-    "positions": (AttentionMask(CACHED, CACHED), {"blocked"}),
-    "a window": (AttentionMask(ORDERED, ORDERED, window=8), {"blocked"}),
+    "a row": (AttentionMask(ORDERED, ORDERED), ALL),
+    "both ways": (AttentionMask(ORDERED, ORDERED, causal=False), ALL),
+    "packed rows": (AttentionMask(SEGMENTS, SEGMENTS), ALL - {"cudnn"}),
+    "packed rows of a bound": (AttentionMask(SEGMENTS, SEGMENTS, max_segments=8), ALL),
+    "a padded source": (AttentionMask(ORDERED, SEGMENTS, causal=False, max_segments=1), ALL),
+    "a short row": (AttentionMask(SHORT, SHORT), ALL - {"flash"}),
+    "a cache": (AttentionMask(ORDERED, CACHED, max_segments=1), {"blocked"}),
+    "positions": (AttentionMask(CACHED, CACHED, max_segments=1), {"blocked"}),
+    "a window": (AttentionMask(ORDERED, ORDERED, window=8), ALL - {"flash"}),
+    "a window to both sides": (
+        AttentionMask(ORDERED, ORDERED, causal=False, window=8),
+        {"tpu", "blocked"},
+    ),
     "a bias": (
         AttentionMask(ORDERED, ORDERED, scoring=Scoring(bias=jnp.ones((1, 2, 128, 128)))),
-        set(),
+        {"flash", "blocked"},
     ),
-    "a soft-cap": (AttentionMask(ORDERED, ORDERED, scoring=Scoring(soft_cap=2.0)), set()),
-    "sinks": (AttentionMask(ORDERED, ORDERED, scoring=Scoring(sinks=jnp.zeros(2))), set()),
+    "a soft-cap": (
+        AttentionMask(ORDERED, ORDERED, scoring=Scoring(soft_cap=2.0)),
+        {"tpu", "blocked"},
+    ),
+    "sinks": (
+        AttentionMask(ORDERED, ORDERED, scoring=Scoring(sinks=jnp.zeros(2))),
+        {"tpu", "blocked"},
+    ),
 }
 
 
@@ -220,15 +245,6 @@ def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monk
     monkeypatch.setitem(KERNELS, kernel, fused)
     monkeypatch.setattr(kernels, "plain", lambda *_: jnp.zeros(()))
     assert attend(kernel, *arrays(*[(1, 128, 2, 8)] * 3), mask) == (kernel in served)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_tpu_kernel_equals_the_plain_one_where_a_cpu_interprets_it(packed):
-    from jax.experimental.pallas import tpu
-
-    config = jf.ModelConfig(vocab_size=8, d_model=128, n_heads=2, n_kv_heads=1, dtype="float32")
-    with tpu.force_tpu_interpret_mode():
-        assert "error" in check_kernel("tpu", config, 1, 128, packed)
 
 
 def test_a_kernel_lacks_features_that_are_known():

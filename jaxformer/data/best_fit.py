@@ -42,6 +42,10 @@ class BestFit:
     def __len__(self) -> int:
         return len(self._bounds) - 1 + len(self._full)
 
+    def most_pieces(self) -> int:
+        """The most pieces that a row holds."""
+        return max(int(np.diff(self._bounds).max(initial=0)), 1)
+
     def pieces(self, row: int) -> Iterator[tuple[int, int]]:
         """(first place, place after the last) of each piece of a row."""
         packed = len(self._bounds) - 1
@@ -69,6 +73,9 @@ class BestFitRows(Rows):
 
     def __len__(self) -> int:
         return len(self._fit)
+
+    def most_segments(self) -> int | None:
+        return self._fit.most_pieces()
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         parts = [self._with_one_before(begin, end) for begin, end in self._fit.pieces(int(index))]

@@ -51,6 +51,11 @@ class MaskedRows(TextRows):
     def __len__(self) -> int:
         return len(self._fit) if self._fit else super().__len__()
 
+    def most_segments(self) -> int | None:
+        if self._fit:
+            return self._fit.most_pieces()
+        return super().most_segments() if self.packed else 1
+
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         row = self._sentences(int(index), rng) if self.sentences else self._text(int(index))
         ids = row["tokens"]

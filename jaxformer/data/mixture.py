@@ -65,6 +65,11 @@ class Mixture(Rows):
             shares = [(step, _numbers(text)) for step, text in phases("data.weights", data.weights)]
         self._shares = [(step, _whole(weights)) for step, weights in shares]
 
+    def most_segments(self) -> int | None:
+        found = [part.most_segments() for part in self.parts]
+        known = [most for most in found if most is not None]
+        return max(known) if len(known) == len(found) else None
+
     def __len__(self) -> int:
         return self._firsts[-1]
 

@@ -37,6 +37,9 @@ class ExampleRows(Rows):
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
+    def most_segments(self) -> int | None:
+        return int(np.diff(self._bounds).max(initial=1))
+
     def members(self, index: int) -> np.ndarray:
         """The numbers of the examples in a row, in order."""
         return self._members[self._bounds[index] : self._bounds[index + 1]]

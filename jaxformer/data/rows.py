@@ -68,6 +68,11 @@ class Rows(abc.ABC):
         """Row `index` with randomness of its own, for evaluation."""
         return self.row(index, np.random.default_rng(index))
 
+    def most_segments(self) -> int | None:
+        """The highest segment id of a row, in which segments are numbered from 1 in order and
+        padding comes last; None if it is not known."""
+        return None
+
     def sources(self, name: str) -> "list[tuple[str, Rows]]":
         """The rows of each source by its name; `name` is that of a single source."""
         return [(name, self)]
@@ -90,6 +95,15 @@ class TextRows(Rows):
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens - 1) // self.stride))
+
+    def most_segments(self) -> int | None:
+        """As `Rows.most_segments`, where each document of a row is a segment."""
+        ends = self.store.ends()
+        starts = np.arange(len(self), dtype=np.int64) * self.stride
+        # A document that begins in a row after its first token is a segment more.
+        stops = np.searchsorted(ends, starts + self.window)
+        begun = stops - np.searchsorted(ends, starts + 1, side="right")
+        return int(begun.max(initial=0)) + 1
 
     def segments(self, start: int, used: int) -> np.ndarray:
         """The documents of `used` places from `start` on, numbered from 1: int32 [used].

@@ -27,6 +27,9 @@ class SourceRows(TextRows):
         self.tokenizer, self.start = tokenizer, tokenizer.as_target([])
         self.format = row_format
 
+    def most_segments(self) -> int | None:
+        return 1
+
     def arrays(self, text: np.ndarray, targets: np.ndarray) -> NumpyBatch:
         """One row, padded."""
         source = np.array(self.tokenizer.as_source(text), np.int32)

@@ -70,7 +70,17 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
         out = jax.nn.dot_product_attention(q, k, v, **options)
     else:
         out = _packed(q, k, v, mask, options["scale"])
-    return jnp.where(sees_any(mask)[..., None, None], out, 0)
+    out = jnp.where(sees_any(mask)[..., None, None], out, 0)
+    # Rows that break the bound would be computed wrongly; a NaN ends the run instead.
+    return jnp.where(_as_promised(queries, mask) & _as_promised(keys, mask), out, jnp.nan)
+
+
+def _as_promised(ids: jax.Array, mask: AttentionMask) -> jax.Array:
+    """Whether the segments [B, T] keep to `mask.max_segments`: a bool."""
+    kept = jnp.all(ids <= mask.max_segments)
+    if mask.max_segments == 1:  # the text begins with the row
+        kept &= jnp.all(ids[:, 1:] <= ids[:, :-1])
+    return kept
 
 
 def _packed(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.config_model import Initializer as InitializerName
 from jaxformer.config_model import ModelConfig
@@ -84,10 +85,11 @@ INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
 def linear(
     equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
 ) -> jax.Array:
-    """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one."""
+    """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one: a point
+    of that name for `model.remat`."""
     y = contract(equation, x, params[name], to=to)
     bias = params.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(y.dtype)
+    return checkpoint_name(y if bias is None else y + bias.astype(y.dtype), name)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

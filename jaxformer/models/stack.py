@@ -24,12 +24,6 @@ from jaxformer.layers.positions import relative_bias_specs, score_bias
 from jaxformer.params import Params, Specs, rows, stack, unstack
 from jaxformer.sharding import platform
 
-REMAT = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-
 
 def compute_dtype(config: ModelConfig, on: str = "") -> Any:
     """The dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else bfloat16.
@@ -107,18 +101,25 @@ def run_stack(
 
 
 def _layer(
-    config: ModelConfig, call: _Call, request: Request, layer_cache: LayerCache | None = None
+    config: ModelConfig,
+    call: _Call,
+    request: Request,
+    layer_cache: LayerCache | None = None,
+    scanned: bool = False,
 ) -> Any:
     """A layer as a function of (x, params, its number), under the policy of `model.remat`."""
 
     def run(x: jax.Array, params: Params, key: jax.Array | None) -> Output:
         return block(params, config, x, call.mask, layer_cache, call.source, key, request)
 
-    plain = config.remat == "none" or layer_cache is not None
-    recomputed = run if plain else jax.checkpoint(run, policy=REMAT[config.remat])
+    layer = run
+    if layer_cache is None and (config.remat != "none" or platform() != "cpu"):
+        from jaxformer.models.remat import recomputed  # a forward pass on a CPU needs none of it
+
+        layer = recomputed(run, config, scanned)
 
     def numbered(x: jax.Array, params: Params, i: Any) -> Output:
-        return recomputed(x, params, None if call.key is None else jax.random.fold_in(call.key, i))
+        return layer(x, params, None if call.key is None else jax.random.fold_in(call.key, i))
 
     return numbered
 
@@ -153,7 +154,7 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> 
     def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
         found = []
         for p, (layer, i) in enumerate(items):
-            run = _layer(configs[p], call, call.request.at(numbers[p], i))
+            run = _layer(configs[p], call, call.request.at(numbers[p], i), scanned=True)
             x, _, aux = run(x, layer, i)
             found.append(aux)
         return x, found

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxformer.config import RunConfig
+from jaxformer.config import ConfigError, RunConfig
 from jaxformer.data.shapes import batch_shapes
 from jaxformer.layers import kernels
 from jaxformer.mesh import batch_sharding, check_batch_size
@@ -20,6 +20,8 @@ from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step, make_step
+
+ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 # Segment ids, and the array whose tokens they number.
@@ -51,7 +53,7 @@ def abstract_run(
     """
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     batch = abstract_batch(run, mesh, packed)
-    run, _ = with_kernel(run, "segment_ids" in batch, platform(mesh))
+    run, _ = with_kernel(run, assumed_segments(run, batch), platform(mesh))
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
@@ -94,17 +96,34 @@ def abstract_batch(
     }
 
 
-def with_kernel(run: RunConfig, packed: bool, platform: str) -> tuple[RunConfig, str]:
+def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:
+    """The highest segment id of the rows of a batch, which only the data knows: 0 without ids, 1
+    for padded rows, else `model.max_segments` or ASSUMED_SEGMENTS."""
+    if "segment_ids" not in batch:
+        return 0
+    task = task_of(run.model, run.data)
+    packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
+    padded = task.name != "causal" and not packs
+    return 1 if padded else run.model.max_segments or ASSUMED_SEGMENTS
+
+
+def with_kernel(run: RunConfig, segments: int, platform: str) -> tuple[RunConfig, str]:
     """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
     "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
 
-    `packed`: rows come with segment ids. Raises ConfigError if a kernel selected by name does not
-    support the run.
+    `segments` is the highest segment id of its rows, 0 if they have none. Raises ConfigError if a
+    kernel selected by name does not support the run, or model.max_segments is below that.
     """
     config = run.model
+    if 0 < config.max_segments < segments:
+        raise ConfigError(
+            f"model.max_segments={config.max_segments} is below the {segments} texts of the fullest"
+            " row: set it to 0, which takes the number from the data."
+        )
     length = math.gcd(run.data.sequence_length, run.data.source_length)
     dtype: Any = str(compute_dtype(config, platform))
-    case = kernels.Case(platform, dtype, length, packed, config)
-    name, reason = kernels.choose(config.attention_kernel, case)
-    model = dataclasses.replace(config, attention_kernel=name, dtype=dtype)  # type: ignore[arg-type]
+    case = kernels.Case(platform, dtype, length, segments, config)
+    kernel: Any
+    kernel, reason = kernels.choose(config.attention_kernel, case)
+    model = dataclasses.replace(config, attention_kernel=kernel, dtype=dtype, max_segments=segments)
     return dataclasses.replace(run, model=model), reason

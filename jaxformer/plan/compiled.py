@@ -152,7 +152,7 @@ def compile_here(
     import jax
 
     from jaxformer.mesh import make_mesh
-    from jaxformer.plan.abstract import abstract_run, with_kernel
+    from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
 
     devices = target.devices()
     sizes = run.mesh
@@ -161,7 +161,7 @@ def compile_here(
     with cudnn_of(target):
         step, state, batch = abstract_run(run, mesh, packed)
         has_segments = "segment_ids" in batch
-        ready, kernel = with_kernel(run, has_segments, target.platform)
+        ready, kernel = with_kernel(run, assumed_segments(run, batch), target.platform)
         lowered = step.lower(state, batch)
         lowered_at = time.perf_counter()
         try:

@@ -16,7 +16,7 @@ from jaxformer.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_sha
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
-from jaxformer.plan.abstract import abstract_batch, with_kernel
+from jaxformer.plan.abstract import abstract_batch, assumed_segments, with_kernel
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState, abstract_state
 
@@ -110,7 +110,7 @@ def planned_run(
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     run, notes = _with_known_sizes(run)
     batch = abstract_batch(run, mesh, packed)
-    run, kernel = with_kernel(run, "segment_ids" in batch, device.platform)
+    run, kernel = with_kernel(run, assumed_segments(run, batch), device.platform)
     specs, optimizer = _specs_and_optimizer(run)
     state = abstract_state(specs, optimizer, mesh)
     return PlannedRun(run, device_name, device, mesh, kernel, specs, optimizer, state, batch, notes)

@@ -1,18 +1,23 @@
 """The check that the attention kernel of a run is right on its device."""
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.layers import kernels
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
+from jaxformer.layers.positions import score_bias
 from jaxformer.models.stack import compute_dtype
-from jaxformer.training.state import compiler_options
+from jaxformer.sharding import ACTIVATION_RULES, constrain
+from jaxformer.training.state import compiler_options, on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
 REFERENCE_BYTES = 2**30
@@ -28,74 +33,135 @@ def with_rows_of(run: RunConfig, length: int) -> RunConfig:
     return dataclasses.replace(run, data=data, train=train)
 
 
-def prove_kernel(run: RunConfig, packed: bool) -> str:
-    """Checks the kernel that `with_kernel` selected on the shapes of the run. Returns a sentence
-    about it, empty for the reference. Raises RuntimeError if the kernel is wrong."""
+def prove_kernel(run: RunConfig, mesh: Mesh) -> str:
+    """Checks the kernel that `with_kernel` selected on the mesh and the shapes of the run. Returns
+    a sentence about it, empty for the reference. Raises RuntimeError if the kernel is wrong."""
     name = run.model.attention_kernel
     if name == "xla":
         return ""
-    rows = max(run.train.batch_size // run.train.microbatches // jax.device_count(), 1)
+    rows = run.train.batch_size // run.train.microbatches
     length = run.data.sequence_length
-    errors = check_kernel(name, run.model, rows, length, packed)
+    with on_mesh(mesh):
+        errors = check_kernel(name, run.model, rows, length, run.data.source_length)
     return f"The attention kernel {name} was checked against float32 on rows of {length}: {errors}."
 
 
-def check_kernel(name: str, config: ModelConfig, rows: int, length: int, packed: bool) -> str:
-    """Compares the kernel with the reference, forward and backward, for every stack of the model;
-    returns the largest errors in words.
+def check_kernel(
+    name: str, config: ModelConfig, rows: int, length: int, source_length: int = 0
+) -> str:
+    """Compares the kernel with the reference, forward and backward, for each kind of attention of
+    the model, on the mesh in force; returns the largest errors in words.
 
-    Raises RuntimeError where they exceed what the rounding of the dtype explains.
+    Rows have `config.max_segments` texts and some padding; 0: one text that fills them. Raises
+    RuntimeError where the errors exceed what the rounding of the dtype explains.
     """
-    dtype = compute_dtype(config)
-    family = config.family
-    sides = {"decoder": (True,), "encoder": (False,), "encoder_decoder": (True, False)}[family]
-
-    def both(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) -> Any:
-        """The output of attention, and the gradients of q, k and v for a random cotangent."""
-        out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, mask), *arrays[:3])
-        return out, *back(arrays[3].astype(out.dtype))
-
-    def relative_errors(arrays: list[jax.Array], segments: jax.Array | None) -> Any:
-        layout = layout_of(jnp.zeros(arrays[0].shape[:2], jnp.int32), None, segments)
-        scoring = Scoring(config.attention_scale)
-        errors = []
-        for causal in sides:
-            mask = AttentionMask(layout, layout, causal, config.window, scoring)
-            found = both(kernels.KERNELS[name].run, mask, arrays)
-            expected = both(plain, mask, [array.astype(jnp.float32) for array in arrays])
-            errors.append([relative_error(a, b) for a, b in zip(found, expected, strict=True)])
-        return errors
-
-    def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
-        difference = jnp.abs(found.astype(jnp.float32) - expected)
-        return jnp.max(difference) / jnp.max(jnp.abs(expected))
-
-    arrays, segments = _case(config, rows, length, packed)
-    compiled = jax.jit(relative_errors, compiler_options=compiler_options())
-    errors = np.max(np.array(compiled([a.astype(dtype) for a in arrays], segments)), axis=0)
+    dtype, source_length = compute_dtype(config), source_length or length
+    worst = np.zeros(4)
+    for kind in kinds_of_attention(config, length, source_length):
+        arrays, sides = _case(config, rows, kind)
+        compare = functools.partial(_errors, name, config, kind)
+        compiled = jax.jit(compare, compiler_options=compiler_options())
+        errors = compiled([array.astype(dtype) for array in arrays], sides)
+        worst = np.maximum(worst, np.array(errors))
     allowed = TOLERANCE[str(dtype)]
-    if not max(errors) <= allowed:  # a NaN fails too
+    if not max(worst) <= allowed:  # a NaN fails too
         raise RuntimeError(
             f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens"
-            f" in {dtype}: relative errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in errors]},"
+            f" in {dtype}: relative errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in worst]},"
             f" allowed {allowed:g}. Set model.attention_kernel=xla, and report it."
         )
-    return f"error {errors[0]:.0e} forward, {max(errors[1:]):.0e} backward"
+    return f"error {worst[0]:.0e} forward, {max(worst[1:]):.0e} backward"
+
+
+class AttentionKind(NamedTuple):
+    """An attention of a model: its direction, the lengths of queries and keys, and whether these
+    are of one sequence."""
+
+    causal: bool
+    queries: int
+    keys: int
+    relative: bool = True
+
+
+def kinds_of_attention(config: ModelConfig, length: int, source_length: int) -> list[AttentionKind]:
+    """Those of the model's family, for rows and sources of these lengths."""
+    if config.family != "encoder_decoder":
+        return [AttentionKind(config.family == "decoder", length, length)]
+    encoder = AttentionKind(False, source_length, source_length)
+    cross = AttentionKind(False, length, source_length, relative=False)
+    return [AttentionKind(True, length, length), encoder, cross]
+
+
+def _errors(
+    name: str,
+    config: ModelConfig,
+    kind: AttentionKind,
+    arrays: list[jax.Array],
+    sides: tuple[TokenLayout, TokenLayout],
+) -> list[jax.Array]:
+    """The errors of the output and of the gradients of q, k and v, each relative to the largest
+    element of the reference. Scores have what the model's have: a scale, a cap, sinks, a bias."""
+    window = config.window if kind.relative else 0
+    mask = AttentionMask(*sides, kind.causal, window, Scoring(), kind.relative, config.max_segments)
+    mask = mask._replace(scoring=_scoring(config, mask))
+    found = _with_gradients(functools.partial(kernels.attend, name), mask, arrays)
+    expected = _with_gradients(plain, mask, [array.astype(jnp.float32) for array in arrays])
+    return [
+        jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
+        for a, b in zip(found, expected, strict=True)
+    ]
+
+
+def _with_gradients(
+    kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The output of attention, and the gradients of q, k and v for the cotangent arrays[3]."""
+    out, back = jax.vjp(lambda q, k, v: kernel(q, k, v, mask), *arrays[:3])
+    return out, *back(arrays[3].astype(out.dtype))
+
+
+def _scoring(config: ModelConfig, mask: AttentionMask) -> Scoring:
+    heads = config.n_heads
+    sinks = jnp.linspace(-1, 1, heads) if config.attention_sinks else None
+    table = None
+    if config.positions == "t5":
+        table = jnp.sin(jnp.arange(config.relative_buckets * heads)).reshape(-1, heads)
+    bias = score_bias(table, config, mask) if mask.relative else None
+    return Scoring(config.attention_scale, config.attention_soft_cap, bias, sinks)
 
 
 def _case(
-    config: ModelConfig, rows: int, length: int, packed: bool
-) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Random [q, k, v, cotangent], each [B, T, N, H], with as many rows and heads as
-    REFERENCE_BYTES allows, and segment ids [B, T] of three texts in each row if packed."""
-    groups = config.n_heads // config.kv_heads
-    # 16 bytes for each score [B, N, T, T].
-    fitting = max(REFERENCE_BYTES // (16 * length * length * groups), 1)
-    k_heads = min(config.kv_heads, fitting)
-    rows = min(rows, max(fitting // k_heads, 1))
-    q_heads, keys, values = k_heads * groups, config.head_width, config.value_width
+    config: ModelConfig, rows: int, kind: AttentionKind
+) -> tuple[list[jax.Array], tuple[TokenLayout, TokenLayout]]:
+    """Random [q, k, v, cotangent], each [B, T, N, H], placed on the mesh in force as a step places
+    them, and the layouts of queries and keys. There are as many rows as REFERENCE_BYTES allows, but
+    one for each device that holds different ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
+    # 16 bytes for each score [B, N, T, S].
+    fitting = REFERENCE_BYTES // (16 * kind.queries * kind.keys * config.n_heads) * devices
+    rows = max(min(rows, fitting) // devices, 1) * devices
+    q_shape = (rows, kind.queries, config.n_heads, config.head_width)
+    k_shape = (rows, kind.keys, config.kv_heads, config.head_width)
+    shapes = [q_shape, k_shape, (*k_shape[:3], config.value_width)]
     rng = np.random.default_rng(0)
-    shapes = [(q_heads, keys), (k_heads, keys), (k_heads, values), (q_heads, values)]
-    arrays = [rng.standard_normal((rows, length, *shape), dtype=np.float32) for shape in shapes]
-    thirds = np.arange(length, dtype=np.int32) * 3 // length + 1
-    return arrays, np.broadcast_to(thirds, (rows, length)) if packed else None
+    arrays = []
+    for shape in [*shapes, (*q_shape[:3], config.value_width)]:
+        array = jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+        arrays.append(constrain(array, ("batch", None, "heads", None)))
+    queries, keys = (
+        _layout(rows, length, config.max_segments) for length in (kind.queries, kind.keys)
+    )
+    return arrays, (queries, keys)
+
+
+def _layout(rows: int, length: int, segments: int) -> TokenLayout:
+    """Texts of equal size, as many as MOST_SEGMENTS allows, and an eighth of padding."""
+    ids = None
+    if segments:
+        number = min(segments, kernels.MOST_SEGMENTS)
+        part = np.arange(length) * 8 * number // (7 * length)
+        one = np.where(part < number, part + 1, 0).astype(np.int32)
+        ids = jnp.broadcast_to(jnp.asarray(one), (rows, length))
+    tokens = jnp.zeros((rows, length), jnp.int32)
+    return layout_of(tokens, None, ids)

@@ -198,7 +198,9 @@ def _supports(setup: RunSetup, kernel: Any) -> bool:
     """Whether the run can take an attention kernel by name."""
     model = dataclasses.replace(setup.run.model, attention_kernel=kernel)
     try:
-        with_kernel(dataclasses.replace(setup.run, model=model), setup.packed, platform(setup.mesh))
+        with_kernel(
+            dataclasses.replace(setup.run, model=model), model.max_segments, platform(setup.mesh)
+        )
     except ConfigError:
         return False
     return True
@@ -238,7 +240,8 @@ def plan_of(setup: RunSetup) -> "Plan | None":
     from jaxformer.plan.planned import planned_run
 
     with contextlib.suppress(ConfigError):
-        return make_plan(planned_run(setup.run, name, setup.mesh.size, setup.packed))
+        packed = setup.run.model.max_segments > 0
+        return make_plan(planned_run(setup.run, name, setup.mesh.size, packed))
     return None
 
 

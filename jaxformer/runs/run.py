@@ -105,7 +105,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                 programs.result()
             for length in lengths:
                 with memory_of("the check of the attention kernel"):
-                    proof = prove_kernel(setup.runs[length], setup.packed)
+                    proof = prove_kernel(setup.runs[length], setup.mesh)
                 if proof:
                     log(proof)
             return programs

@@ -15,6 +15,7 @@ from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
 from jaxformer.hardware import peak_flops
+from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
@@ -83,11 +84,6 @@ class RunSetup:
         """The train state as shapes and shardings."""
         return abstract_state(self.specs, self.optimizer, self.mesh)
 
-    @functools.cached_property
-    def packed(self) -> bool:
-        """Whether rows come with segment ids."""
-        return "segment_ids" in self.batches[0]
-
     def step(self, length: int) -> Step:
         """The train step for rows of this many tokens."""
         run, objective = self.runs[length], self.corpus.task.name
@@ -119,9 +115,13 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
-    packed, lengths = "segment_ids" in batches[0], dict(batches.lengths).values()
+    segments = 0
+    if "segment_ids" in batches[0]:
+        segments = most_segments(list(texts.values()))
+    lengths = dict(batches.lengths).values()
     chosen = {
-        length: with_kernel(with_rows_of(run, length), packed, platform(mesh)) for length in lengths
+        length: with_kernel(with_rows_of(run, length), segments, platform(mesh))
+        for length in lengths
     }
     runs = {length: ready for length, (ready, _) in chosen.items()}
     setup = RunSetup(
@@ -143,6 +143,12 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
     claim(run, corpus.tokenizer, fingerprints, corpus.labels)
     return setup
+
+
+def most_segments(texts: list[data.Rows]) -> int:
+    """The highest segment id of all rows; more than any kernel bounds where it is not known."""
+    found = [rows.most_segments() for rows in texts]
+    return max(MOST_SEGMENTS + 1 if most is None else most for most in found)
 
 
 def keep_compiled(folder: str, named: bool = False) -> None:

@@ -1,0 +1,70 @@
+"""What a layer keeps for its backward pass, and what it computes again (`model.remat`).
+
+The points of a layer have names: the products of its matrices are named as their parameters, and
+"attention" is the output of the attention kernel with its log-sum-exp. On GPU and TPU norms,
+activations and rotations are computed again even with `none`: they take less time than reading
+what they would store. The inputs of layers are always kept.
+
+none       every point                     dots   products without a batch axis, and attention
+names      those of `model.saved`          full   attention alone
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxformer.config_model import ModelConfig
+from jaxformer.config_rules import POINTS
+from jaxformer.settings import ConfigError
+from jaxformer.sharding import platform
+
+# Fused kernels that give no names to their outputs, which are never computed again: JAX's
+# primitives of cuDNN and Pallas.
+FUSED = ("dot_product_attention_fwd_wrapper", "pallas_call")
+DEFAULT = ("q", "k", "v", "attention", "out")  # with `names`, where model.saved is empty
+
+
+def kept_points(config: ModelConfig) -> tuple[str, ...]:
+    """The names of the points that a layer keeps on the device."""
+    if config.remat == "names":
+        offloaded = names_of(config.offload)
+        return tuple(n for n in names_of(config.saved) or DEFAULT if n not in offloaded)
+    return POINTS if config.remat == "none" else ("attention",)
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """The names in a setting, which commas or spaces separate."""
+    return tuple(text.replace(",", " ").split())
+
+
+def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:
+    """The layer under the policy of its config. In a scan nothing has to keep the compiler from
+    merging the second computation with the first."""
+    return jax.checkpoint(layer, policy=_policy(config), prevent_cse=not scanned)
+
+
+def _policy(config: ModelConfig) -> Callable[..., Any]:
+    policies, offloaded = jax.checkpoint_policies, names_of(config.offload)
+    names = list(kept_points(config))
+    if offloaded:
+        if platform() == "cpu":
+            raise ConfigError(
+                f"model.offload={config.offload!r} moves activations from an accelerator to its"
+                " host, and this is a CPU: leave it empty."
+            )
+        named = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=names,
+            names_which_can_be_offloaded=list(offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        named = policies.save_only_these_names(*names)
+    if config.remat == "dots":
+        named = policies.save_from_both_policies(named, policies.dots_with_no_batch_dims_saveable)
+
+    def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
+        return primitive.name in FUSED or named(primitive, *values, **parameters)
+
+    return policy
