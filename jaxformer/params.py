@@ -262,4 +262,10 @@ def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
     if explicit_axes():
         place = activation((*index.shape, table.shape[-1]), to)
         return gathered(table).at[index].get(out_sharding=place)
-    return constrain(constrain(table, (None, to[-1]))[index], to)
+    if to[-1]:
+        return constrain(constrain(table, (None, to[-1]))[index], to)
+    # A device takes its columns of the rows of all tokens of its replica, then all columns of its
+    # own tokens: the table is not gathered, nor its gradient added up over whole tables.
+    parts = ("replica", *to[1:-1], "column")
+    found = constrain(table, (None, "column"))[constrain(index, parts[:-1])]
+    return constrain(constrain(found, parts), to)

@@ -16,7 +16,12 @@ Rules = Mapping[str, tuple[str, ...]]
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
-ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), **BOTH}
+ACTIVATION_RULES: Rules = {
+    "batch": ("data", "fsdp"),
+    "replica": ("data",),  # rows of a batch that are whole on the devices of one replica,
+    "column": ("fsdp",),  # each of which has a part of the width
+    **BOTH,
+}
 
 
 def partition(
@@ -25,7 +30,7 @@ def partition(
     """The partition of an array; an axis whose length the mesh does not divide is replicated."""
     placed: list[tuple[str, ...] | str | None] = []
     for length, axis in zip(shape, axes, strict=True):
-        target = rules.get(axis or "", ())
+        target = tuple(name for name in rules.get(axis or "", ()) if name in sizes)
         fits = target and length % math.prod(sizes[a] for a in target) == 0
         placed.append((target if len(target) > 1 else target[0]) if fits else None)
     return PartitionSpec(*placed)
@@ -37,6 +42,13 @@ def platform(mesh: Any = None) -> str:
     abstract = mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     device = abstract.abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def free_axes() -> dict[str, int]:
+    """The sizes of the axes of the mesh in force, but those that a `jax.shard_map` around divides;
+    empty without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
 
 
 def explicit_axes() -> bool:
@@ -59,13 +71,12 @@ def _gathered(w: jax.Array) -> jax.Array:
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
     """The placement of an activation on the mesh in force."""
-    return partition(shape, axes, ACTIVATION_RULES, jax.sharding.get_abstract_mesh().shape)
+    return partition(shape, axes, ACTIVATION_RULES, free_axes())
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """`x` placed by the names of its axes on the mesh in force; `x` itself without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if math.prod(free_axes().values()) == 1:
         return x
     place = jax.sharding.reshard if explicit_axes() else jax.lax.with_sharding_constraint
     return place(x, activation(x.shape, axes))

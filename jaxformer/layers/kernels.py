@@ -22,7 +22,7 @@ from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.pallas import flash_attention, splash_attention
 from jaxformer.layers.positions import BIASES
 from jaxformer.settings import ConfigError, Table
-from jaxformer.sharding import activation
+from jaxformer.sharding import activation, free_axes
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
@@ -198,13 +198,13 @@ def _on_each_device(
     run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
 ) -> jax.Array:
     """`run` on the rows and heads of each device of the mesh in force."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh._any_axis_manual:
+    axes = free_axes()
+    if math.prod(axes.values()) == 1:
         return run(q, k, v, mask)
     place = activation(q.shape, ("batch", None, "heads", None))
     batch, _, heads, _ = place
     if heads is not None:  # query heads are divided; each part needs the key heads of its groups
-        split = mesh.shape[heads]
+        split = axes[heads]
         k, v = (jnp.repeat(x, split // math.gcd(split, x.shape[2]), axis=2) for x in (k, v))
     scoring = mask.scoring
     bias_place = None
@@ -225,7 +225,9 @@ def _on_each_device(
     rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
     places = (place, place, place, rows, bias_place, per_head)
     # The kernels do not say along which axes their results vary, so that is not checked.
-    divided = jax.shard_map(local, in_specs=places, out_specs=place, check_vma=False)
+    divided = jax.shard_map(
+        local, in_specs=places, out_specs=place, axis_names={*axes}, check_vma=False
+    )
     layouts = (mask.queries, mask.keys)
     out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
     return out

@@ -1,0 +1,287 @@
+"""The sums of a cross-entropy from logits, and the loss of many tokens in tiles, each with its
+gradients in the same pass, so that the logits of all tokens are never in memory together."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxformer.params import CustomLeaf, contract, is_custom
+from jaxformer.sharding import ACTIVATION_RULES, PARAMETERS, explicit_axes, free_axes
+
+ObjectiveAndNats = tuple[jax.Array, jax.Array]
+
+
+class Extras(NamedTuple):
+    """Options of `cross_entropy`."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float = 0.0
+
+
+class _Shares(NamedTuple):
+    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the derivative of the
+    soft cap [B, T, V], None without one."""
+
+    powers: jax.Array
+    lse: jax.Array
+    log_total: jax.Array
+    slope: jax.Array | None
+
+
+def logits_of(x: jax.Array, head: Any, bias: jax.Array | None) -> jax.Array:
+    """[B, T, D] -> float32 [B, T, V], not yet capped."""
+    logits = contract("BTD,VD->BTV", x, head, to=("batch", None, "vocab"), dtype=jnp.float32)
+    return logits if bias is None else logits + bias
+
+
+def sums_of_logits(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    extras: Extras,
+    taken: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array, _Shares]:
+    """(objective, nats, what the gradient needs) of all tokens at once, from their logits
+    [B, T, V]. `taken` gives the logit of each target [B, T, 1]."""
+    if extras.soft_cap:
+        logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
+    # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
+    # gradient.
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    powers = jnp.exp(logits - top)
+    log_total = jnp.log(jnp.sum(powers, axis=-1, keepdims=True))
+    lse = top + log_total
+    nats = lse - (taken or _summed)(logits, targets)
+    loss = nats
+    if extras.label_smoothing:
+        # Cross-entropy is linear in the targets: (1 - e) that of onehot plus e that of 1 / V.
+        even = lse - jnp.mean(logits, axis=-1, keepdims=True)
+        loss = (1 - extras.label_smoothing) * nats + extras.label_smoothing * even
+    if extras.z_loss:
+        loss = loss + extras.z_loss * jnp.square(lse)
+    each = weights[..., None]
+    slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
+    return jnp.sum(each * loss), jnp.sum(each * nats), _Shares(powers, lse, log_total, slope)
+
+
+def _summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logits of the targets [B, T, 1] by a sum, which a vocabulary that is sharded over devices
+    and a gradient of any mode take well."""
+    is_target = _is_target(targets, logits.shape[-1])
+    return jnp.sum(jnp.where(is_target, logits, 0), axis=-1, keepdims=True)
+
+
+def _gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logits of the targets [B, T, 1] by a gather, which does not read the others."""
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)
+
+
+def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
+    """bool [B, T, V], by comparison: a gather from a vocabulary that is sharded over devices would
+    need communication."""
+    return targets[..., None] == jnp.arange(vocab)
+
+
+def _tiles(a: jax.Array, tile: int) -> jax.Array:
+    """[B, T, ...] to [tiles, B, tile, ...], padded with zeros; their weight is 0."""
+    padded = jnp.pad(a, ((0, 0), (0, -a.shape[1] % tile)) + ((0, 0),) * (a.ndim - 2))
+    return jnp.moveaxis(padded.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
+
+
+class _Rows(NamedTuple):
+    """What belongs to each row: x [B, T, D], targets and weights [B, T]."""
+
+    x: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+    def tiles(self, tile: int) -> "_Rows":
+        return _Rows(*(_tiles(array, tile) for array in self))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def tiled(
+    x: jax.Array,
+    head: Any,
+    bias: jax.Array | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    extras: Extras,
+    tile: int,
+) -> ObjectiveAndNats:
+    def sums_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
+        def add(total: ObjectiveAndNats, item: _Rows) -> tuple[ObjectiveAndNats, None]:
+            logits = logits_of(item.x, matrix, bias)
+            objective, nats, _ = sums_of_logits(logits, item.targets, item.weights, extras, taken)
+            return (total[0] + objective, total[1] + nats), None
+
+        zero = jnp.float32(0)
+        sums, _ = jax.lax.scan(add, (zero, zero), rows.tiles(tile))
+        return sums, None, None
+
+    taken = _target_logits()
+    sums, _, _ = _by_device(sums_of, _Rows(x, targets, weights), head.astype(x.dtype), bias)
+    return sums  # type: ignore[no-any-return]
+
+
+def _tiled_forward(
+    x: jax.Array,
+    head: Any,
+    bias: jax.Array | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    extras: Extras,
+    tile: int,
+) -> tuple[ObjectiveAndNats, Any]:
+    """The sums and their gradients by x, head and bias, from one set of logits per tile.
+
+    The objective is one scalar, so the backward pass only scales gradients that are made here,
+    where the logits of a tile [B, tile, V] are at hand. They are never stored or computed again.
+    """
+    product = _custom_product if is_custom(head) else _matrix_product
+    taken = _target_logits()
+
+    def gradients_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
+        def add(total: Any, item: _Rows) -> tuple[Any, jax.Array]:
+            logits, pull = product(item.x, matrix)
+            logits = logits if bias is None else logits + bias
+            objective, nats, shares = sums_of_logits(
+                logits, item.targets, item.weights, extras, taken
+            )
+            d_logits = _slope(shares, item.targets, item.weights, extras)
+            d_rows, d_head = pull(d_logits.astype(item.x.dtype))
+            d_bias = None if bias is None else d_logits.sum((0, 1))
+            sums = (objective, nats, d_head, d_bias)
+            return jax.tree.map(jnp.add, total, sums), d_rows
+
+        zero, parts = jnp.float32(0), (_floats(matrix), bias)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parts)
+        # The carry holds the sums and the gradients of head and bias in float32, which every tile
+        # adds to; the gradient of x is one piece per tile, [tiles, B, tile, D] -> [B, T, D].
+        (objective, nats, *slopes), d_x = jax.lax.scan(
+            add, (zero, zero, *nothing), rows.tiles(tile)
+        )
+        shape = rows.x.shape
+        d_x = jnp.moveaxis(d_x, 0, 1).reshape(shape[0], -1, shape[2])[:, : shape[1]]
+        return (objective, nats), d_x, slopes
+
+    own = head if is_custom(head) else head.astype(x.dtype)
+    sums, d_x, slopes = _by_device(gradients_of, _Rows(x, targets, weights), own, bias)
+    return sums, (d_x, *slopes, head, bias)
+
+
+def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A gather, unless the mesh in force splits the vocabulary."""
+    axes = free_axes()
+    split = explicit_axes() or any(axes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
+    return _summed if split else _gathered
+
+
+def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
+    """`run(rows, head, bias)` -> (sums, gradient of x or None, gradients of head and bias or None),
+    by each device for its own rows.
+
+    So the head is gathered once, and its gradients are added up over the devices once, not in every
+    tile.
+    """
+    axes = free_axes()
+    over = tuple(name for name in ACTIVATION_RULES["batch"] if axes.get(name, 1) > 1)
+    split = math.prod(axes[name] for name in over)
+    if explicit_axes() or split == 1 or rows.x.shape[0] % split:
+        return run(rows, head, bias)
+
+    def local(rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
+        sums, d_x, slopes = run(rows, head, bias)
+        return jax.lax.psum(sums, over), d_x, jax.lax.psum(slopes, over)
+
+    whole, by_row = PartitionSpec(), PartitionSpec(over)
+    return jax.shard_map(
+        local,
+        in_specs=(by_row, whole, whole),
+        out_specs=(whole, by_row, whole),
+        axis_names=set(over),
+        check_vma=False,
+    )(rows, head, bias)
+
+
+def _slope(shares: _Shares, target: jax.Array, weight: jax.Array, extras: Extras) -> jax.Array:
+    """d objective / d logits [B, T, V] before the cap, float32.
+
+    With p = softmax(logits) = powers exp(-log_total), the derivative of lse is p, that of
+    z_loss lse^2 is 2 z_loss lse p, and that of the targets' part is the smoothed onehot.
+    """
+    smoothing, z_loss, _ = extras
+    vocab, each = shares.powers.shape[-1], weight[..., None]
+    onehot = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0)
+    toward = onehot + each * (smoothing / vocab)
+    of_lse = each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)
+    slope = shares.powers * of_lse - toward
+    return slope if shares.slope is None else slope * shares.slope
+
+
+Pull = Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
+
+
+def _matrix_product(rows: jax.Array, matrix: jax.Array) -> tuple[jax.Array, Pull]:
+    """The logits of a tile, and the function from their gradient to that of rows and, in float32,
+    of the matrix."""
+
+    def pull(d_logits: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        d_rows = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
+        # [B tile, V]^T [B tile, D] -> [V, D]
+        flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (rows, d_logits))
+        over_tokens, dtype = (((0,), (0,)), ((), ())), jnp.float32
+        d_matrix = jax.lax.dot_general(d_flat, flat, over_tokens, preferred_element_type=dtype)
+        return d_rows, [d_matrix]
+
+    return logits_of(rows, matrix, None), pull
+
+
+def _custom_product(rows: jax.Array, head: CustomLeaf) -> tuple[jax.Array, Pull]:
+    """`_matrix_product` of a custom leaf; its parts of a floating type have a gradient."""
+    leaves, treedef = jax.tree.flatten(head)
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def of_parts(rows: jax.Array, parts: list[jax.Array]) -> jax.Array:
+        given = iter(parts)
+        whole = [next(given) if kept else leaf for leaf, kept in zip(leaves, floating, strict=True)]
+        return logits_of(rows, jax.tree.unflatten(treedef, whole).astype(rows.dtype), None)
+
+    logits, back = jax.vjp(of_parts, rows, _floats(head))
+
+    def pull(d_logits: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        d_rows, d_parts = back(d_logits.astype(jnp.float32))
+        return d_rows, [part.astype(jnp.float32) for part in d_parts]
+
+    return logits, pull
+
+
+def _floats(head: Any) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(head) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def _tiled_backward(
+    extras: Extras, tile: int, saved: Any, slopes: ObjectiveAndNats
+) -> tuple[Any, ...]:
+    d_x, d_head, d_bias, head, bias = saved
+    slope, given = slopes[0], iter(d_head)  # nats has no gradient
+    of_head = []
+    leaves, treedef = jax.tree.flatten(head)
+    for leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            of_head.append((slope * next(given)).astype(leaf.dtype))
+        else:  # float0 is JAX's type of the gradient of integers
+            of_head.append(np.zeros(leaf.shape, jax.dtypes.float0))
+    of_bias = None if bias is None else (slope * d_bias).astype(bias.dtype)
+    of_x = (slope * d_x).astype(d_x.dtype)
+    return of_x, jax.tree.unflatten(treedef, of_head), of_bias, None, None
+
+
+tiled.defvjp(_tiled_forward, _tiled_backward)
