@@ -11,9 +11,10 @@ import pytest
 from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
-from jaxformer.runs import out_of_memory
+from jaxformer.runs import remedies
 from jaxformer.runs import run as composer
-from jaxformer.runs.out_of_memory import is_out_of_memory, is_volatile, shortage_of
+from jaxformer.runs.out_of_memory import is_out_of_memory, shortage_of
+from jaxformer.runs.remedies import is_volatile
 from jaxformer.training.step import Step
 
 Capture = pytest.CaptureFixture[str]
@@ -127,7 +128,7 @@ def test_a_step_that_does_not_compile_leaves_the_directory_to_other_settings(
 def test_the_plan_stands_beside_it_with_the_smallest_changes_that_fit(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(out_of_memory, "name_of", lambda kind: "h100")
+    monkeypatch.setattr(remedies, "name_of", lambda kind: "h100")
     replace(monkeypatch, Step, "lower", GPU)
     settings = line(tmp_path / "run", text, SMALL)
     assert train_here(settings) == 1

@@ -18,10 +18,12 @@ def run(arguments: Sequence[str]) -> int:
     from jaxformer.runs.run import train
     from jaxformer.training.loop import Diverged, Interrupted
 
-    named = {Diverged: "diverged", OutOfMemory: "out of memory", Interrupted: "interrupted"}
     try:
         train(config)
-    except tuple(named) as stop:
-        print(f"{named[type(stop)]}: {stop}", file=sys.stderr)
-        return 130 if isinstance(stop, Interrupted) else 1
+    except (Diverged, Interrupted) as stop:
+        print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
+        return 1 if isinstance(stop, Diverged) else 130
+    except OutOfMemory as stop:
+        print(f"out of memory: {stop}", file=sys.stderr)
+        return 1
     return 0

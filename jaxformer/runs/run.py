@@ -20,7 +20,7 @@ from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import is_begun, lock, profile_dir, release
-from jaxformer.runs.out_of_memory import OutOfMemory, advice, memory_of
+from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
@@ -78,6 +78,8 @@ def _with_advice(
 ) -> OutOfMemory:
     """The error with what to change. A run directory without a checkpoint that this command began
     is released, so that any setting may change."""
+    from jaxformer.runs.remedies import advice  # with the plan, which no other run needs
+
     checkpoints.wait()
     saved = max(checkpoints.steps(), default=None)
     if saved is None and not begun:

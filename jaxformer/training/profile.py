@@ -63,13 +63,13 @@ class Profile:
             ) from error
         self.directory, self.table = Path(directory), ""
         self._step, self._scopes, self._program = step, tuple(scopes), program
-        self._number: int | None = None  # of the last step that was begun
+        self._number = -1  # of the last step that was begun; -1: none was seen
         self._programs: dict[int, Any] = {}
         self._began: float | None = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The step's new state and metrics."""
-        if self._number is None:
+        if self._number < 0:
             self._number = int(state.step)
         self._number += 1
         if self._number not in self.steps:
@@ -91,7 +91,7 @@ class Profile:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # which slows the steps down
         jax.profiler.start_trace(str(self.directory), profiler_options=options)
-        self._first, self._began = self._number or 0, time.perf_counter()
+        self._first, self._began = self._number, time.perf_counter()
 
     def _note_program(self, state: TrainState, batch: Any) -> None:
         found = self._step if self._program is None else self._program()

@@ -17,7 +17,7 @@ PASSES = ("forward", "recomputed", "backward")
 # Instructions whose time is that of the instructions inside them.
 CONTAINERS = {"while", "conditional", "call"}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective")
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([\w\-]+)\(", re.MULTILINE)
+HLO_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([\w\-]+)\(", re.MULTILINE)
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -43,7 +43,7 @@ def places_of(program: str, scopes: Sequence[str] = SCOPES) -> dict[str, ScopedP
     itself, by the name of the instruction."""
     found = {}
     for line in program.splitlines():
-        match = INSTRUCTION.match(line)
+        match = HLO_LINE.match(line)
         if match is None or match[2] in CONTAINERS:
             continue
         name = OP_NAME.search(line)
