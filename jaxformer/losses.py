@@ -16,9 +16,10 @@ from jaxformer.tiled_loss import Extras, ObjectiveAndNats, logits_of, sums_of_lo
 
 DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
 # Beyond that, the tokens of a tile on each device: enough that the products of a tile take longer
-# than adding its gradient of the matrix to the total.
+# than adding its gradient of the matrix to the total, and few enough for its logits.
 TILE_ROWS = {"cpu": 512}
 TILE_ROWS_ELSEWHERE = 8192
+TILE_LOGITS = 2**28  # 1 GiB in float32
 
 
 @jax.named_scope("loss")
@@ -60,5 +61,6 @@ def _tile_length(rows: int, length: int, vocab: int) -> int:
     devices = math.prod(free_axes().values())
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return 0
-    most = max(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE) * devices // rows, 1)
+    rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
+    most = max(rows_of_tile * devices // rows, 1)
     return -(-length // -(-length // most))

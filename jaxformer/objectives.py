@@ -41,6 +41,7 @@ class Objective(NamedTuple):
     every_token: each token of the text is predicted once, so that bits per byte mean something.
     loss: (params, config, batch, key, **options) -> Sums, what is minimized; "nats" among them is
         what is logged as the loss where that is another.
+    rowwise: whether its sums are over rows that do not read each other, as in `make_step`.
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     """
 
@@ -56,6 +57,7 @@ class Objective(NamedTuple):
     can_be_cut: bool = False
     every_token: bool = False
     loss: Callable[..., Sums] = head_loss
+    rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
 
 
@@ -64,7 +66,13 @@ OBJECTIVES: Table[Objective] = Table(
     ObjectiveName,
     {
         "causal": Objective(
-            ("decoder",), "language", ("text",), shortest=1, can_be_cut=True, every_token=True
+            ("decoder",),
+            "language",
+            ("text",),
+            shortest=1,
+            can_be_cut=True,
+            every_token=True,
+            rowwise=True,
         ),
         "mlm": Objective(
             ("encoder",),
@@ -74,6 +82,7 @@ OBJECTIVES: Table[Objective] = Table(
             rows=MaskedRows,
             missing=missing_marks,
             metrics=accuracy,
+            rowwise=True,
         ),
         "span_corruption": Objective(
             ("encoder_decoder",),
@@ -83,14 +92,26 @@ OBJECTIVES: Table[Objective] = Table(
             rows=SpanRows,
             missing=missing_sentinels,
             takes_packing=False,
+            rowwise=True,
         ),
         "prefix": Objective(
-            ("encoder_decoder",), "language", ("text",), rows=PrefixRows, takes_packing=False
+            ("encoder_decoder",),
+            "language",
+            ("text",),
+            rows=PrefixRows,
+            takes_packing=False,
+            rowwise=True,
         ),
         "seq2seq": Objective(
-            ("encoder_decoder",), "language", ("source", "target"), template=PairTemplate
+            ("encoder_decoder",),
+            "language",
+            ("source", "target"),
+            template=PairTemplate,
+            rowwise=True,
         ),
-        "sft": Objective(("decoder",), "language", ("source", "target"), template=SFTTemplate),
+        "sft": Objective(
+            ("decoder",), "language", ("source", "target"), template=SFTTemplate, rowwise=True
+        ),
         "classes": Objective(
             ("encoder", "decoder"),
             "classes",
@@ -98,9 +119,16 @@ OBJECTIVES: Table[Objective] = Table(
             MARKS,
             ClassTemplate,
             metrics=accuracy,
+            rowwise=True,
         ),
         "token_classification": Objective(
-            ("encoder", "decoder"), "tags", ("words", "tags"), MARKS, TagTemplate, metrics=accuracy
+            ("encoder", "decoder"),
+            "tags",
+            ("words", "tags"),
+            MARKS,
+            TagTemplate,
+            metrics=accuracy,
+            rowwise=True,
         ),
     },
     besides=("auto",),

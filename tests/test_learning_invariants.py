@@ -61,7 +61,12 @@ def step_of(run, optimizer, schedule):
     schedules = {"learning_rate": schedule}
     pieces = run.train.microbatches
     return make_step(
-        loss_for(run), optimizer, microbatches=pieces, seed=run.run.seed, schedules=schedules
+        loss_for(run),
+        optimizer,
+        microbatches=pieces,
+        seed=run.run.seed,
+        schedules=schedules,
+        rowwise=not run.model.dropout,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.segments import lengths_and_starts, sees_any, segment_ids
@@ -58,12 +59,15 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
         "implementation": "cudnn",
     }
     if mask.queries.segments is None and mask.keys.segments is None:
+        q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
         return jax.nn.dot_product_attention(q, k, v, **options)
     queries, keys = segment_ids(mask)
     # cuDNN writes nothing for tokens of no segment, neither outputs nor gradients. `where` puts
     # zeros in their place; its transpose does so in the gradients.
     q = jnp.where((queries != 0)[..., None, None], q, 0)
     k, v = (jnp.where((keys != 0)[..., None, None], x, 0) for x in (k, v))
+    # As the kernel reads them, so that the points q, k and v of `model.remat` are kept like this.
+    q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
     if mask.max_segments == 1:
         for name, ids in (("query", queries), ("key_value", keys)):
             options[f"{name}_seq_lengths"] = jnp.sum(ids != 0, axis=1, dtype=jnp.int32)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.segments import sees_any, segment_ids
@@ -49,6 +50,8 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)  # the kernel has no scale
     heads_first = [jnp.swapaxes(_padded(x, 1), 1, 2) for x in (q, k, v)]
+    # As the kernel reads them, so that the points q, k and v of `model.remat` are kept like this.
+    heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
     rows, keys = heads_first[0].shape[2], heads_first[1].shape[2]
     ids = None
     sides = (mask.queries, mask.keys)

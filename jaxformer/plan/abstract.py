@@ -15,7 +15,7 @@ from jaxformer.layers import kernels
 from jaxformer.mesh import batch_sharding, check_batch_size
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import loss_of, task_of
+from jaxformer.objectives import OBJECTIVES, loss_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
@@ -75,6 +75,7 @@ def step_of(
         microbatches=run.train.microbatches,
         seed=run.run.seed,
         schedules={"learning_rate": schedule},
+        rowwise=OBJECTIVES[objective].rowwise and not run.model.dropout,
     )
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxformer.params import Params
 from jaxformer.settings import ConfigError
-from jaxformer.sharding import platform
+from jaxformer.sharding import explicit_axes, free_axes, platform
 from jaxformer.training.state import (
     Trainable,
     TrainState,
@@ -24,6 +24,8 @@ from jaxformer.training.state import (
 )
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # the names that lowering knows
+
+REPLICA = "data"  # the mesh axis whose devices have the same params and different rows
 
 Batch = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -54,15 +56,15 @@ class Step:
         with on_mesh(mesh_of(state)):
             return self._program(state)(state, batch)  # type: ignore[no-any-return]
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
+    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> Any:
         """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s with their shardings; on
         an abstract mesh for the platform of its devices."""
         mesh = mesh_of(state)
+        if isinstance(mesh, AbstractMesh):
+            lowering_platforms = (PLATFORMS[platform(mesh)],)
         with on_mesh(mesh):
             traced = self._program(state).trace(state, batch)
-            if isinstance(mesh, AbstractMesh):
-                return traced.lower(lowering_platforms=(PLATFORMS[platform(mesh)],))
-            return traced.lower()
+            return traced.lower(lowering_platforms=lowering_platforms)
 
     def _program(self, state: TrainState) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -88,6 +90,7 @@ def make_step(
     trainable: Trainable = None,
     seed: int = 0,
     schedules: Mapping[str, optax.Schedule] | None = None,
+    rowwise: bool = False,
 ) -> Step:
     """The step of a loss and an optimizer: `state, metrics = step(state, batch)`, jitted, the state
     donated.
@@ -104,6 +107,9 @@ def make_step(
       seed: of the keys.
       schedules: functions of the step number (from 0), logged beside the losses, as in
           {"learning_rate": schedule}.
+      rowwise: whether each sum of the loss is one over rows that do not read each other, without
+          the key. Then each replica of the mesh adds up the gradients of its own rows over all
+          microbatches, and they are reduced over replicas once a step.
 
     Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any
     clipping of the optimizer), and the schedules. Raises ConfigError where the batch cannot be
@@ -115,7 +121,7 @@ def make_step(
             _require_same(frozen_paths(state.params, trainable), state.frozen)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         learned = learning(state.params, state.frozen)
-        grads, means = gradients(loss, state, batch, key, microbatches)
+        grads, means = gradients(loss, state, batch, key, microbatches, rowwise)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(grads, state.optimizer, learned)
             params = merged(optax.apply_updates(learned, updates), state.params, state.frozen)
@@ -127,39 +133,70 @@ def make_step(
 
 
 def gradients(
-    loss: Loss, state: TrainState, batch: Batch, key: jax.Array, microbatches: int
+    loss: Loss,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    microbatches: int,
+    rowwise: bool = False,
 ) -> tuple[Params, dict[str, jax.Array]]:
     """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight)
     and divided once."""
 
-    learned = learning(state.params, state.frozen)
-
-    def sums_of(piece: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
+    def sums_of(params: Params, piece: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
         def objective(learned: Params) -> tuple[jax.Array, ScalarSums]:
-            sums = checked_sums(loss(merged(learned, state.params, state.frozen), piece, key))
+            sums = checked_sums(loss(merged(learned, params, state.frozen), piece, key))
             return sums["loss"][0], sums
 
+        learned = learning(params, state.frozen)
         (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
         return grads, sums
 
-    def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        piece, i = item
-        return jax.tree.map(jnp.add, total, sums_of(piece, jax.random.fold_in(key, i))), None
+    def accumulated(params: Params, batch: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
+        def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            piece, i = item
+            found = sums_of(params, piece, jax.random.fold_in(key, i))
+            return jax.tree.map(jnp.add, total, found), None
 
-    if microbatches == 1:
-        grads, sums = sums_of(batch, jax.random.fold_in(key, 0))
-    else:
         # [B, ...] -> [M, B / M, ...], in which piece m holds rows m, m + M, ...
-        _require_divisible(batch, microbatches)
         split = jax.tree.map(
             lambda a: a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1), batch
         )
-        shapes = jax.eval_shape(sums_of, jax.tree.map(lambda a: a[0], split), key)
+        shapes = jax.eval_shape(sums_of, params, jax.tree.map(lambda a: a[0], split), key)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        (grads, sums), _ = jax.lax.scan(add, nothing, (split, jnp.arange(microbatches)))
+        total, _ = jax.lax.scan(add, nothing, (split, jnp.arange(microbatches)))
+        return total  # type: ignore[no-any-return]
+
+    if microbatches == 1:
+        grads, sums = sums_of(state.params, batch, jax.random.fold_in(key, 0))
+    else:
+        _require_divisible(batch, microbatches)
+        apart = rowwise and _replicas_divide(batch, microbatches)
+        run = _by_replica(accumulated) if apart else accumulated
+        grads, sums = run(state.params, batch, key)
     means = {name: total / _divisor(weight) for name, (total, weight) in sums.items()}
     weight = _divisor(sums["loss"][1])
     return jax.tree.map(lambda total: total / weight, grads), means
+
+
+def _replicas_divide(batch: Batch, microbatches: int) -> bool:
+    """Whether the mesh in force has replicas, each with as many rows for every microbatch."""
+    replicas = free_axes().get(REPLICA, 1)
+    rows = {len(array) for array in jax.tree.leaves(batch)}
+    divide = all(length % (replicas * microbatches) == 0 for length in rows)
+    return replicas > 1 and divide and not explicit_axes()
+
+
+def _by_replica(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run(params, batch, key)` by each replica on its own rows, its sums added up in the end."""
+    whole = PartitionSpec()
+    return jax.shard_map(
+        lambda params, batch, key: jax.lax.psum(run(params, batch, key), REPLICA),
+        in_specs=(whole, PartitionSpec(REPLICA), whole),
+        out_specs=whole,
+        axis_names={REPLICA},
+        check_vma=False,
+    )
 
 
 def checked_sums(sums: Any) -> ScalarSums:

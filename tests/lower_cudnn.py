@@ -1,0 +1,40 @@
+"""Run on eight forced host devices: lowers the step with cuDNN attention for CUDA. Prints JSON for
+test_lowering.py."""
+
+import itertools
+import json
+import re
+import sys
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from jaxformer import sharding
+
+# The devices are of this machine and the program is for others.
+sharding.platform = lambda mesh=None: "gpu"
+# JAX asks the GPU that is attached, and cuDNN, what they can do.
+cudnn.check_cudnn_version = lambda: 91000
+cudnn.check_compute_capability = lambda capability: True
+cudnn.is_cuda_compute_capability_equal = lambda capability: capability == "9.0"
+
+from test_lowering import FAMILIES, SIZES, a_run  # noqa: E402
+
+from jaxformer.mesh import make_mesh  # noqa: E402
+from jaxformer.plan.abstract import abstract_run  # noqa: E402
+
+
+def main() -> None:
+    report = {}
+    for family, packed, name in itertools.product(FAMILIES, [False, True], SIZES):
+        sizes = SIZES[name]
+        count = sizes[0] * sizes[1] * sizes[2]
+        mesh = make_mesh(*sizes, devices=jax.devices()[:count])
+        step, state, batch = abstract_run(a_run(family, "cudnn"), mesh, packed)
+        text = step.lower(state, batch, lowering_platforms=("cuda",)).as_text()
+        report[f"{family}, packed {packed}, {name}"] = len(re.findall(r"@__cudnn\$fmha", text))
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

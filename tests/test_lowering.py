@@ -1,0 +1,90 @@
+"""The real train step lowers for GPU and TPU on meshes of several devices, for every family and
+kernel, packed or not, without any such device."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jaxformer.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from jaxformer.mesh import MESH_AXES
+from jaxformer.plan.abstract import abstract_run
+
+HERE = Path(__file__).parent
+FAMILIES = ("decoder", "encoder", "encoder_decoder")
+SIZES = {"1 device": (1, 1, 1), "4 devices": (1, 4, 1), "8 devices": (2, 2, 2)}
+DEVICES = {
+    "gpu": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
+    "tpu": AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
+}
+KERNELS = [("tpu", "tpu"), ("tpu", "flash"), ("gpu", "blocked"), ("tpu", "blocked")]
+CALLS = {"tpu": "tpu_custom_call", "flash": "tpu_custom_call", "cudnn": "__cudnn$fmha"}
+
+
+def a_run(family, kernel, remat="none"):
+    model = ModelConfig(
+        family=family,
+        vocab_size=512,
+        d_model=128,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        d_ff=256,
+        layer_loop="scan",
+        attention_kernel=kernel,
+        dtype="bfloat16",
+        remat=remat,
+    )
+    data = DataConfig(sequence_length=128)
+    return RunConfig(model=model, data=data, train=TrainConfig(batch_size=16, microbatches=2))
+
+
+def mesh_of(platform, sizes):
+    kinds = (AxisType.Auto,) * 3
+    return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=DEVICES[platform])
+
+
+@pytest.mark.parametrize("family, packed", [*itertools.product(FAMILIES, [False, True])])
+@pytest.mark.parametrize("platform, kernel", KERNELS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_step_lowers_on_every_mesh(sizes, platform, kernel, family, packed):
+    step, state, batch = abstract_run(
+        a_run(family, kernel), mesh_of(platform, SIZES[sizes]), packed
+    )
+    text = step.lower(state, batch).as_text()
+    assert f"num_partitions = {16 if sizes == '' else mesh_of(platform, SIZES[sizes]).size}" in text
+    assert CALLS.get(kernel, "") in text
+
+
+@pytest.mark.parametrize("remat", ["names", "dots", "full"])
+@pytest.mark.parametrize("platform, kernel", KERNELS[:3])
+def test_fused_attention_is_never_computed_again(platform, kernel, remat):
+    """A step runs each kernel as often with remat as without."""
+    mesh = mesh_of(platform, (2, 2, 2))
+
+    def calls(remat):
+        step, state, batch = abstract_run(a_run("decoder", kernel, remat), mesh)
+        text = step.lower(state, batch).as_text()
+        return text.count(CALLS.get(kernel, "stablehlo.exponential"))
+
+    assert calls(remat) == calls("none") > 0
+
+
+def test_the_step_lowers_with_cudnn_on_every_mesh():
+    """cuDNN's calls are divided by JAX for devices that are there, so eight are forced."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, HERE / "lower_cudnn.py"]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert len(report) == 2 * len(FAMILIES) * len(SIZES)
+    for case, calls in report.items():
+        # Forward and backward of each attention of the scanned layer.
+        kinds = 3 if "encoder_decoder" in case else 1
+        assert calls == 2 * kinds, case
