@@ -49,9 +49,9 @@ class Trainer:
             peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         return {"seconds": seconds, "loss": loss, "peak_bytes": peak}
 
-    def product(self) -> dict[str, float]:
+    def product(self, size: int = 0) -> dict[str, float]:
         """FLOP/s of a large product of random matrices, the best of five."""
-        n = 2048 if jax.default_backend() == "cpu" else 8192
+        n = size or (2048 if jax.default_backend() == "cpu" else 8192)
         a, b = (
             jax.random.normal(jax.random.key(i), (n, n), compute_dtype(self.run.model))
             for i in range(2)

@@ -2,6 +2,7 @@
 moment."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -47,7 +48,9 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and waits, so that its memory is free."""
-        self.process.communicate("quit\n")
+        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            self.process.communicate("quit\n")
+        self.process.wait()
 
     def __enter__(self) -> "Worker":
         return self

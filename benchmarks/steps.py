@@ -14,18 +14,15 @@ from jax.sharding import Mesh
 
 from jaxformer.config import RunConfig
 from jaxformer.mesh import make_mesh, place_batch
-from jaxformer.models import decoder
-from jaxformer.objectives import loss_of
+from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.plan.abstract import with_kernel
+from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
 from jaxformer.report import MetricsLog
 from jaxformer.runs import run as loop
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.training.state import TrainState, init_state
-from jaxformer.training.step import Batch, make_step
-
-SEGMENTS = 0  # the random tokens have no segment ids
+from jaxformer.training.step import Batch
 
 
 @dataclass
@@ -60,37 +57,64 @@ def _state(setup: RunSetup) -> TrainState:
 
 
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
-    """The jitted step of a decoder's run with one batch of random tokens, and the kernel in
-    words."""
-    run, kernel = with_kernel(run, SEGMENTS, jax.default_backend())
+    """The jitted step of a run with one batch of random tokens, and the kernel in words."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    schedule = make_schedule(run.optimizer, run.train.steps)
-    specs = decoder.specs(run.model)
-    optimizer = make_optimizer(run.optimizer, schedule, specs)
-    size = (run.train.batch_size, run.data.sequence_length + 1)
-    rows = np.random.default_rng(0).integers(run.model.vocab_size, size=size).astype(np.int32)
-    ones = np.ones(rows[:, 1:].shape, np.float32)
-    batch = jax.device_put({"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": ones})
+    step, _, shapes = abstract_run(run, mesh)
+    _, kernel = with_kernel(run, assumed_segments(run, shapes), jax.default_backend())
+    specs = model_specs(run.model)
+    optimizer = make_optimizer(run.optimizer, make_schedule(run.optimizer, run.train.steps), specs)
+    arrays = place_batch(random_batch(shapes, run), mesh)
     found = Ready(
         mesh=mesh,
-        step=make_step(
-            loss_of("causal", run.model),
-            optimizer,
-            microbatches=run.train.microbatches,
-            seed=run.run.seed,
-            schedules={"learning_rate": schedule},
-        ),
+        step=step,
         state=lambda: init_state(specs, optimizer, mesh=mesh, seed=run.run.seed),
-        batch=lambda i: batch,
+        batch=lambda i: arrays,
         tokens_per_step=run.train.batch_size * run.data.sequence_length,
     )
     return found, kernel
 
 
+def random_batch(shapes: Mapping[str, Any], run: RunConfig) -> dict[str, np.ndarray]:
+    """The arrays of a batch, [rows, length] or [rows, 1], with random tokens and targets.
+
+    Where the run has segment ids, rows are padded at their end, by a quarter on average; those of
+    data.packing documents or best_fit hold four documents instead.
+    """
+    rng = np.random.default_rng(0)
+    batch = {}
+    for name, array in shapes.items():
+        if name.endswith("segment_ids"):
+            batch[name] = random_segments(rng, array.shape, run.data.packing != "stream")
+        elif name in ("tokens", "targets", "source"):
+            batch[name] = rng.integers(run.model.vocab_size, size=array.shape)
+        elif name in ("token_types", "next_sentence"):
+            batch[name] = rng.integers(2, size=array.shape)
+        elif name in ("weights", "next_sentence_weights"):
+            batch[name] = np.ones(array.shape)
+        else:
+            raise ValueError(f"the batch has an array {name!r}, for which no values are known here")
+    if "weights" in batch and "segment_ids" in batch:
+        batch["weights"] = np.where(batch["segment_ids"] == 0, 0, batch["weights"])
+    return {name: array.astype(shapes[name].dtype) for name, array in batch.items()}
+
+
+def random_segments(rng: np.random.Generator, shape: tuple[int, int], packed: bool) -> np.ndarray:
+    """Segment ids [rows, length]: four documents of random lengths that fill each row, or one that
+    fills from half of it to all, and padding."""
+    rows, length = shape
+    index = np.arange(length)
+    if packed:
+        begins = np.sort(rng.integers(1, length, size=(rows, 3)))
+        return 1 + (index >= begins[:, :, None]).sum(axis=1)
+    filled = rng.integers(length // 2, length + 1, size=(rows, 1))
+    return (index < filled).astype(int)
+
+
 def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
-    chosen, reason = with_kernel(run, SEGMENTS, jax.default_backend())
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    segments = assumed_segments(run, abstract_run(run, mesh).batch)
+    chosen, reason = with_kernel(run, segments, jax.default_backend())
     return f"{reason}. {prove_kernel(chosen, mesh)}".strip()
 
 

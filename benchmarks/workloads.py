@@ -4,9 +4,13 @@ too."""
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
-from jaxformer import ModelConfig, RunConfig
+from jaxformer import ModelConfig, RunConfig, load_config
 from jaxformer.config import DataConfig, OptimizerConfig, TrainConfig
+from jaxformer.settings import choices
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 GPT2 = ModelConfig(positions="learned", norm="layer", activation="gelu", bias="all", tied_head=True)
 LLAMA = ModelConfig(positions="rope", norm="rms", activation="swiglu")
@@ -35,14 +39,13 @@ SMOKE_FIELDS: dict[str, object] = {  # of a run of train.py, for a smoke test
     "tokenizer.vocab_size": 300,
     "train.batch_size": 4,
 }
-WORKLOADS = {
-    "small": _run(
-        replace(GPT2, n_layers=6, n_heads=6, d_model=384), vocab=4096, length=256, batch=16
-    ),
-    "gpt2_124m": _run(GPT2_124M, vocab=50_304, length=512, batch=2),
-    "gpt2_124m_gpu": _run(GPT2_124M, vocab=50_304, length=1024, batch=64),
-    "llama_1b_gpu": _run(TINY_LLAMA, vocab=32_000, length=2048, batch=16),
-}
+
+
+def _config(name: str, batch: int) -> RunConfig:
+    """A config of configs/ without dropout, which only plain attention has."""
+    run = load_config(CONFIGS / f"{name}.py")
+    model = replace(run.model, dropout=0.0)
+    return with_sizes(replace(run, model=model), batch, 1)
 
 
 def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
@@ -55,6 +58,37 @@ def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
     )
 
 
+def _accelerator_workloads() -> dict[str, RunConfig]:
+    gpt2 = _run(GPT2_124M, vocab=50_304, length=1024, batch=64)
+    window = replace(TINY_LLAMA, window=1024)
+    found = {
+        "gpt2_124m_gpu": gpt2,
+        "llama_1b_gpu": _run(TINY_LLAMA, vocab=32_000, length=2048, batch=16),
+        "gpt2_124m_packed": replace(gpt2, data=replace(gpt2.data, packing="documents")),
+        "bert_base_padded": _config("bert_base", batch=128),
+        "t5_small_padded": _config("t5_small", batch=128),
+        "llama_1b_window": _run(window, vocab=32_000, length=4096, batch=8),
+        "llama_1b_8k": _run(TINY_LLAMA, vocab=32_000, length=8192, batch=4),
+        "llama_1b_32k": _run(replace(TINY_LLAMA, remat="full"), 32_000, length=32_768, batch=1),
+    }
+    policies = choices(get_type_hints(ModelConfig, include_extras=True)["remat"])
+    for policy in policies:
+        if policy != "none":
+            model = replace(gpt2.model, remat=policy)  # type: ignore[arg-type]
+            found[f"gpt2_124m_remat_{policy}"] = replace(gpt2, model=model)
+    return found
+
+
+ACCELERATOR_WORKLOADS = _accelerator_workloads()
+WORKLOADS = {
+    "small": _run(
+        replace(GPT2, n_layers=6, n_heads=6, d_model=384), vocab=4096, length=256, batch=16
+    ),
+    "gpt2_124m": _run(GPT2_124M, vocab=50_304, length=512, batch=2),
+    **ACCELERATOR_WORKLOADS,
+}
+
+
 def shrunk(run: RunConfig) -> RunConfig:
     """`run` in a size that any machine trains at once, for a smoke test."""
     heads = 2 if run.model.kv_heads < run.model.n_heads else 4
@@ -64,14 +98,16 @@ def shrunk(run: RunConfig) -> RunConfig:
         d_model=64,
         n_heads=4,
         n_kv_heads=heads,
+        head_dim=0,
         d_ff=128,
+        window=min(run.model.window, 16),
         vocab_size=512,
         max_length=64,
     )
     return replace(
         run,
         model=model,
-        data=DataConfig(sequence_length=64),
+        data=replace(run.data, sequence_length=64, source_length=0),
         train=replace(run.train, batch_size=4),
     )
 

@@ -12,10 +12,12 @@ from .models.inspect import attention_maps, inspect
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
 from .runs.config import load_config
+from .runs.out_of_memory import OutOfMemory
 from .runs.run import Result, train
 from .settings import ConfigError
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit
+from .training.profile import Profile
 from .training.state import TrainState, init_state
 from .training.step import make_step
 
@@ -26,6 +28,8 @@ __all__ = [
     "Interrupted",
     "Loaded",
     "ModelConfig",
+    "OutOfMemory",
+    "Profile",
     "Result",
     "RunConfig",
     "TrainState",

@@ -22,7 +22,7 @@ from jaxformer.config import (
     suggestion,
 )
 from jaxformer.config_json import from_json
-from jaxformer.settings import VOLATILE, choices
+from jaxformer.settings import VOLATILE, choices, step_range
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -161,6 +161,12 @@ def check(config: RunConfig) -> RunConfig:
             f"data.sequence_length={data.sequence_length} exceeds"
             f" model.max_length={model.max_length}: raise model.max_length, or shorten the"
             " sequences."
+        )
+    traced = step_range(config.run.profile)
+    if traced and traced[-1] > config.train.steps:
+        problems.append(
+            f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"
+            f" train.steps={config.train.steps}: name steps of the run."
         )
     trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)
     if trained and 0 < model.vocab_size < tokenizer.vocab_size:

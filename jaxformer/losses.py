@@ -22,6 +22,7 @@ TILE_ROWS_ELSEWHERE = 8192
 TILE_LOGITS = 2**28  # 1 GiB in float32
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"] | CustomLeaf,

@@ -30,7 +30,9 @@ BENCHMARKS = [name for name in SCRIPTS if name not in WORKERS]
 
 
 def test_the_benchmarks_are_found() -> None:
-    assert {"train_cpu", "train_gpu", "startup", "tokens", "same_numbers"} <= {*BENCHMARKS}
+    assert {"train_cpu", "train_gpu", "train_tpu", "startup", "tokens", "same_numbers"} <= {
+        *BENCHMARKS
+    }
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -59,6 +59,7 @@ def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     return specs
 
 
+@jax.named_scope("layer")
 def block(
     params: Params,
     config: ModelConfig,
@@ -105,7 +106,8 @@ def block(
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
         read = norm(params[f"{name}_norm"], config, read) if "before" in place else read
-        out, aux = sublayer(read)
+        with jax.named_scope(name):
+            out, aux = sublayer(read)
         out, captured = request.apply(f"{'mlp' if name == 'ffn' else name}_out", out)
         parts += [aux, Aux(captures=captured)]
         out = norm(params[f"{name}_output_norm"], config, out) if "output" in place else out

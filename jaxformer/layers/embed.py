@@ -54,6 +54,7 @@ def _sinusoidal(params: Params, config: ModelConfig, layout: TokenLayout) -> jax
 ADDED = {"learned": _learned, "sinusoidal": _sinusoidal}
 
 
+@jax.named_scope("embed")
 def embed(
     params: Params,
     config: ModelConfig,

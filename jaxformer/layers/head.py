@@ -69,6 +69,7 @@ def pooled(
     return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", one))
 
 
+@jax.named_scope("head")
 def readout(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q D"]:
@@ -106,6 +107,7 @@ def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = Non
     return logits if bias is None else logits + bias
 
 
+@jax.named_scope("head")
 def head(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B Q V"]:

@@ -88,6 +88,7 @@ def norm_specs(config: ModelConfig) -> Specs:
     return NORMS[config.norm].specs(config)
 
 
+@jax.named_scope("norm")
 def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """The config's norm: [..., D] -> [..., D]."""
     return NORMS[config.norm].run(params, config, x)

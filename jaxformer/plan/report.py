@@ -24,7 +24,7 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
     sections = [
         banner(_head(plan), title),
         _parameters(plan.planned),
-        _memory(plan),
+        memory_text(plan),
         _changes(plan),
         _products(plan),
         _collectives(plan),
@@ -105,7 +105,8 @@ def _parameters(planned: PlannedRun) -> str:
     return _titled("Parameters (exact)", table)
 
 
-def _memory(plan: Plan) -> str:
+def memory_text(plan: Plan) -> str:
+    """What a device holds at its largest moment, and whether that fits."""
     memory = plan.memory
     lines = [*memory.held, *memory.stages[memory.largest]]
     table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]

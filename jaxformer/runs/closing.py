@@ -8,6 +8,7 @@ from jaxformer.generation.decode import generate
 from jaxformer.params import Params
 from jaxformer.report import closing
 from jaxformer.report.plot import plot_losses
+from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.setup import RunSetup
 
 EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}  # by head, for the command that is suggested
@@ -17,7 +18,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     """Plots the losses of a run, and returns what is printed at its end."""
     run, bits = setup.run.run, last.get("val_bits_per_byte")
     prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
-    return closing(
+    end = closing(
         seconds=seconds,
         val_loss=last.get("val_loss"),
         bits_per_byte=bits,
@@ -27,6 +28,22 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
         next_command=f'jaxformer sample {run.dir} --prompt "{prompt}"',
     )
+    return "\n\n".join([*_profile(setup), end])
+
+
+def _profile(setup: RunSetup) -> list[str]:
+    """The table of the steps that run.profile traced, and how their trace is opened."""
+    run = setup.run.run
+    if not run.profile:
+        return []
+    from jaxformer.training.profile import TABLE
+
+    folder = profile_dir(run.dir)
+    if not (folder / TABLE).is_file():
+        return [f"run.profile={run.profile}: these steps were done before; nothing was traced."]
+    opened = f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'
+    table = (folder / TABLE).read_text(encoding="utf-8").strip()
+    return [table, f"{opened}\n  xprof --logdir {folder}"]
 
 
 def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:

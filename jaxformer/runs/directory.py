@@ -103,3 +103,23 @@ def claim(
         tokenizer.save(folder / "tokenizer.json")
         write_text(folder / "config.json", to_json(run))
         write_text(path, json.dumps(now, indent=2) + "\n")
+
+
+def profile_dir(run_dir: str) -> Path:
+    """Where a run keeps the trace of run.profile."""
+    return Path(run_dir) / "profile"
+
+
+def is_begun(run: RunConfig) -> bool:
+    """Whether the run directory belongs to the config of an earlier command."""
+    return (Path(run.run.dir) / "config.json").is_file()
+
+
+def release(run: RunConfig) -> None:
+    """Takes back what `claim` wrote, so that the directory may be begun with another config. Only
+    for the command that claimed it, before there is a checkpoint."""
+    if jax.process_index():
+        return
+    folder = Path(run.run.dir)
+    for name in ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)

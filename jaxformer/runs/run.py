@@ -1,9 +1,10 @@
 """A whole run: turns its settings into a step, batches and hooks, and passes them to `fit`."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.runs.device import prove_kernel
-from jaxformer.runs.directory import lock
+from jaxformer.runs.directory import is_begun, lock, profile_dir, release
+from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
-from jaxformer.training.loop import fit
+from jaxformer.training.loop import Advance, fit
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch, Metrics
 
@@ -46,24 +48,44 @@ def train(run: RunConfig) -> Result:
     Of several processes, only the first one writes the files of the run directory and prints.
 
     Raises ConfigError for a setting or input that cannot work, Diverged if the loss is not a
-    number, and Interrupted after a SIGINT or SIGTERM, with the state saved.
+    number, OutOfMemory if a device has not enough memory for the run, and Interrupted after a
+    SIGINT or SIGTERM, with the state saved.
     """
     begin = time.monotonic()
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
     with lock(run):
+        begun = is_begun(run)
         setup = make_setup(run, log)
         log(banner(summary(setup)))
         keep, every = run.train.keep_checkpoints, run.train.checkpoint_every
         with Checkpoints(run.run.dir, keep, every) as checkpoints:
-            state, programs = _begin(setup, checkpoints, log)
-            state, last = _steps(setup, state, programs, checkpoints, begin)
+            try:
+                state, programs = _begin(setup, checkpoints, log)
+                state, last = _steps(setup, state, programs, checkpoints, begin)
+            except OutOfMemory as error:
+                raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
         if jax.process_index() == 0:
             from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
 
             log(close_run(setup, state.params, last, time.monotonic() - begin))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _with_advice(
+    error: OutOfMemory, setup: RunSetup, checkpoints: Checkpoints, begun: bool
+) -> OutOfMemory:
+    """The error with what to change. A run directory without a checkpoint that this command began
+    is released, so that any setting may change."""
+    from jaxformer.runs.remedies import advice  # with the plan, which no other run needs
+
+    checkpoints.wait()
+    saved = max(checkpoints.steps(), default=None)
+    if saved is None and not begun:
+        release(setup.run)
+    text = advice(setup, error.shortage, saved=saved, begun=begun)
+    return OutOfMemory(f"{error}\n{text}", error.shortage)
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Programs]:
@@ -84,15 +106,20 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             if platform(setup.mesh) != "cpu":
                 programs.result()
             for length in lengths:
-                if proof := prove_kernel(setup.runs[length], setup.mesh):
+                with memory_of("the check of the attention kernel"):
+                    proof = prove_kernel(setup.runs[length], setup.mesh)
+                if proof:
                     log(proof)
             return programs
 
         # The newest checkpoint may prove unreadable, so compilation starts from the oldest.
         programs = compile_from(saved[0]) if saved[-1] < run.train.steps else None
-        state = checkpoints.restore(setup.target, log)
+        with memory_of("reading the newest checkpoint"):
+            state = checkpoints.restore(setup.target, log)
         if state is None:
-            state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
+            with memory_of("the initial state"):
+                state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
+                jax.block_until_ready(state)
             if run.run.init_from:
                 from jaxformer.runs.init_from import warm_start
 
@@ -149,18 +176,20 @@ def _fit(
     def evaluate(params: Params) -> Evaluation:
         """Reads all batches at the end, and train.eval_batches of them before."""
         limit = 0 if step.done == settings.steps else settings.eval_batches
-        return evaluation(params, itertools.islice(heldout or (), limit or None))
+        with memory_of(f"the evaluation after step {step.done}"):
+            return evaluation(params, itertools.islice(heldout or (), limit or None))
 
-    return fit(
-        step,
-        state,
-        setup.batches,
-        steps=settings.steps,
-        evaluate=evaluate if heldout else None,
-        evaluate_every=settings.eval_every,
-        checkpoints=checkpoints,
-        hooks=hooks,
-    )
+    with memory_of(lambda: f"step {step.done}"), traced(setup, step) as advance:
+        return fit(
+            advance,
+            state,
+            setup.batches,
+            steps=settings.steps,
+            evaluate=evaluate if heldout else None,
+            evaluate_every=settings.eval_every,
+            checkpoints=checkpoints,
+            hooks=hooks,
+        )
 
 
 class StepByLength:
@@ -175,6 +204,26 @@ class StepByLength:
             self._log(f"From step {self.done + 1} on, rows have {now} tokens instead of {before}.")
         self.done += 1
         return self._programs[now](state, batch)  # type: ignore[no-any-return]
+
+    def next_program(self) -> Any:
+        """The compiled program of the next step."""
+        return self._programs[self.setup.length(self.done)]
+
+
+@contextlib.contextmanager
+def traced(setup: RunSetup, step: StepByLength) -> Iterator[Advance]:
+    """The step, which traces the steps of run.profile into the run directory."""
+    run = setup.run.run
+    if not run.profile:
+        yield step
+        return
+    from jaxformer.training.profile import Profile
+
+    profile = Profile(step, run.profile, profile_dir(run.dir), program=step.next_program)
+    try:
+        yield profile
+    finally:
+        profile.close()
 
 
 class MetricLogger:
@@ -223,7 +272,8 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
     begin = time.perf_counter()
     first = next(first for first, tokens in setup.batches.lengths if tokens == length)
     batch = place_batch(setup.batches[first], setup.mesh)
-    compiled = setup.step(length).lower(setup.target, batch).compile()
+    with memory_of("compiling the step"):
+        compiled = setup.step(length).lower(setup.target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
     rows = f" for rows of {length} tokens" if len(setup.runs) > 1 else ""

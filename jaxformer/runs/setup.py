@@ -100,7 +100,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         run = check_base(run)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
-    keep_compiled(run.run.compilation_cache)
+    keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
     corpus = corpus_of(run, log=log)
     if run.run.sample_tokens:
         corpus.tokenizer.encode(run.run.sample_prompt)  # raises now rather than at the end
@@ -151,9 +151,12 @@ def most_segments(texts: list[data.Rows]) -> int:
     return max(MOST_SEGMENTS + 1 if most is None else most for most in found)
 
 
-def keep_compiled(folder: str) -> None:
+def keep_compiled(folder: str, named: bool = False) -> None:
     """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
-    is empty."""
+    is empty. `named`: its programs have to have the scopes of this code, whose names are else no
+    part of what they are found by."""
+    if named:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if folder and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

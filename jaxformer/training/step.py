@@ -122,8 +122,9 @@ def make_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         learned = learning(state.params, state.frozen)
         grads, means = gradients(loss, state, batch, key, microbatches, rowwise)
-        updates, moments = optimizer.update(grads, state.optimizer, learned)
-        params = merged(optax.apply_updates(learned, updates), state.params, state.frozen)
+        with jax.named_scope("optimizer"):
+            updates, moments = optimizer.update(grads, state.optimizer, learned)
+            params = merged(optax.apply_updates(learned, updates), state.params, state.frozen)
         metrics = {**means, "grad_norm": optax.tree.norm(grads)}
         metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
         return TrainState(state.step + 1, params, moments, state.frozen), metrics  # type: ignore[arg-type]

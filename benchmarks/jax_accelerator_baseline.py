@@ -1,5 +1,10 @@
-"""Our side of train_gpu.py: a worker that trains a workload by the library's own step, or checks
-the device first."""
+"""Our side of train_gpu.py and train_tpu.py: a worker that trains workloads by the library's own
+step, or checks the device.
+
+Each line read is a command, each line written a JSON object: `resume`, `check NAME FSDP`, `load
+NAME BATCH FSDP` (sequences a device), then `compile [NAME=VALUE ...]`, `step` and `product`, and
+`quit`. Where memory ends the answer says so under "out_of_memory".
+"""
 
 import argparse
 import json
@@ -14,9 +19,11 @@ import jaxlib
 import numpy as np
 from jax_baseline import Trainer
 from steps import kernel_holds
-from workloads import SMOKE_FIELDS, WORKLOADS, shrunk, with_sizes, words_file
+from workloads import ACCELERATOR_WORKLOADS, SMOKE_FIELDS, shrunk, with_sizes, words_file
 
 import jaxformer as jf
+from jaxformer.config import RunConfig
+from jaxformer.runs.out_of_memory import is_out_of_memory
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 STEPS, BREAK = 10, 6  # of the run that is stopped and continued
@@ -30,15 +37,11 @@ def compile_step(trainer: Trainer, options: dict[str, str]) -> str:
         try:
             trainer.advance = lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
-            if not options or out_of_memory(error):
+            if not options or is_out_of_memory(error):
                 raise
             trainer.advance = lowered.compile()
             return f"refused {options}: {str(error)[:200]}"
     return f"{options}" if options else "XLA's defaults"
-
-
-def out_of_memory(error: Exception) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
 def resumes(smoke: bool) -> dict[str, Any]:
@@ -77,30 +80,57 @@ def resumes(smoke: bool) -> dict[str, Any]:
     }
 
 
+class Commands:
+    """What the worker can be asked, by the first word of a line."""
+
+    def __init__(self, smoke: bool) -> None:
+        self.smoke = smoke
+        self.trainer: Trainer | None = None
+
+    def run_of(self, name: str, batch: int, fsdp: int) -> RunConfig:
+        """A workload in bfloat16 on any device, as "auto" is on a GPU or TPU."""
+        run = ACCELERATOR_WORKLOADS[name]
+        run = shrunk(run) if self.smoke else run
+        rows = (batch or run.train.batch_size) * jax.device_count()
+        model = replace(run.model, dtype="bfloat16")
+        return replace(with_sizes(run, rows, 1), model=model, mesh=replace(run.mesh, fsdp=fsdp))
+
+    def resume(self) -> dict[str, Any]:
+        return {"resume": resumes(self.smoke)}
+
+    def check(self, name: str, fsdp: str) -> dict[str, Any]:
+        return {"kernel": kernel_holds(self.run_of(name, 0, int(fsdp)))}
+
+    def load(self, name: str, batch: str, fsdp: str) -> dict[str, Any]:
+        self.trainer = None  # whose memory is needed
+        self.trainer = Trainer(self.run_of(name, int(batch), int(fsdp)), "")
+        return {"kernel": self.trainer.kernel}
+
+    def compile(self, *xla: str) -> dict[str, Any]:
+        return {"xla": compile_step(self.loaded, dict(text.split("=", 1) for text in xla))}
+
+    def step(self) -> dict[str, Any]:
+        return self.loaded.step()
+
+    def product(self) -> dict[str, Any]:
+        return self.loaded.product(256 if self.smoke else 0)
+
+    @property
+    def loaded(self) -> Trainer:
+        assert self.trainer is not None, "load comes first"
+        return self.trainer
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--workload", choices=sorted(WORKLOADS), help="train this; without it, check the device"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--workloads",
-        nargs="*",
-        default=[],
-        choices=sorted(WORKLOADS),
-        help="whose kernels to check",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own"
-    )
-    parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
-    parser.add_argument(
-        "--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of the step"
-    )
-    options = parser.parse_args()
-    size = shrunk if options.smoke else lambda run: run
+    parser.add_argument("--smoke", action="store_true", help="the workloads shrunk")
+    commands = Commands(parser.parse_args().smoke)
     device = jax.devices()[0]
     about: dict[str, Any] = {
         "device": device.device_kind,
+        "devices": jax.device_count(),
         "platform": device.platform,
         "versions": {
             "jax": jax.__version__,
@@ -108,30 +138,19 @@ def main() -> None:
             "runtime": device.client.platform_version,
         },
     }
-    if not options.workload:
-        print(json.dumps(about), flush=True)
-        held = {name: kernel_holds(size(WORKLOADS[name])) for name in options.workloads}
-        print(json.dumps({"kernels": held, "resume": resumes(options.smoke)}), flush=True)
-        return
-    run = with_sizes(size(WORKLOADS[options.workload]), options.batch, 1)
-    # bfloat16 on any device, as on a GPU; there "auto" is the same
-    trainer = Trainer(replace(run, model=replace(run.model, dtype="bfloat16")), "")
-    print(json.dumps(about | {"kernel": trainer.kernel}), flush=True)
+    print(json.dumps(about), flush=True)
     for line in sys.stdin:
-        command = line.strip()
+        command, *arguments = line.split()
         if command == "quit":
             break
         try:
-            if command == "compile":
-                answer: dict[str, Any] = {
-                    "xla": compile_step(trainer, dict(o.split("=", 1) for o in options.xla))
-                }
-            else:
-                answer = {"step": trainer.step, "product": trainer.product}[command]()
+            answer = getattr(commands, command)(*arguments)
         except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            answer = {"out_of_memory": True}
+            answer = {"out_of_memory": str(error).splitlines()[0]}
+        except jf.OutOfMemory as error:
+            answer = {"out_of_memory": str(error)}
         print(json.dumps(answer), flush=True)
 
 
