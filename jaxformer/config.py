@@ -20,7 +20,6 @@ from jaxformer.settings import (
     NonNegative,
     Rate,
     Section,
-    Steps,
     TableAt,
     Volatile,
     divisors,
@@ -45,7 +44,7 @@ class RunSettings(Section):
     """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
     progress: Volatile[Literal["auto", "bar", "lines", "none"]] = "auto"
     """Display during training; auto selects a bar in a terminal, and lines otherwise."""
-    profile: Volatile[Steps] = ""
+    profile: Volatile[str] = ""
     """Steps to trace into the run directory, as in 10:13 for 10, 11 and 12; empty traces none."""
     sample_prompt: Volatile[str] = ""
     """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""

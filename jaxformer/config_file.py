@@ -22,7 +22,8 @@ from jaxformer.config import (
     suggestion,
 )
 from jaxformer.config_json import from_json
-from jaxformer.settings import VOLATILE, choices, step_range
+from jaxformer.settings import VOLATILE, choices
+from jaxformer.step_range import step_range
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
@@ -162,7 +163,7 @@ def check(config: RunConfig) -> RunConfig:
             f" model.max_length={model.max_length}: raise model.max_length, or shorten the"
             " sequences."
         )
-    traced = step_range(config.run.profile)
+    traced = step_range(config.run.profile, "run.profile")
     if traced and traced[-1] > config.train.steps:
         problems.append(
             f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"

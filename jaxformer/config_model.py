@@ -41,6 +41,7 @@ AttentionKernel = Annotated[
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
 # added here too.
 GATED = {*get_args(Gated)}
+BIASED_SCORES = ("alibi", "t5")  # the positions that add a bias to the scores
 BIASED = {
     "none": frozenset[str](),
     "qkv": frozenset({"qkv"}),

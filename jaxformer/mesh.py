@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.settings import ConfigError
 from jaxformer.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
 
+AnyMesh = Mesh | AbstractMesh  # of devices, or of sizes alone
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -48,7 +49,7 @@ def mesh_shape(
     return rows, fsdp, tensor
 
 
-def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None:
+def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> None:
     """ConfigError if a microbatch does not divide among the devices that hold different rows."""
     rows, split = batch_size // microbatches, batch_devices(mesh)
     if rows % split:
@@ -59,12 +60,12 @@ def check_batch_size(mesh: Mesh, batch_size: int, microbatches: int = 1) -> None
         )
 
 
-def batch_devices(mesh: Mesh) -> int:
+def batch_devices(mesh: AnyMesh) -> int:
     """The number of devices that hold different rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
 
 
-def undivided(mesh: Mesh, shape: Sequence[int], axes: Axes) -> list[str]:
+def undivided(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> list[str]:
     """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257
     by tensor 2"."""
     found = []
@@ -76,20 +77,20 @@ def undivided(mesh: Mesh, shape: Sequence[int], axes: Axes) -> list[str]:
     return found
 
 
-def parameter_sharding(mesh: Mesh, shape: Sequence[int], axes: Axes) -> NamedSharding:
+def parameter_sharding(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> NamedSharding:
     return NamedSharding(mesh, partition(shape, axes, PARAMETERS, mesh.shape))
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     """Rows over the devices of the batch axes; all but the first axis of an array is whole."""
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"]))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place_batch(batch: Any, mesh: Mesh | None) -> Any:
+def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     """This process's rows of a batch (a pytree of arrays, rows first) as global arrays on the mesh,
     or on the device.
 

@@ -38,25 +38,6 @@ Rate = Annotated[float, Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
 NonNegative = Annotated[float, Bounds(0)]
 
-
-def step_range(text: str) -> range:
-    """The steps, counted from 1, that "10:13" (10, 11 and 12, as a slice of Python) or "10" names;
-    none for "". Raises ValueError for any other text."""
-    if not text:
-        return range(0)
-    first, colon, stop = text.partition(":")
-    steps = range(int(first), int(stop) if colon else int(first) + 1)
-    if not steps or steps[0] < 1:
-        raise ValueError(text)
-    return steps
-
-
-class StepRange:
-    """Marks a setting that names steps, as `step_range` reads them."""
-
-
-Steps = Annotated[str, StepRange]
-
 # Marks the type of a setting that a continued run may change, because the numbers of the run do not
 # depend on it.
 VOLATILE = "volatile"
@@ -139,19 +120,6 @@ def _field_problems(section: Section) -> Iterator[str]:
             bounds = [extra for extra in extras if isinstance(extra, Bounds)]
             if not all(bound.hold(value) for bound in bounds):
                 yield f"{name}={value!r} must be {bounds[0]}."
-            if StepRange in extras and not _names_steps(value):
-                yield (
-                    f"{name}={value!r} names no steps: give the first and the one after the last,"
-                    " counted from 1, as in 10:13 for the steps 10, 11 and 12, or a single step."
-                )
-
-
-def _names_steps(text: str) -> bool:
-    try:
-        step_range(text)
-    except ValueError:
-        return False
-    return True
 
 
 def divisors(number: int) -> str:

@@ -12,15 +12,9 @@ import pytest
 
 import jaxformer as jf
 from jaxformer import layers
+from jaxformer.layers.biases import alibi_slopes, relative_bucket, score_bias
 from jaxformer.layers.masks import AttentionMask, layout_of, visible
-from jaxformer.layers.positions import (
-    FREQUENCIES,
-    alibi_slopes,
-    relative_bucket,
-    rotate,
-    score_bias,
-    sinusoids,
-)
+from jaxformer.layers.positions import FREQUENCIES, rotate, sinusoids
 
 
 def array(*shape, seed=0):

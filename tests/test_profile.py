@@ -13,6 +13,7 @@ import pytest
 from tiny_run import line, train_here, write_text
 
 import jaxformer as jf
+from jaxformer.config_file import check
 from jaxformer.training.trace import (
     OTHER,
     SCOPES,
@@ -210,9 +211,10 @@ def test_a_union_of_intervals_counts_overlaps_once() -> None:
 
 
 @pytest.mark.parametrize("steps", ["0:3", "3:3", "ten", "5:", "1:2:3"])
-def test_steps_that_are_none_are_refused_at_construction(steps: str) -> None:
+def test_steps_that_are_none_are_refused(steps: str) -> None:
+    run = jf.RunConfig(run=jf.config.RunSettings(profile=steps))
     with pytest.raises(jf.ConfigError, match=r"run.profile=.* names no steps"):
-        jf.config.RunSettings(profile=steps)
+        check(run)
 
 
 def test_a_run_ends_with_the_table_and_the_command_that_opens_the_trace(

@@ -14,13 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxformer.config_model import AttentionKernel, ModelConfig
+from jaxformer.config_model import BIASED_SCORES, AttentionKernel, ModelConfig
 from jaxformer.layers.blocked import blocked_attention
-from jaxformer.layers.cudnn import cudnn_attention, lacks_packed_rows
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, TokenLayout
-from jaxformer.layers.pallas import flash_attention, splash_attention
-from jaxformer.layers.positions import BIASES
 from jaxformer.settings import ConfigError, Table
 from jaxformer.sharding import activation, free_axes
 
@@ -33,6 +30,24 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
     if not (queries.ordered and keys.ordered):
         how["positions"] = (queries.positions, keys.positions)
     return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    from jaxformer.layers.cudnn import cudnn_attention  # what other platforms do not load
+
+    return cudnn_attention(q, k, v, mask)
+
+
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    from jaxformer.layers.pallas import splash_attention
+
+    return splash_attention(q, k, v, mask)
+
+
+def _flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    from jaxformer.layers.pallas import flash_attention
+
+    return flash_attention(q, k, v, mask)
 
 
 HOPPER = (9, 0)
@@ -95,8 +110,8 @@ FEATURES = {
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
-FUSED = frozenset({"positions", "dropout"})
-CUDNN = FUSED | {"many segments", "window to both sides", "value width"}
+EVERY = frozenset({"positions", "dropout"})  # what all fused kernels lack
+CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
 SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
 
@@ -110,7 +125,7 @@ def _features_of_run(case: Case) -> set[str]:
         "window to both sides": model.window and model.family != "decoder",
         "value width": model.value_width != model.head_width,
         "dropout": model.dropout,
-        "score bias": model.positions in BIASES,
+        "score bias": model.positions in BIASED_SCORES,
         "soft-cap": model.attention_soft_cap,
         "sinks": model.attention_sinks,
     }
@@ -143,7 +158,11 @@ def _cudnn_device(case: Case) -> str:
         return f"its head width is a multiple of 8 up to 256, not {case.model.head_width}"
     if case.segments > 1 and case.capability < HOPPER:
         return "it takes packed rows from compute capability 9.0 (Hopper) on"
-    return lacks_packed_rows() if case.segments > 1 else ""
+    if case.segments > 1:
+        from jaxformer.layers.cudnn import lacks_packed_rows
+
+        return lacks_packed_rows()
+    return ""
 
 
 def _tpu_device(case: Case) -> str:
@@ -154,19 +173,19 @@ KERNELS: Table[KernelRow] = Table(
     AttentionKernel,
     {
         "cudnn": KernelRow(
-            cudnn_attention, "cuDNN attention", CUDNN | SCORES, _cudnn_device, partitioned=True
+            _cudnn, "cuDNN attention", CUDNN | SCORES, _cudnn_device, partitioned=True
         ),
         "tpu": KernelRow(
-            splash_attention,
+            _splash,
             "Pallas splash attention",
-            FUSED | {"score bias"},
+            EVERY | {"score bias"},
             _tpu_device,
             partitioned=True,
         ),
         "flash": KernelRow(
-            flash_attention,
+            _flash,
             "Pallas flash attention",
-            FUSED | {"soft-cap", "sinks", "window", "value width", "any length"},
+            EVERY | {"soft-cap", "sinks", "window", "value width", "any length"},
             _tpu_device,
             partitioned=True,
         ),

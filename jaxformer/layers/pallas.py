@@ -59,8 +59,8 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
         ids = kernels.SegmentIds(*(_padded(of, 1) for of in segment_ids(mask)))
     kernel = _kernel(q.shape[2], rows, keys, mask.causal, mask.window, scoring.soft_cap)
 
-    def of_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> jax.Array:
-        return kernel(q, k, v, ids, scoring.sinks)
+    def of_row(*row: Any) -> jax.Array:  # q, k, v and the ids of a row
+        return kernel(*row, scoring.sinks)  # type: ignore[no-any-return]
 
     out = jnp.swapaxes(jax.vmap(of_row)(*heads_first, ids), 1, 2)[:, :length]
     return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config_model import ModelConfig, RopeScaling
-from jaxformer.layers.masks import AttentionMask
-from jaxformer.params import Spec, Specs, lookup, normal
 from jaxformer.settings import Table
 
 
@@ -124,71 +122,3 @@ def rotate(
     width = 2 * frequencies.shape[0]
     scaled = (config.rope_scale * rotated[..., :width]).astype(x.dtype)
     return jnp.concatenate([scaled, rotated[..., width:]], axis=-1)
-
-
-def alibi_slopes(n_heads: int) -> list[float]:
-    """2^(-8i/N), i = 1 .. N (arXiv:2108.12409); where N is no power of two, those of the power P
-    below it, then every other of those of 2P."""
-    power = 2 ** int(math.log2(n_heads))
-    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
-    return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
-
-
-def relative_bucket(
-    distance: Int[Array, "..."], both_ways: bool, buckets: int, far: int
-) -> Int[Array, "..."]:
-    """T5's row of the bias table for key minus query position (arXiv:1910.10683): half of the rows
-    (of each side, if `both_ways`) are for single distances, the others grow by a ratio to `far`."""
-    side = jnp.zeros_like(distance)
-    if both_ways:
-        buckets //= 2
-        side = jnp.where(distance > 0, buckets, 0)
-    back = jnp.abs(distance) if both_ways else jnp.maximum(-distance, 0)
-    exact = buckets // 2
-    ratio = jnp.log(jnp.maximum(back, 1).astype(jnp.float32) / exact) / math.log(far / exact)
-    large = jnp.minimum(exact + (ratio * (buckets - exact)).astype(distance.dtype), buckets - 1)
-    return side + jnp.where(back < exact, back, large)
-
-
-def relative_bias_specs(config: ModelConfig) -> Specs:
-    """T5's table [buckets, N], one for all layers of a stack; nothing in other schemes."""
-    if config.positions != "t5":
-        return {}
-    shape, axes = (config.relative_buckets, config.n_heads), ("buckets", "heads")
-    init = normal(config.d_model**-0.5)
-    return {"relative_bias": Spec(shape, axes, init, inputs=("buckets",), lookup=True)}
-
-
-def score_bias(
-    table: Float[Array, "buckets N"] | None, config: ModelConfig, mask: AttentionMask
-) -> Float[Array, "B N T S"] | None:
-    """The bias of the scores, float32 [B or 1, N, T, S]; None where the scheme has none."""
-    if config.positions not in BIASES:
-        return None
-    queries, keys = mask.queries, mask.keys
-    same = all(layout.ordered and layout.segments is None for layout in (queries, keys))
-    rows = slice(0, 1) if same else slice(None)  # every row is numbered alike
-    distance = keys.positions[rows, None, :] - queries.positions[rows, :, None]
-    return BIASES[config.positions](table, config, distance, mask.causal)
-
-
-def _alibi(
-    table: jax.Array | None, config: ModelConfig, distance: jax.Array, causal: bool
-) -> jax.Array:
-    slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
-    return -slopes[:, None, None] * jnp.abs(distance)[:, None].astype(jnp.float32)
-
-
-def _t5(
-    table: jax.Array | None, config: ModelConfig, distance: jax.Array, causal: bool
-) -> jax.Array:
-    buckets, far = config.relative_buckets, config.relative_distance
-    bucket = relative_bucket(distance, not causal, buckets, far)
-    rows = lookup(table, bucket, ("batch", None, None, "heads"))  # type: ignore[arg-type]
-    return jnp.moveaxis(rows, -1, 1)
-
-
-BIASES: dict[str, Callable[[jax.Array | None, ModelConfig, jax.Array, bool], jax.Array]] = {
-    "alibi": _alibi,
-    "t5": _t5,
-}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.config_model import BIASED_SCORES, ModelConfig
 from jaxformer.layers.block import EncoderOutput, block, block_specs
 from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.capture import NOTHING, Request
@@ -20,7 +20,6 @@ from jaxformer.layers.masks import AttentionMask, Scoring
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, period_of
-from jaxformer.layers.positions import relative_bias_specs, score_bias
 from jaxformer.params import Params, Specs, rows, stack, unstack
 from jaxformer.sharding import platform
 
@@ -36,7 +35,11 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
     """Rows named blocks (stacked by layer), and relative_bias and final_norm if there are any."""
     final = norm_specs(config) if config.norm_placement != "post" else {}
     blocks = _blocks_specs(config, layers, cross)
-    table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
+    table = {"blocks": blocks, "final_norm": final}
+    if config.positions in BIASED_SCORES:
+        from jaxformer.layers.biases import relative_bias_specs
+
+        table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
     return {name: rows for name, rows in table.items() if rows}
 
 
@@ -89,7 +92,11 @@ def run_stack(
 ) -> Output:
     """[B, T, D] -> [B, T, D] in the compute dtype; a cache that is given is advanced already."""
     x = x.astype(compute_dtype(config))
-    bias = score_bias(params.get("relative_bias"), config, mask)
+    bias = None
+    if config.positions in BIASED_SCORES:
+        from jaxformer.layers.biases import score_bias  # only where scores have one
+
+        bias = score_bias(params.get("relative_bias"), config, mask)
     call = _Call(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
     if cache is None and config.layer_loop == "scan":
         out = _scanned(params["blocks"], config, x, call)

@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from jaxformer.config import ModelConfig
+from jaxformer.config_model import BIASED_SCORES
 from jaxformer.layers.block import PLACEMENTS
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
 from jaxformer.layers.pattern import layer_configs
-from jaxformer.layers.positions import BIASES
 from jaxformer.models.remat import kept_points
 from jaxformer.plan.planned import PlannedRun
 
@@ -208,7 +208,7 @@ def bias_bytes(planned: PlannedRun, cross: bool) -> tuple[float, float]:
     """Bytes of the biases of scores that a stack has for all its layers, and of their gradients;
     rows with segment ids have positions, and so biases, of their own."""
     model = planned.model
-    if model.positions not in BIASES:
+    if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
     heads = model.n_heads / _split(planned, model.n_heads)
     rows = planned.rows if planned.packed else 1

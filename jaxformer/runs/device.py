@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.config import ModelConfig, RunConfig
+from jaxformer.config_model import BIASED_SCORES
 from jaxformer.layers import kernels
+from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
-from jaxformer.layers.positions import score_bias
 from jaxformer.models.stack import compute_dtype
 from jaxformer.sharding import ACTIVATION_RULES, constrain
 from jaxformer.training.state import compiler_options, on_mesh
@@ -126,7 +127,8 @@ def _scoring(config: ModelConfig, mask: AttentionMask) -> Scoring:
     table = None
     if config.positions == "t5":
         table = jnp.sin(jnp.arange(config.relative_buckets * heads)).reshape(-1, heads)
-    bias = score_bias(table, config, mask) if mask.relative else None
+    biased = mask.relative and config.positions in BIASED_SCORES
+    bias = score_bias(table, config, mask) if biased else None
     return Scoring(config.attention_scale, config.attention_soft_cap, bias, sinks)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxformer.mesh import place_batch
-from jaxformer.training.state import mesh_of
+from jaxformer.training.state import mesh_of, on_mesh
 from jaxformer.training.step import Batch, Loss, checked_sums
 
 Totals = dict[str, tuple[float, float]]
@@ -26,11 +26,8 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
         mesh, found = mesh_of(params), []
         for batch in batches:
             placed = place_batch(batch, mesh)
-            if mesh is None:
+            with on_mesh(mesh):
                 found.append(program(params, placed))
-            else:
-                with jax.set_mesh(mesh):
-                    found.append(program(params, placed))
             if len(found) > AHEAD:
                 jax.block_until_ready(found[-AHEAD - 1])
         result = {}

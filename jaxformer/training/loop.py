@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh
 
 from jaxformer.checkpoints import Checkpoints
-from jaxformer.mesh import place_batch
+from jaxformer.mesh import AnyMesh, place_batch
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState, mesh_of
 from jaxformer.training.step import Batch, Metrics
@@ -116,7 +115,7 @@ def fit(
 class _Feed:
     """The batches of a run in order, each placed on the devices."""
 
-    def __init__(self, batches: Any, first: int, steps: int, mesh: Mesh | None) -> None:
+    def __init__(self, batches: Any, first: int, steps: int, mesh: AnyMesh | None) -> None:
         self._steps, self._mesh = steps, mesh
         self._iterator = _iterator(batches, first)
 

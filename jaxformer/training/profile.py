@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxformer.report import human_bytes
-from jaxformer.settings import ConfigError, step_range
+from jaxformer.step_range import step_range
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Metrics
 from jaxformer.training.trace import SCOPES, newest_trace, operations, places_of, time_table
@@ -55,12 +55,7 @@ class Profile:
         scopes: Sequence[str] = SCOPES,
         program: Callable[[], Any] | None = None,
     ) -> None:
-        try:
-            self.steps = step_range(steps)
-        except ValueError as error:
-            raise ConfigError(
-                f"steps={steps!r} names no steps: write 10:13 for the steps 10, 11 and 12, or 10."
-            ) from error
+        self.steps = step_range(steps, "steps")
         self.directory, self.table = Path(directory), ""
         self._step, self._scopes, self._program = step, tuple(scopes), program
         self._number = -1  # of the last step that was begun; -1: none was seen

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxformer.mesh import parameter_sharding, replicated
+from jaxformer.mesh import AnyMesh, parameter_sharding, replicated
 from jaxformer.params import Params, Spec, dotted, init_params
 from jaxformer.settings import ConfigError
 from jaxformer.sharding import platform
@@ -40,7 +40,7 @@ def init_state(
     tree: Any,
     optimizer: optax.GradientTransformation,
     *,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     seed: int = 0,
     trainable: Trainable = None,
 ) -> TrainState:
@@ -78,7 +78,7 @@ def init_state(
 def abstract_state(
     tree: Any,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     trainable: Trainable = None,
 ) -> TrainState:
     """`init_state` as shapes, dtypes and shardings, with no array made."""
@@ -142,7 +142,10 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
 
 
 def state_shardings(
-    tree: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None, frozen: tuple[str, ...]
+    tree: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh | None,
+    frozen: tuple[str, ...],
 ) -> TrainState:
     """A sharding per leaf: a moment has that of the parameter whose path ends its own path, and all
     else is replicated."""
@@ -164,7 +167,7 @@ def state_shardings(
     return jax.tree.map_with_path(place, shapes)  # type: ignore[no-any-return]
 
 
-def _place(leaf: Any, mesh: Mesh | None) -> Sharding:
+def _place(leaf: Any, mesh: AnyMesh | None) -> Sharding:
     """The sharding of a parameter: by the names of its axes, or as it is, or replicated."""
     if isinstance(leaf, Spec):
         return _default() if mesh is None else parameter_sharding(mesh, leaf.shape, leaf.axes)
@@ -184,7 +187,7 @@ def _replicated_like(shardings: Iterator[Sharding]) -> Sharding:
     return NamedSharding(found.mesh, PartitionSpec()) if found is not None else _default()
 
 
-def mesh_of(state: Any) -> Mesh | AbstractMesh | None:
+def mesh_of(state: Any) -> AnyMesh | None:
     """The mesh of the arrays of a state; None without one, or while they are traced."""
     for leaf in jax.tree.leaves(state):
         place = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
@@ -193,12 +196,13 @@ def mesh_of(state: Any) -> Mesh | AbstractMesh | None:
     return None
 
 
-def on_mesh(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+def on_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
     """Puts a mesh in force, if there is one: of devices, or abstract to compile for others."""
     if mesh is None:
         return contextlib.nullcontext()
-    abstract = isinstance(mesh, AbstractMesh)
-    return jax.sharding.use_abstract_mesh(mesh) if abstract else jax.set_mesh(mesh)
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return jax.set_mesh(mesh)
 
 
 def _shapes(
@@ -213,7 +217,7 @@ def _shapes(
     return jax.eval_shape(start, jax.tree.map(shape, tree))
 
 
-def compiler_options(mesh: Mesh | AbstractMesh | None = None) -> dict[str, int] | None:
+def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int] | None:
     """The options that programs on the devices of a mesh are compiled with: on a CPU, LLVM's first
     level.
 
