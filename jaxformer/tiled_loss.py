@@ -124,7 +124,7 @@ def tiled(
 
         zero = jnp.float32(0)
         sums, _ = jax.lax.scan(add, (zero, zero), rows.tiles(tile))
-        return sums, None, None
+        return sums, None, [None, None]
 
     taken = _target_logits()
     sums, _, _ = _by_device(sums_of, _Rows(x, targets, weights), head.astype(x.dtype), bias)
@@ -197,15 +197,27 @@ def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array 
     if explicit_axes() or split == 1 or rows.x.shape[0] % split:
         return run(rows, head, bias)
 
+    # The gradient of the matrix [V, D] goes to where the parameter is, which is split along D.
+    columns = tuple(axis for axis in over if axis in PARAMETERS["embed"])
+    fits = columns and not is_custom(head) and head.shape[1] % axes[columns[0]] == 0
+    whole, by_row = PartitionSpec(), PartitionSpec(over)
+
     def local(rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
         sums, d_x, slopes = run(rows, head, bias)
-        return jax.lax.psum(sums, over), d_x, jax.lax.psum(slopes, over)
+        if fits and slopes[0]:
+            ((d_matrix,), d_bias), (column,) = slopes, columns
+            part = jax.lax.psum_scatter(d_matrix, column, scatter_dimension=1, tiled=True)
+            rest = tuple(axis for axis in over if axis != column)
+            slopes = [[jax.lax.psum(part, rest)], jax.lax.psum(d_bias, over)]
+        else:
+            slopes = jax.lax.psum(slopes, over)
+        return jax.lax.psum(sums, over), d_x, slopes
 
-    whole, by_row = PartitionSpec(), PartitionSpec(over)
+    of_matrix = PartitionSpec(None, columns) if fits else whole
     return jax.shard_map(
         local,
         in_specs=(by_row, whole, whole),
-        out_specs=(whole, by_row, whole),
+        out_specs=(whole, by_row, [of_matrix, whole]),
         axis_names=set(over),
         check_vma=False,
     )(rows, head, bias)
