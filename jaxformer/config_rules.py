@@ -65,6 +65,8 @@ def _family(config: Any) -> Iterator[str]:
 def _points(config: Any) -> Iterator[str]:
     for name in ("saved", "offload"):
         names = getattr(config, name).replace(",", " ").split()
+        if names == ["none"] and config.remat == "names":
+            continue
         if names and (config.remat != "names" or not set(names) <= set(POINTS)):
             points = " ".join(POINTS)
             yield f"{name}={' '.join(names)!r} needs remat='names', and names of {points}."

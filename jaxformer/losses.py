@@ -19,7 +19,7 @@ DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
 # than adding its gradient of the matrix to the total, and few enough for its logits.
 TILE_ROWS = {"cpu": 512}
 TILE_ROWS_ELSEWHERE = 8192
-TILE_LOGITS = 2**28  # 1 GiB in float32
+TILE_LOGITS = 2**27  # half a GiB in float32
 
 
 @jax.named_scope("loss")

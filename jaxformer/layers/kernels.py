@@ -218,7 +218,7 @@ def _on_each_device(
 ) -> jax.Array:
     """`run` on the rows and heads of each device of the mesh in force."""
     axes = free_axes()
-    if math.prod(axes.values()) == 1:
+    if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return run(q, k, v, mask)
     place = activation(q.shape, ("batch", None, "heads", None))
     batch, _, heads, _ = place

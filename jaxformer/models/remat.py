@@ -7,6 +7,8 @@ what they would store. The inputs of layers are always kept.
 
 none       every point                     dots   products without a batch axis, and attention
 names      those of `model.saved`          full   attention alone
+
+Fused attention is computed again only where `names` leaves "attention" out.
 """
 
 from collections.abc import Callable
@@ -19,8 +21,7 @@ from jaxformer.config_rules import POINTS
 from jaxformer.settings import ConfigError
 from jaxformer.sharding import platform
 
-# Fused kernels that give no names to their outputs, which are never computed again: JAX's
-# primitives of cuDNN and Pallas.
+# Fused kernels that give no names to their outputs: JAX's primitives of cuDNN and Pallas.
 FUSED = ("dot_product_attention_fwd_wrapper", "pallas_call")
 DEFAULT = ("q", "k", "v", "attention", "out")  # with `names`, where model.saved is empty
 
@@ -28,8 +29,8 @@ DEFAULT = ("q", "k", "v", "attention", "out")  # with `names`, where model.saved
 def kept_points(config: ModelConfig) -> tuple[str, ...]:
     """The names of the points that a layer keeps on the device."""
     if config.remat == "names":
-        offloaded = names_of(config.offload)
-        return tuple(n for n in names_of(config.saved) or DEFAULT if n not in offloaded)
+        saved = () if config.saved == "none" else names_of(config.saved) or DEFAULT
+        return tuple(name for name in saved if name not in names_of(config.offload))
     return POINTS if config.remat == "none" else ("attention",)
 
 
@@ -64,7 +65,9 @@ def _policy(config: ModelConfig) -> Callable[..., Any]:
     if config.remat == "dots":
         named = policies.save_from_both_policies(named, policies.dots_with_no_batch_dims_saveable)
 
+    fused = FUSED if "attention" in names else ()
+
     def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
-        return primitive.name in FUSED or named(primitive, *values, **parameters)
+        return primitive.name in fused or named(primitive, *values, **parameters)
 
     return policy

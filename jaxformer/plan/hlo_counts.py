@@ -188,6 +188,8 @@ class _Counter:
             total.custom_calls[target] += 1
         if matched := COLLECTIVE.match(row.opcode):
             channel = row.attribute(r"channel_id=(\d+)") or f"{computation.name}/{row.name}"
+            # Those of one `jax.shard_map` may share a channel; each has a reduction of its own.
+            channel += row.attribute(r"to_apply=%?([\w.\-]+)") or ""
             found = _collective(computation, row, matched[1], bool(matched[2]))
             total.collectives[computation.name, row.name] = channel, found
 
