@@ -112,8 +112,7 @@ def test_splash_attention_scores_as_plain_attention_does_over_several_blocks(
     assert_same("tpu", *the_case("decoder", packed, 150, 2, scoring, LONG))
 
 
-@pytest.mark.parametrize("packed, kv_heads", [(False, 4), (True, 2)])
-@pytest.mark.parametrize("scoring", ["plain", "bias"])
+@pytest.mark.parametrize("scoring, packed, kv_heads", [("plain", False, 4), ("bias", True, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_flash_attention_is_plain_attention(
     kind, scoring, packed, kv_heads, interpreted, monkeypatch
