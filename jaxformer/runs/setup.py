@@ -14,7 +14,6 @@ from jaxformer import data
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
-from jaxformer.hardware import peak_flops
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
@@ -134,15 +133,23 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         specs=specs,
         schedule=schedule,
         optimizer=make_optimizer(run.optimizer, schedule, specs),
-        peak=peak_flops(
-            jax.devices()[0].device_kind, str(compute_dtype(run.model, platform(mesh)))
-        ),
+        peak=published_peak(run, mesh),
         kernels={length: reason for length, (_, reason) in chosen.items()},
         undivided=split,
     )
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
     claim(run, corpus.tokenizer, fingerprints, corpus.labels)
     return setup
+
+
+def published_peak(run: RunConfig, mesh: Mesh) -> float | None:
+    """The peak FLOP/s of a device, None where none is published, as for a CPU."""
+    on = platform(mesh)
+    if on == "cpu":
+        return None
+    from jaxformer.hardware import peak_flops
+
+    return peak_flops(mesh.devices.flat[0].device_kind, str(compute_dtype(run.model, on)))
 
 
 def most_segments(texts: list[data.Rows]) -> int:
