@@ -127,6 +127,25 @@ def test_a_wrong_kernel_is_caught_at_the_start(monkeypatch):
         check_kernel("blocked", model("llama"), 2, 32)
 
 
+def test_a_kernel_that_lets_texts_read_each_other_is_caught_at_the_start(monkeypatch):
+    def leaking(q, k, v, mask):
+        whole = mask._replace(queries=layout_of(q[..., 0, 0], None, None))
+        return plain(q, k, v, whole._replace(keys=whole.queries))
+
+    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=leaking))
+    with pytest.raises(RuntimeError, match="texts of one row read each other"):
+        check_kernel("blocked", model("llama", max_segments=2), 2, 32)
+
+
+def test_a_kernel_whose_gradient_is_no_number_is_caught_at_the_start(monkeypatch):
+    def run(q, k, v, mask):
+        return plain(q, jnp.sqrt(k * 0) + k, v, mask)
+
+    monkeypatch.setitem(KERNELS, "blocked", dataclasses.replace(KERNELS["blocked"], run=run))
+    with pytest.raises(RuntimeError, match="wrong on this device"):
+        check_kernel("blocked", model("llama"), 2, 32)
+
+
 def case(platform="gpu", dtype="bfloat16", length=1024, segments=0, capability=(9, 0), **changes):
     config = model("llama", **({"head_dim": 64} | changes))
     return Case(platform, dtype, length, segments, config, capability)

@@ -57,15 +57,20 @@ def check_kernel(
     RuntimeError where the errors exceed what the rounding of the dtype explains.
     """
     dtype, source_length = compute_dtype(config), source_length or length
-    worst = np.zeros(4)
+    worst, leaked = np.zeros(4), 0.0
     for kind in kinds_of_attention(config, length, source_length):
         arrays, sides = _case(config, rows, kind)
         compare = functools.partial(_errors, name, config, kind)
         compiled = jax.jit(compare, compiler_options=compiler_options())
-        errors = compiled([array.astype(dtype) for array in arrays], sides)
-        worst = np.maximum(worst, np.array(errors))
+        *errors, leak = compiled([array.astype(dtype) for array in arrays], sides)
+        worst, leaked = np.maximum(worst, np.array(errors)), max(leaked, float(leak))
+    if leaked:
+        raise RuntimeError(
+            f"attention kernel {name!r} is wrong on this device: texts of one row read each other"
+            f" (gradients up to {leaked:.1e}). Set model.attention_kernel=xla, and report it."
+        )
     allowed = TOLERANCE[str(dtype)]
-    if not max(worst) <= allowed:  # a NaN fails too
+    if not np.all(worst <= allowed):  # a NaN fails too
         raise RuntimeError(
             f"attention kernel {name!r} is wrong on this device for {rows} rows of {length} tokens"
             f" in {dtype}: relative errors (output, dq, dk, dv) = {[f'{e:.1e}' for e in worst]},"
@@ -101,16 +106,32 @@ def _errors(
     sides: tuple[TokenLayout, TokenLayout],
 ) -> list[jax.Array]:
     """The errors of the output and of the gradients of q, k and v, each relative to the largest
-    element of the reference. Scores have what the model's have: a scale, a cap, sinks, a bias."""
+    element of the reference, and the largest gradient by keys and values of the first text that
+    outputs of other texts and of padding have.
+
+    Scores have what the model's have: a scale, a cap, sinks, a bias.
+    """
     window = config.window if kind.relative else 0
     mask = AttentionMask(*sides, kind.causal, window, Scoring(), kind.relative, config.max_segments)
     mask = mask._replace(scoring=_scoring(config, mask))
-    found = _with_gradients(functools.partial(kernels.attend, name), mask, arrays)
+    kernel = functools.partial(kernels.attend, name)
+    found = _with_gradients(kernel, mask, arrays)
     expected = _with_gradients(plain, mask, [array.astype(jnp.float32) for array in arrays])
     return [
         jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
         for a, b in zip(found, expected, strict=True)
-    ]
+    ] + [_leak(kernel, mask, arrays)]
+
+
+def _leak(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) -> jax.Array:
+    ids = (mask.queries.segments, mask.keys.segments)
+    if ids[0] is None or ids[1] is None:
+        return jnp.float32(0)
+    others, first = (ids[0] != 1)[..., None, None], (ids[1] == 1)[..., None, None]
+    only = [*arrays[:3], jnp.where(others, arrays[3], 0)]
+    _, _, d_k, d_v = _with_gradients(kernel, mask, only)
+    leaks = [jnp.max(jnp.abs(jnp.where(first, d, 0))) for d in (d_k, d_v)]
+    return jnp.maximum(*leaks).astype(jnp.float32)
 
 
 def _with_gradients(
