@@ -4,8 +4,9 @@ benchmarks/startup.py`
 Every sample is a fresh process. `import jax` alternates with `import jax, jaxformer`. The
 quickstart is started with nothing prepared (once), with the text prepared and no compiled program
 (cold), and again with its programs in the cache (warm); the time runs from the start of the process
-to the first line of metrics.jsonl, after which it is ended. On a machine that does other work too,
-the processor time beside it tells more than the wall time.
+to the first line of metrics.jsonl, after which it is ended. `jaxformer plan` plans a model of 70B
+parameters on 256 devices. On a machine that does other work too, the processor time beside it tells
+more than the wall time.
 """
 
 import argparse
@@ -32,6 +33,11 @@ TARGETS = {
     COLD: ("10", "6"),
     WARM: ("6", "3"),
 }  # must and goal, in seconds on two cores
+PLAN = [
+    *("plan", "configs/llama3_8b.py", "--device", "v5p", "--devices", "256", "--mesh.fsdp", "256"),
+    *("--model.d_model", "8192", "--model.n_layers", "80", "--model.n_heads", "64"),
+    *("--model.d_ff", "28672", "--train.batch_size", "1024"),
+]
 HEADER = ["what", "median", "range", "processor", "samples", "must", "goal"]
 
 Sample = tuple[float, float]  # wall and processor seconds
@@ -84,6 +90,16 @@ def first_step_seconds(scratch: Path, config: str, extra: Sequence[str]) -> Samp
     )
 
 
+def plan_seconds() -> Sample:
+    """Of a plan, with all imports."""
+    before, begin = os.times(), time.perf_counter()
+    command = [sys.executable, "-m", "jaxformer", *PLAN]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    after = os.times()
+    used = after.children_user - before.children_user
+    return time.perf_counter() - begin, used + after.children_system - before.children_system
+
+
 def measure_imports(samples: int) -> tuple[list[float], list[float]]:
     """Samples of (`import jax`, what `import jaxformer` takes beyond it), after one pair
     unmeasured."""
@@ -134,11 +150,14 @@ def main() -> None:
 
     load = os.getloadavg()[0]
     plain, extra = measure_imports(options.samples)
+    plans = [plan_seconds() for _ in range(options.samples)]
     starts = measure_starts(options)
     table = [
         row("import jax", plain, (), ("", "")),
         row("import jaxformer, over import jax", extra, (), ("0.5", "0.1")),
     ]
+    walls, processors = zip(*plans, strict=True)
+    table.append(row("jaxformer plan, 70B on 256 v5p", walls, processors, ("3", "")))
     for name, targets in TARGETS.items():
         wall, processor = zip(*starts[name], strict=True)
         table.append(row(f"first logged step, {name}", wall, processor, targets))
@@ -153,7 +172,7 @@ def main() -> None:
         f"Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {number}" for name, number in versions.items())
     )
-    found = {"import jax": plain, "jaxformer over jax": extra, "first step": starts}
+    found = {"import jax": plain, "jaxformer over jax": extra, "plan": plans, "first step": starts}
     result = {"config": options.config, "load_before": load, "versions": versions, "seconds": found}
     save("startup", result, options.smoke)
 

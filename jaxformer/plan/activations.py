@@ -98,11 +98,10 @@ def _attention_arrays(
         dropped = 1 + numbers if layer.dropout else 0
         found += [StoredArray("weights", scores * (4 + numbers % 4 + dropped))]
         return [*found, StoredArray("attended", out)]
-    return [
-        *found,
-        StoredArray("attention", out),
-        StoredArray("attention", streams.tokens * heads * 4),
-    ]
+    # cuDNN has a log-sum-exp for each segment that a row may have.
+    sums = max(layer.max_segments, 1) if layer.attention_kernel == "cudnn" else 1
+    log_sums = streams.tokens * heads * 4 * sums
+    return [*found, StoredArray("attention", out), StoredArray("attention", log_sums)]
 
 
 def _lanes(planned: PlannedRun, width: int) -> int:

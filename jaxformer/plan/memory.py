@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from jaxformer import losses
 from jaxformer.hardware import Device
-from jaxformer.losses import _tile_length
 from jaxformer.params import rows
 from jaxformer.plan.activations import StackActivations, activations, edge_bytes, logits_bytes
 from jaxformer.plan.planned import PlannedRun, shard_bytes, tree_bytes
@@ -161,7 +161,7 @@ def tile_length(planned: PlannedRun) -> int:
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     of_microbatch = planned.run.train.batch_size // planned.run.train.microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
-        return _tile_length(of_microbatch, planned.length, outputs) or planned.length
+        return losses.tile_length(of_microbatch, planned.length, outputs) or planned.length
 
 
 def capacity_of(device: Device) -> float | None:
