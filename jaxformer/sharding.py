@@ -16,12 +16,9 @@ Rules = Mapping[str, tuple[str, ...]]
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
-ACTIVATION_RULES: Rules = {
-    "batch": ("data", "fsdp"),
-    "replica": ("data",),  # rows of a batch that are whole on the devices of one replica,
-    "column": ("fsdp",),  # each of which has a part of the width
-    **BOTH,
-}
+# The rows of a batch that one replica of the parameters has, and a device's part of their width.
+PARTS = {"replica": ("data",), "column": ("fsdp",)}
+ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), **PARTS, **BOTH}
 
 
 def partition(

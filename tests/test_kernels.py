@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from shapes import model
 
 import jaxformer as jf
@@ -268,3 +269,30 @@ def test_a_call_that_a_kernel_cannot_serve_goes_the_plain_way(kernel, call, monk
 
 def test_a_kernel_lacks_features_that_are_known():
     assert all(row.lacks <= kernels.FEATURES.keys() for row in KERNELS.values())
+
+
+def products_of(jaxpr):
+    """The dtypes of the operands of every product in a program."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append({str(operand.aval.dtype) for operand in eqn.invars})
+        for inner in jaxprs_in_params(eqn.params):
+            found += products_of(inner)
+    return found
+
+
+def test_plain_attention_in_16_bits_has_no_float32_product_forward_or_backward():
+    q, k, v = (a.astype(jnp.bfloat16) for a in arrays(*[(1, 16, 2, 8)] * 3))
+    layout = layout_of(jnp.zeros((1, 16), jnp.int32), None, None)
+
+    def total(q, k, v):
+        return plain(q, k, v, AttentionMask(layout, layout)).astype(jnp.float32).sum()
+
+    gradient = jax.grad(total, argnums=(0, 1, 2))
+    assert products_of(jax.make_jaxpr(gradient)(q, k, v).jaxpr) == [{"bfloat16"}] * 6
+    expected = gradient(*(a.astype(jnp.float32) for a in (q, k, v)))
+    for a, b in zip(gradient(q, k, v), expected, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05)
+    _, pushed = jax.jvp(total, (q, k, v), (q, k, v))
+    assert np.isfinite(pushed)

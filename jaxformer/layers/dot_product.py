@@ -37,7 +37,13 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
     heads = (k.shape[-2], n // k.shape[-2])  # K, G
     scale, cap, bias, sinks = scoring
     grouped = q.reshape(*q.shape[:-2], *heads, h)
-    scores = jnp.einsum("...TKGH,...SKH->...KGTS", grouped, k, preferred_element_type=jnp.float32)
+    equation = "...TKGH,...SKH->...KGTS"
+    if q.dtype == k.dtype == jnp.float32:
+        scores = jnp.einsum(equation, grouped, k)
+    else:
+        from jaxformer.layers.half_precision import wide_product  # on accelerators
+
+        scores = wide_product(equation, grouped, k)
     scores = scores * scale if scale else scores / math.sqrt(h)
     if cap:
         scores = cap * jnp.tanh(scores / cap)
