@@ -120,8 +120,12 @@ def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLi
         found.append(MemoryLine("a layer's recomputed arrays", stack.recomputed, "estimate"))
     if planned.size("fsdp") > 1:
         # Of this layer and of the next, which is gathered meanwhile.
-        gathered = 2 * layer_elements(planned) * planned.dtype_bytes
+        elements, numbers = layer_elements(planned), planned.dtype_bytes
+        gathered = 2 * elements * numbers
         found.append(MemoryLine("gathered weights of two layers", gathered, "estimate"))
+        # Their gradients before and while they are scattered.
+        whole = 2 * elements * numbers
+        found.append(MemoryLine("gradients of a layer's weights", whole, "estimate"))
     return found
 
 
