@@ -82,7 +82,14 @@ def random_batch(shapes: Mapping[str, Any], run: RunConfig) -> dict[str, np.ndar
     """
     rng = np.random.default_rng(0)
     batch = {}
+    if shapes["targets"].shape == shapes["tokens"].shape:
+        # Each target is the next token, drawn as torch_baseline.py draws them.
+        rows, length = shapes["tokens"].shape
+        text = rng.integers(run.model.vocab_size, size=(rows, length + 1))
+        batch |= {"tokens": text[:, :-1], "targets": text[:, 1:]}
     for name, array in shapes.items():
+        if name in batch:
+            continue
         if name.endswith("segment_ids"):
             batch[name] = random_segments(rng, array.shape, run.data.packing != "stream")
         elif name in ("tokens", "targets", "source"):

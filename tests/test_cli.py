@@ -55,7 +55,7 @@ def test_the_run_shows_what_it_does_and_ends_with_the_next_command(
     trained: tuple[Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peak = 2e12
-    monkeypatch.setattr("jaxformer.runs.setup.peak_flops", lambda kind, dtype: peak)
+    monkeypatch.setattr("jaxformer.runs.setup.published_peak", lambda run, mesh: peak)
     run_dir = tmp_path / "run"
     assert (
         main(["train", *line(run_dir, trained[1], {"train.steps": 2, "train.checkpoint_every": 0})])
