@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -272,3 +273,14 @@ def test_a_large_model_on_many_devices_is_planned_without_the_platform_that_it_i
     numbers = json.loads(done.stdout)
     assert sum(numbers["parameters"].values()) == 70_553_706_496
     assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
+
+
+def test_planned_memory_is_near_what_the_compilers_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps of both vendors that `benchmarks/plan_memory.py` compiled and saved."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import plan_memory
+
+    found = plan_memory.compared(plan_memory.saved("plan_memory"))
+    errors = [planned / compiled - 1 for compiled, planned in found.values()]
+    assert len(errors) >= 30 and {name.startswith("v") for name in found} == {True, False}
+    assert statistics.median(map(abs, errors)) <= 0.1 and min(errors) >= -0.05
