@@ -81,7 +81,7 @@ def random_batch(shapes: Mapping[str, Any], run: RunConfig) -> dict[str, np.ndar
     data.packing documents or best_fit hold four documents instead.
     """
     rng = np.random.default_rng(0)
-    batch = {}
+    batch: dict[str, np.ndarray] = {}
     if shapes["targets"].shape == shapes["tokens"].shape:
         # Each target is the next token, drawn as torch_baseline.py draws them.
         rows, length = shapes["tokens"].shape
