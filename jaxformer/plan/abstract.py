@@ -110,11 +110,14 @@ def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:
     return 1 if padded else run.model.max_segments or ASSUMED_SEGMENTS
 
 
-def with_kernel(run: RunConfig, segments: int, platform: str) -> tuple[RunConfig, str]:
+def with_kernel(
+    run: RunConfig, segments: int, platform: str, capability: tuple[int, ...] = kernels.HOPPER
+) -> tuple[RunConfig, str]:
     """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
     "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
 
-    `segments` is the highest segment id of its rows, 0 if they have none. Raises ConfigError if a
+    `segments` is the highest segment id of its rows, 0 if they have none; `capability` is the
+    compute capability of a GPU. Raises ConfigError if a
     kernel selected by name does not support the run, or model.max_segments is below that.
     """
     config = run.model
@@ -125,7 +128,7 @@ def with_kernel(run: RunConfig, segments: int, platform: str) -> tuple[RunConfig
         )
     length = math.gcd(run.data.sequence_length, run.data.source_length)
     dtype: Any = str(compute_dtype(config, platform))
-    case = kernels.Case(platform, dtype, length, segments, config)
+    case = kernels.Case(platform, dtype, length, segments, config, capability)
     kernel: Any
     kernel, reason = kernels.choose(config.attention_kernel, case)
     model = dataclasses.replace(config, attention_kernel=kernel, dtype=dtype, max_segments=segments)

@@ -1,10 +1,10 @@
 """What a device holds during a step: the state exactly, and an estimate of the temporary arrays."""
 
+import math
 import os
 from typing import Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxformer import losses
 from jaxformer.hardware import Device
@@ -153,7 +153,7 @@ def layer_elements(planned: PlannedRun) -> float:
         if not spec.is_matrix or "layers" not in spec.axes:
             continue
         stack = path.partition("blocks")[0]
-        of_layer = np.prod(spec.shape) / spec.shape[spec.axes.index("layers")]
+        of_layer = math.prod(spec.shape) / spec.shape[spec.axes.index("layers")]
         split = any(axis in ("heads", "kv_heads", "mlp") for axis in spec.axes)
         sizes[stack] = sizes.get(stack, 0) + of_layer / (planned.size("tensor") if split else 1)
     return max(sizes.values(), default=0)
