@@ -11,18 +11,15 @@ Markdown file.
 """
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
 
-from pairing import HERE, Answer, add_smoke, print_table, save
+from pairing import HERE, Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.hardware import DEVICES, GIB
@@ -32,7 +29,6 @@ from jaxformer.runs.config import load_config
 
 CONFIGS = HERE.parent / "configs"
 DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report
-MARKS = "<!-- compiled -->", "<!-- /compiled -->"
 HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU at most"]
 HEADER += ["all-reduces", "reduce-scatters", "attention"]
 
@@ -159,19 +155,6 @@ def saved(name: str) -> dict[str, Answer]:
     return rows
 
 
-def write_table(path: Path, table: Sequence[Sequence[str]]) -> None:
-    """Puts the table between the marks in a Markdown file."""
-    text = path.read_text(encoding="utf-8")
-    first, last = (text.find(mark) for mark in MARKS)
-    if not 0 <= first < last:
-        raise SystemExit(f"{path} has no {MARKS[0]} followed by {MARKS[1]}.")
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        print_table(HEADER, table)
-    start = first + len(MARKS[0])
-    path.write_text(f"{text[:start]}\n{shown.getvalue()}{text[last:]}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -197,7 +180,7 @@ def main() -> None:
     if options.smoke:
         save(name, {"rows": rows}, smoke=True)
     if options.table:
-        write_table(options.table, unique)
+        write_table(options.table, "compiled", HEADER, unique)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ moment."""
 import argparse
 import contextlib
 import datetime
+import io
 import json
 import os
 import platform
@@ -134,6 +135,24 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             + " |",
             flush=True,
         )
+
+
+def write_table(
+    path: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[str]], sentence: str = ""
+) -> None:
+    """Puts a sentence and a table between `<!-- NAME -->` and `<!-- /NAME -->` of a Markdown
+    file."""
+    text = path.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    first, last = text.find(begin), text.find(end)
+    if not 0 <= first < last:
+        raise SystemExit(f"{path} has no {begin} followed by {end}.")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        print_table(header, rows)
+    body = f"\n{sentence}\n\n" if sentence else "\n"
+    start = first + len(begin)
+    path.write_text(f"{text[:start]}{body}{shown.getvalue()}{text[last:]}", encoding="utf-8")
 
 
 def add_smoke(parser: argparse.ArgumentParser) -> None:

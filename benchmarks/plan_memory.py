@@ -10,20 +10,17 @@ file.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
 
 import jax
 from compiled import Row, saved
-from pairing import Answer, add_smoke, print_table, save
+from pairing import Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.config import ConfigError
 from jaxformer.hardware import DEVICES, GIB
@@ -32,7 +29,6 @@ from jaxformer.plan.make import make_plan
 from jaxformer.plan.planned import planned_run
 from jaxformer.plan.targets import parse_target
 
-MARKS = "<!-- memory -->", "<!-- /memory -->"
 HEADER = ["step", "target", "settings", "compiled", "planned", "error"]
 NAME = "plan_memory"
 
@@ -135,20 +131,6 @@ def table_of(rows: dict[str, Answer]) -> list[list[str]]:
     return found
 
 
-def write_table(path: Path, table: Sequence[Sequence[str]], sentence: str) -> None:
-    """Puts a sentence and the table between the marks in a Markdown file."""
-    text = path.read_text(encoding="utf-8")
-    first, last = (text.find(mark) for mark in MARKS)
-    if not 0 <= first < last:
-        raise SystemExit(f"{path} has no {MARKS[0]} followed by {MARKS[1]}.")
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        print_table(HEADER, table)
-    start = first + len(MARKS[0])
-    body = f"\n{sentence}\n\n{shown.getvalue()}"
-    path.write_text(f"{text[:start]}{body}{text[last:]}", encoding="utf-8")
-
-
 def smoke() -> list[str]:
     """A row of the table for a small step that is compiled for this CPU."""
     sizes = ("model.d_model=32", "model.n_layers=2", "model.n_heads=2")
@@ -187,7 +169,7 @@ def main() -> None:
     print_table(HEADER, table_of(rows))
     print(sentence)
     if options.table:
-        write_table(options.table, table_of(rows), sentence)
+        write_table(options.table, "memory", HEADER, table_of(rows), sentence)
 
 
 if __name__ == "__main__":

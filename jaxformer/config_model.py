@@ -176,8 +176,7 @@ class ModelConfig(Section):
     """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
     but matrix products), full (all but attention)."""
     saved: Volatile[str] = ""
-    """Points that remat=names keeps, of q k v attention out gate up down, or none; empty keeps q to
-    out."""
+    """Points kept by remat=names: none, or of q k v attention out gate up down; empty: q to out."""
     offload: Volatile[str] = ""
     """Points that remat=names keeps in the memory of the host."""
     attention_kernel: Volatile[AttentionKernel] = "auto"

@@ -62,14 +62,15 @@ def _family(config: Any) -> Iterator[str]:
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
 
 
+def names_of(text: str) -> tuple[str, ...]:  # which commas or spaces separate
+    return tuple(text.replace(",", " ").split())
+
+
 def _points(config: Any) -> Iterator[str]:
-    for name in ("saved", "offload"):
-        names = getattr(config, name).replace(",", " ").split()
-        if names == ["none"] and config.remat == "names":
-            continue
-        if names and (config.remat != "names" or not set(names) <= set(POINTS)):
-            points = " ".join(POINTS)
-            yield f"{name}={' '.join(names)!r} needs remat='names', and names of {points}."
+    for name, known in (("saved", (*POINTS, "none")), ("offload", POINTS)):
+        names = names_of(getattr(config, name))
+        if names and not (config.remat == "names" and set(names) <= set(known)):
+            yield f"{name}={' '.join(names)!r} needs remat='names', and names of {' '.join(known)}."
 
 
 def _positions(config: Any) -> Iterator[str]:

@@ -57,7 +57,7 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
     sides = (mask.queries, mask.keys)
     if (rows, keys) != (length, k.shape[1]) or any(side.segments is not None for side in sides):
         ids = kernels.SegmentIds(*(_padded(of, 1) for of in segment_ids(mask)))
-    kernel = _kernel(q.shape[2], rows, keys, mask.causal, mask.window, scoring.soft_cap)
+    kernel = _splash_kernel(q.shape[2], rows, keys, mask.causal, mask.window, scoring.soft_cap)
 
     def of_row(*row: Any) -> jax.Array:  # q, k, v and the ids of a row
         return kernel(*row, scoring.sinks)  # type: ignore[no-any-return]
@@ -66,7 +66,9 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
     return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
 
 
-def _kernel(heads: int, rows: int, keys: int, causal: bool, window: int, soft_cap: float) -> Any:
+def _splash_kernel(
+    heads: int, rows: int, keys: int, causal: bool, window: int, soft_cap: float
+) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

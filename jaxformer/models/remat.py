@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxformer.config_model import ModelConfig
-from jaxformer.config_rules import POINTS
+from jaxformer.config_rules import POINTS, names_of
 from jaxformer.settings import ConfigError
 from jaxformer.sharding import platform
 
@@ -32,11 +32,6 @@ def kept_points(config: ModelConfig) -> tuple[str, ...]:
         saved = () if config.saved == "none" else names_of(config.saved) or DEFAULT
         return tuple(name for name in saved if name not in names_of(config.offload))
     return POINTS if config.remat == "none" else ("attention",)
-
-
-def names_of(text: str) -> tuple[str, ...]:
-    """The names in a setting, which commas or spaces separate."""
-    return tuple(text.replace(",", " ").split())
 
 
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:

@@ -160,7 +160,7 @@ class Target:
             more = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
             described = topologies.get_topology_desc(name, "tpu", **more)
             return list(described.devices)[: self.size]
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the compiler knows no topology {self}: {error}") from error
 
 

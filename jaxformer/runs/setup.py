@@ -114,16 +114,11 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
-    segments = 0
-    if "segment_ids" in batches[0]:
-        segments = most_segments(list(texts.values()))
+    packed = "segment_ids" in batches[0]
+    segments = most_segments(list(texts.values())) if packed else 0
+    device = platform(mesh), capability_of(mesh)
     lengths = dict(batches.lengths).values()
-    chosen = {
-        length: with_kernel(
-            with_rows_of(run, length), segments, platform(mesh), capability_of(mesh)
-        )
-        for length in lengths
-    }
+    chosen = {n: with_kernel(with_rows_of(run, n), segments, *device) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
     setup = RunSetup(
         run=runs[run.data.sequence_length],
