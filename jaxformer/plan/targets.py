@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxformer.hardware import Device, device_named
@@ -92,14 +92,6 @@ GPU_MODELS = {
         l2_cache=50 * 2**20,
         shared=228 * 1024,
     ),
-    "h200": GpuModel(
-        name="NVIDIA H200",
-        capability=(9, 0),
-        fp32_units=128,
-        clock_ghz=1.98,
-        l2_cache=50 * 2**20,
-        shared=228 * 1024,
-    ),
     "b200": GpuModel(
         name="NVIDIA B200",
         capability=(10, 0),
@@ -109,6 +101,7 @@ GPU_MODELS = {
         shared=228 * 1024,
     ),
 }
+GPU_MODELS["h200"] = replace(GPU_MODELS["h100"], name="NVIDIA H200")  # with other memory
 
 
 @dataclass(frozen=True)
