@@ -87,6 +87,20 @@ def test_every_token_is_a_target_once_beside_its_own_document_alone(
         assert pairs == Counter(itertools.pairwise(text))
 
 
+@pytest.mark.parametrize("packing", ["documents", "best_fit"])
+@settings(max_examples=40, deadline=None)
+@given(sizes=SIZES, length=st.integers(1, 30))
+def test_the_bound_of_segments_holds_for_every_row_and_one_reaches_it(
+    packing: str, sizes: list[int], length: int
+) -> None:
+    """A kernel that is told fewer would let texts read each other; more would cost memory."""
+    with stored(sizes) as made:
+        rows = rows_of(made, data(length, packing))
+        highest = [int(rows[index]["segment_ids"].max()) for index in range(len(rows))]
+        bound = rows.most_segments()
+        assert bound is not None and max(highest, default=1) <= bound <= max(highest, default=1) + 1
+
+
 def test_rows_are_full_whatever_the_documents_and_do_not_depend_on_chance() -> None:
     rng = np.random.default_rng(0)
     ends = np.cumsum(rng.geometric(1 / 600, 100_000))
