@@ -42,7 +42,7 @@ SMOKE_FIELDS: dict[str, object] = {  # of a run of train.py, for a smoke test
 
 
 def _config(name: str, batch: int) -> RunConfig:
-    """A config of configs/ without dropout, which only plain attention has."""
+    """A config of configs/ without dropout, which the kernels of cuDNN and Pallas lack."""
     run = load_config(CONFIGS / f"{name}.py")
     model = replace(run.model, dropout=0.0)
     return with_sizes(replace(run, model=model), batch, 1)

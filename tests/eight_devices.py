@@ -44,6 +44,12 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
     "gpt2": ("gpt2", {"dropout": 0.1}, 2, ["all three"]),
     "encoder-decoder": ("llama", SEQUENCE_TO_SEQUENCE, 1, ["all three", "tensor 4"]),
     "encoder": ("gpt2", BERT, 2, ["all three", "tensor 4"]),
+    "blocked dropout": (
+        "llama",
+        {"dropout": 0.1, "attention_kernel": "blocked"},
+        2,
+        ["all three", "tensor 4"],
+    ),
     "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["all three", "tensor 4"]),
     "tiles": ("llama", {}, 4, ["data 8", "fsdp 8", "all three"]),
     "classes": (

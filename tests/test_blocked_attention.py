@@ -1,12 +1,14 @@
 """Blocked attention is plain attention: values, gradients, masks, dtypes and memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer.layers import blocked, dot_product_attention
-from jaxformer.layers.blocked import blocked_attention
+from jaxformer.layers.blocked import Coordinates, blocked_attention
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +68,8 @@ def test_packed_rows_see_their_own_segment_and_padding_gives_zero():
     q, k, v, slope = inputs()
     segments = jnp.array([[1] * 5 + [2] * 6 + [0] * 3, [3] * 14])
     mask = causal(14) & (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] != 0)
-    packed = lambda q, k, v: blocked_attention(q, k, v, segments=(segments, segments))  # noqa: E731
+    ids = Coordinates(q_segments=segments, k_segments=segments)
+    packed = lambda q, k, v: blocked_attention(q, k, v, ids)  # noqa: E731
     assert_same(packed, mask, q, k, v, slope)
     assert not np.any(packed(q, k, v)[0, 11:])
 
@@ -76,16 +79,15 @@ def test_positions_decide_and_not_the_order_of_the_keys():
     order = jax.random.permutation(jax.random.key(5), 14)
     positions = jnp.broadcast_to(order, (2, 14))
     mask = positions[:, None, :] <= positions[:, :, None]
-    assert_same(
-        lambda q, k, v: blocked_attention(q, k, v, (positions, positions)), mask, q, k, v, slope
-    )
+    places = Coordinates(positions, positions)
+    assert_same(lambda q, k, v: blocked_attention(q, k, v, places), mask, q, k, v, slope)
 
 
 def test_a_query_that_may_see_nothing_gives_zero_and_no_gradient():
     q, k, v, slope = inputs()
     late, early = jnp.full((2, 14), 9), jnp.full((2, 14), 3)
     arrays = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, (early, late)), q, k, v, slope
+        lambda q, k, v: blocked_attention(q, k, v, Coordinates(early, late)), q, k, v, slope
     )
     assert not any(np.any(a) for a in arrays)
 
@@ -109,6 +111,7 @@ def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
     shapes = [jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)] * 3
 
     def temporaries(function):
+        """Of the gradient, in bytes."""
         step = jax.jit(
             jax.grad(lambda q, k, v: jnp.square(function(q, k, v)).sum(), argnums=(0, 1, 2))
         )
@@ -118,3 +121,6 @@ def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
         lambda q, k, v: dot_product_attention(q, k, v, jnp.tril(jnp.ones((1024, 1024), bool)))
     )
     assert temporaries(blocked_attention) < plain / 2
+    key = jax.random.key(0)
+    dropping = functools.partial(blocked_attention, dropout=(0.1, key))
+    assert temporaries(dropping) < plain / 2

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.layers import pallas
-from jaxformer.layers.dot_product import plain
+from jaxformer.layers import blocked, pallas
+from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
 from jaxformer.layers.kernels import KERNELS
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 
@@ -75,9 +75,9 @@ def outputs(run, arrays, mask):
     return [a for a in both(*inputs) if a is not None]
 
 
-def assert_same(kernel, arrays, mask):
+def assert_same(kernel, arrays, mask, reference=plain):
     found = outputs(KERNELS[kernel].run, arrays, mask)
-    expected = outputs(plain, arrays, mask)
+    expected = outputs(reference, arrays, mask)
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert np.isfinite(a).all()
@@ -125,3 +125,72 @@ def test_flash_attention_is_plain_attention(
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocked_attention_scores_as_plain_attention_does(kind, scoring, packed):
     assert_same("blocked", *the_case(kind, packed, 20, 2, scoring))
+
+
+RATE = 0.3
+
+
+def with_dropout(mask, seed=0):
+    return mask._replace(dropout=(RATE, jax.random.key(seed)))
+
+
+def kept_weights(arrays, mask):
+    """bool [B, N, T, S]: the weights that are not dropped, seen through values that are a unit
+    matrix."""
+    q, k = arrays[:2]
+    length, heads = k.shape[1], k.shape[2]
+    unit = jnp.broadcast_to(jnp.eye(length)[:, None], (len(k), length, heads, length))
+    return jnp.swapaxes(KERNELS["blocked"].run(q, k, unit, mask) > 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("decoder", False, 0, 4, "plain"),
+        ("decoder", True, 20, 2, "bias of each row"),
+        ("encoder", True, 0, 1, "soft-cap"),
+        ("encoder", False, 0, 2, "bias"),
+        ("cross", True, 0, 2, "sinks"),
+    ],
+    ids=lambda case: " ".join(map(str, case)),
+)
+def test_blocked_attention_drops_the_same_weights_forward_and_backward(case, monkeypatch):
+    """With the weights that are dropped in the forward pass known, so are its gradients."""
+    monkeypatch.setattr(blocked, "QUERY_BLOCK", 40)
+    arrays, mask = the_case(*case)
+    mask = with_dropout(mask)
+    kept = kept_weights(arrays, mask)
+
+    def reference(q, k, v, mask):
+        weights = attention_weights(q, k, mask)
+        return weighted_values(jnp.where(kept, weights / (1 - RATE), 0), v)
+
+    seen = attention_weights(*arrays[:2], mask) > 0
+    assert not (kept & ~seen).any()
+    assert abs(float(kept.sum() / seen.sum()) - (1 - RATE)) < 0.02
+    assert_same("blocked", arrays, mask, reference)
+
+
+def test_the_dropout_of_blocked_attention_follows_its_key(monkeypatch):
+    monkeypatch.setattr(blocked, "QUERY_BLOCK", 25)
+    arrays, mask = the_case("encoder", False, 0, 2, "plain")
+    first, again, other = (kept_weights(arrays, with_dropout(mask, seed)) for seed in (0, 0, 1))
+    assert (first == again).all()
+    assert abs(float((first == other).mean()) - (RATE**2 + (1 - RATE) ** 2)) < 0.02
+    parts = first.reshape(2, 4, 4, 25, T)  # rows, heads, blocks of queries
+    parts = parts.reshape(32, 25 * T)
+    for a, b in itertools.combinations(parts, 2):
+        assert abs(float((a == b).mean()) - (RATE**2 + (1 - RATE) ** 2)) < 0.05
+
+
+def test_the_dropout_of_blocked_attention_changes_no_mean():
+    (q, k, v, _), mask = the_case("decoder", True, 0, 2, "plain")
+    whole = KERNELS["blocked"].run(q, k, v, mask)
+
+    def run(key):
+        return KERNELS["blocked"].run(q, k, v, mask._replace(dropout=(RATE, key)))
+
+    found = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(3), 400))
+    error = (found.mean(0) - whole) / (found.std(0) / 20 + 1e-6)
+    assert float(jnp.abs(found - whole).max()) > 0.1
+    assert float(jnp.sqrt(jnp.mean(jnp.square(error)))) < 1.1  # of standard deviations of the mean

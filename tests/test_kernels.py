@@ -173,7 +173,7 @@ ENCODER = {"family": "encoder"}
         (case(positions="t5"), "blocked", "bias of the scores"),
         (case(attention_soft_cap=30.0), "blocked", "soft-cap"),
         (case(attention_sinks=True), "blocked", "sinks"),
-        (case(dropout=0.1), "xla", "dropout"),
+        (case(dropout=0.1), "blocked", "not cudnn: it has no dropout"),
         (case("tpu"), "tpu", ""),
         (case("tpu", segments=99), "tpu", ""),
         (case("tpu", length=100), "tpu", ""),
@@ -182,10 +182,10 @@ ENCODER = {"family": "encoder"}
         (case("tpu", attention_sinks=True), "tpu", ""),
         (case("tpu", positions="t5"), "flash", "bias of the scores"),
         (case("tpu", positions="t5", length=100), "blocked", "multiples of 128"),
-        (case("tpu", dropout=0.1), "xla", "dropout"),
+        (case("tpu", dropout=0.1), "blocked", "not flash: it has no dropout"),
         (case("cpu"), "blocked", ""),
         (case("cpu", window=8, value_dim=32), "blocked", ""),
-        (case("cpu", dropout=0.1), "xla", "dropout"),
+        (case("cpu", dropout=0.1), "xla", "not blocked: on a CPU the dropout"),
         (case("metal"), "xla", ""),
     ],
 )
@@ -204,7 +204,7 @@ def test_the_kernel_is_the_fastest_that_serves_the_case_and_the_sentence_says_wh
         ("flash", case("tpu", window=8), "window"),
         ("cudnn", case(segments=99), "at most 64 texts"),
         ("tpu", case("tpu", positions="alibi"), "bias of the scores"),
-        ("blocked", case("cpu", dropout=0.5), "dropout"),
+        ("tpu", case("tpu", dropout=0.5), "dropout"),
     ],
 )
 def test_a_kernel_asked_for_by_name_is_refused_where_it_cannot_run(asked, case, why):
@@ -248,6 +248,8 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
         AttentionMask(ORDERED, ORDERED, scoring=Scoring(soft_cap=2.0)),
         {"tpu", "blocked"},
     ),
+    "dropout": (AttentionMask(ORDERED, ORDERED, dropout=(0.1, jax.random.key(0))), {"blocked"}),
+    "a rate without a key": (AttentionMask(ORDERED, ORDERED, dropout=(0.1, None)), ALL),
     "sinks": (
         AttentionMask(ORDERED, ORDERED, scoring=Scoring(sinks=jnp.zeros(2))),
         {"tpu", "blocked"},

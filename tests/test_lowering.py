@@ -1,6 +1,7 @@
 """The real train step lowers for GPU and TPU on meshes of several devices, for every family and
 kernel, packed or not, without any such device."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -58,6 +59,22 @@ def test_the_step_lowers_on_every_mesh(sizes, platform, kernel, family, packed):
     text = step.lower(state, batch).as_text()
     assert f"num_partitions = {mesh.size}" in text
     assert CALLS.get(kernel, "") in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("platform", DEVICES)
+def test_dropout_stores_no_array_of_all_weights(platform, family):
+    """A step with dropout lowers with blocked attention: no array has all queries and keys."""
+
+    def step_with(kernel):
+        run = a_run(family, kernel)
+        model = dataclasses.replace(run.model, dropout=0.1, max_length=384)
+        run = dataclasses.replace(run, model=model, data=DataConfig(sequence_length=384))
+        step, state, batch = abstract_run(run, mesh_of(platform, (2, 2, 2)))
+        return step.lower(state, batch).as_text()
+
+    assert "x384x384x" in step_with("xla")
+    assert "x384x384x" not in step_with("auto")
 
 
 @pytest.mark.parametrize("remat", ["names", "dots", "full"])

@@ -16,6 +16,7 @@ CASES = [
         for mesh in ("data 8", "fsdp 8", "tensor 2", "all three", "tensor 4")
     ),
     "gpt2, 2 microbatches, all three",
+    *(f"blocked dropout, 2 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"splash, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"tiles, 4 microbatches, {mesh}" for mesh in ("data 8", "fsdp 8", "all three")),
     *(f"encoder-decoder, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),

@@ -92,12 +92,13 @@ def attention(
         q = rotate(config, q, mask.queries.positions)
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
-    mask = mask._replace(scoring=scoring, max_segments=config.max_segments)
+    dropped = (config.dropout, key)
+    mask = mask._replace(scoring=scoring, max_segments=config.max_segments, dropout=dropped)
     weights_name = f"{name}_weights"
     captures: Captures = {}
-    if request.wants(weights_name) or (key is not None and config.dropout > 0):
+    if request.wants(weights_name):
         weights, captures = request.apply(weights_name, attention_weights(q, seen[0], mask))
-        out = weighted_values(dropout(weights, config.dropout, key), seen[1])
+        out = weighted_values(dropout(weights, *dropped), seen[1])
     elif config.attention_kernel in ("auto", "xla"):
         out = plain(q, *seen, mask)
     else:

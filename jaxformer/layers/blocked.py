@@ -9,7 +9,8 @@
 Each block of queries reads only the keys that at least one of its rows may attend to, so half of
 the square is never computed, and only one block of scores is in memory at a time. The forward pass
 saves the log-sum-exp of each row instead of its weights; the backward pass recomputes the weights
-from it (arXiv:2205.14135, arXiv:2307.08691).
+from it (arXiv:2205.14135, arXiv:2307.08691). Dropout of the weights is drawn a block at a time, and
+again in the backward pass, from the key folded with the number of the block.
 
 Reverse mode only: `jax.jvp` and Hessian-vector products use the plain kernel.
 """
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxformer.layers.linear import dropout as dropped
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
 QUERY_BLOCK = 128  # queries; 64 to 256 run within 10 % of it
@@ -39,6 +41,7 @@ class Static(NamedTuple):
     window: int
     scale: float
     soft_cap: float
+    dropout: float
 
 
 class Extra(NamedTuple):
@@ -52,10 +55,10 @@ class Coordinates(NamedTuple):
     """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
     each row is one segment."""
 
-    q_positions: OptionalIndex
-    k_positions: OptionalIndex
-    q_segments: OptionalIndex
-    k_segments: OptionalIndex
+    q_positions: OptionalIndex = None
+    k_positions: OptionalIndex = None
+    q_segments: OptionalIndex = None
+    k_segments: OptionalIndex = None
 
     def keys_end(self, causal: bool, stop: int, keys: int) -> int:
         """Static many keys the queries before `stop` attend to at most."""
@@ -72,6 +75,9 @@ class Coordinates(NamedTuple):
         return allowed[:, None, None]
 
 
+BY_INDEX = Coordinates()
+
+
 def _part(positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int) -> TokenLayout:
     return TokenLayout(
         jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
@@ -83,27 +89,28 @@ def blocked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K W"],
-    positions: tuple[OptionalIndex, OptionalIndex] = (None, None),
-    segments: tuple[OptionalIndex, OptionalIndex] = (None, None),
+    coordinates: Coordinates = BY_INDEX,
     *,
     causal: bool = True,
     window: int = 0,
     scoring: Scoring | None = None,
+    dropout: tuple[float, jax.Array | None] = (0.0, None),
 ) -> Float[Array, "B T N W"]:
     """softmax(q k^T / sqrt(H)) v under a mask: [B, T, N, H], [B, S, K, H], [B, S, K, W] ->
     [B, T, N, W].
 
-    Positions and segments are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`;
-    segment 0 is padding. Without positions a token's index is its position, and blocks above the
-    diagonal are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias
-    [B or 1, N, T, S] and the sinks [N] of `dot_product_attention`. The softmax is float32; a fully
-    masked row gives 0.
+    Coordinates are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`; segment 0
+    is padding. Without positions a token's index is its position, and blocks above the diagonal
+    are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias
+    [B or 1, N, T, S] and the sinks [N] of `dot_product_attention`; `dropout` has the rate and the
+    key of the dropout of the weights (no key: none). The softmax is float32; a fully masked row
+    gives 0.
     """
     scoring = scoring or Scoring()
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
-    static = Static(causal, window, scale, scoring.soft_cap)
-    coordinates = Coordinates(*positions, *segments)
-    return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), coordinates, static)
+    rate, key = dropout
+    static = Static(causal, window, scale, scoring.soft_cap, rate)
+    return _attention(q, k, v, Extra(scoring.bias, scoring.sinks), coordinates, key, static)
 
 
 def _heads_first(
@@ -161,15 +168,31 @@ def _sinks(extra: Extra, key_heads: int) -> jax.Array | None:
     return None if extra.sinks is None else extra.sinks.reshape(key_heads, -1, 1, 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _key_of_block(key: jax.Array | None, rows: slice) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, rows.start)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, extra: Extra, coordinates: Coordinates, static: Static
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    extra: Extra,
+    coordinates: Coordinates,
+    key: jax.Array | None,
+    static: Static,
 ) -> jax.Array:
-    return _forward(q, k, v, extra, coordinates, static)[0]
+    return _forward(q, k, v, extra, coordinates, key, static)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, extra: Extra, coordinates: Coordinates, static: Static
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    extra: Extra,
+    coordinates: Coordinates,
+    key: jax.Array | None,
+    static: Static,
 ) -> tuple[jax.Array, Any]:
     queries, keys, values = _heads_first(q, k, v)  # [B, K, G, T, H], [B, K, S, H], [B, K, S, W]
     lowest, least = jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).tiny
@@ -187,24 +210,28 @@ def _forward(
         total = jnp.sum(weights, axis=-1, keepdims=True)
         if sinks is not None:
             total = total + jnp.exp(sinks - top)
-        total = jnp.maximum(total, least)
+        total = jnp.maximum(total, least)  # of the weights before dropout
+        weights = dropped(weights, static.dropout, _key_of_block(key, rows))
         outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
         log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
     out = _heads_last(jnp.concatenate(outs, axis=-2)).astype(q.dtype)
     # The name lets a policy of `model.remat` save them instead of running the kernel twice.
     out = checkpoint_name(out, "attention")
     log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=-2), "attention")
-    return out, (q, k, v, extra, coordinates, out, log_sum)
+    return out, (q, k, v, extra, coordinates, key, out, log_sum)
 
 
 def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, extra, coordinates, out, log_sums = saved
-    # The barrier keeps XLA from computing weights before d_out is there: they would wait in memory.
-    q, k, v, out, log_sums, d_out = jax.lax.optimization_barrier((q, k, v, out, log_sums, d_out))
+    q, k, v, extra, coordinates, key, out, log_sums = saved
+    # The barrier keeps XLA from computing weights, or what is dropped of them, before d_out is
+    # there: they would wait in memory.
+    waiting = (q, k, v, key, out, log_sums, d_out)
+    q, k, v, key, out, log_sums, d_out = jax.lax.optimization_barrier(waiting)
     queries, keys, values = _heads_first(q, k, v)
     d_outs, outs = (_heads_first(a, k, v)[0] for a in (d_out, out))
     # The softmax's gradient is weights * (d_weights - inner), where inner is the sum of
-    # weights * d_weights over the keys, which equals the sum of d_out * out over H.
+    # weights * d_weights over the keys, which equals the sum of d_out * out over H; with dropout
+    # too, which scales or zeroes a weight and its gradient alike.
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
     d_queries, d_bias = [], []
     d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
@@ -214,7 +241,9 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         bias = _part_of_bias(extra, k.shape[2], rows, seen)
         scores, bent = _scores(qs, ks, bias, static)
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
-        d_scores = weights * (_product("BKGTH,BKSH->BKGTS", ds, vs) - inner[..., rows, :])
+        drop = functools.partial(dropped, rate=static.dropout, key=_key_of_block(key, rows))
+        d_weights = drop(_product("BKGTH,BKSH->BKGTS", ds, vs))
+        d_scores = weights * (d_weights - inner[..., rows, :])
         # Keys beyond this block's end have no gradient from it: zeros up to S.
         beyond = keys.shape[2] - seen.stop
         if bias is not None:
@@ -225,12 +254,12 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         d_scores = d_scores * static.scale
         d_queries.append(_product("BKGTS,BKSH->BKGTH", d_scores, ks))
         rest = ((0, 0), (0, 0), (0, beyond), (0, 0))
-        d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", weights, ds), rest)
+        d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", drop(weights), ds), rest)
         d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), rest)
     d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
     d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
     d_extra = Extra(_gradient_of_bias(extra, d_bias), _gradient_of_sinks(extra, inner, log_sums))
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None, None
 
 
 def _gradient_of_bias(extra: Extra, parts: list[jax.Array]) -> jax.Array | None:

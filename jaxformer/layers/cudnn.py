@@ -4,6 +4,20 @@ Rows of one text go through `jax.nn.dot_product_attention`. Padded rows pass the
 rows pass the length and the offset of each segment, for which JAX has an entry that is not public:
 it is used in the versions of JAX named here, and `runs.device.prove_kernel` compares it with plain
 attention before a run trusts it.
+
+That entry has more that is not used, because a training run cannot rely on it (read in JAX 0.12.0.1
+and the XLA of its CUDA plugin; compiled for an H100 without one):
+
+`score_mod`, a function of the scores [B, N, T, S], would serve soft-caps and ALiBi.
+  - cuDNN refuses it beside its causal mask, its lengths, its windows and its own ALiBi, so that the
+    mask would have to be part of the function: hidden blocks are computed, and packed rows are out.
+  - `score_mod_args` get no gradient, silently: T5's biases would never be learned.
+  - XLA builds the graph of the backward pass from the call of the forward pass, which it looks for
+    behind the log-sum-exp in the same computation. In a scan over layers there is none, and the
+    program is refused. An operation without a counterpart in cuDNN ends the process, so that a
+    check before the run could not report it.
+  - That code runs only where a GPU is attached: a program that it refuses compiles without one.
+`dropout_rate` has a seed that is a constant of the program: all steps would drop the same weights.
 """
 
 import functools

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxformer.layers.linear import dropout
 from jaxformer.layers.masks import AttentionMask, Scoring, visible
 
 
@@ -20,8 +21,7 @@ def dot_product_attention(
     bias: Float[Array, "... N T S"] | None = None,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "... T N W"]:
-    """softmax(q k^T / sqrt(H)) v: [..., T, N, H], [..., S, K, H], [..., S, K, W], bool [..., T, S]
-    -> [..., T, N, W].
+    """softmax(q k^T / sqrt(H)) v, where `mask` has the keys that a query attends to.
 
     N is a multiple of K: query heads share key heads in groups of N/K. The softmax is float32; a
     fully masked row gives 0. `scale` replaces 1/sqrt(H) unless it is 0; `soft_cap` c changes scores
@@ -68,13 +68,12 @@ def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """`dot_product_attention` under an `AttentionMask`."""
-    return _values(_weights(q, k, visible(mask), mask.scoring), v)
+    return _values(dropout(_weights(q, k, visible(mask), mask.scoring), *mask.dropout), v)
 
 
 def attention_weights(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
-    """The weights of `plain`, float32: q [B, T, N, H], k [B, S, K, H] -> [B, N, T, S]."""
-    weights = _weights(q, k, visible(mask), mask.scoring)
-    return weights.reshape(weights.shape[0], -1, *weights.shape[3:])
+    """The undropped weights of `plain`, float32: [B, T, N, H], [B, S, K, H] -> [B, N, T, S]."""
+    return jax.lax.collapse(_weights(q, k, visible(mask), mask.scoring), 1, 3)
 
 
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:

@@ -8,14 +8,14 @@ picks for a training run and says why.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxformer.config_model import BIASED_SCORES, AttentionKernel, ModelConfig
-from jaxformer.layers.blocked import blocked_attention
+from jaxformer.layers.blocked import Coordinates, blocked_attention
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.settings import ConfigError, Table
@@ -26,10 +26,19 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     queries, keys = mask.queries, mask.keys
-    how: Any = {"causal": mask.causal, "window": mask.window, "scoring": mask.scoring}
-    if not (queries.ordered and keys.ordered):
-        how["positions"] = (queries.positions, keys.positions)
-    return blocked_attention(q, k, v, segments=(queries.segments, keys.segments), **how)
+    ordered = queries.ordered and keys.ordered  # by their index, so that blocks can be skipped
+    positions = (None, None) if ordered else (queries.positions, keys.positions)
+    coordinates = Coordinates(*positions, queries.segments, keys.segments)
+    return blocked_attention(
+        q,
+        k,
+        v,
+        coordinates,
+        causal=mask.causal,
+        window=mask.window,
+        scoring=mask.scoring,
+        dropout=mask.dropout,
+    )
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -110,7 +119,7 @@ FEATURES = {
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
-EVERY = frozenset({"positions", "dropout"})  # what all fused kernels lack
+EVERY = frozenset({"positions", "dropout"})  # what those of cuDNN and Pallas lack
 CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
 SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
@@ -142,6 +151,7 @@ def _features_of_call(mask: AttentionMask) -> set[str]:
         "window": mask.window,
         "window to both sides": mask.window and not mask.causal,
         "positions": mask.causal and not all(side.ordered for side in sides),
+        "dropout": mask.dropout[0] and mask.dropout[1] is not None,
         "score bias": scoring.bias is not None,
         "soft-cap": scoring.soft_cap,
         "sinks": scoring.sinks is not None,
@@ -189,9 +199,7 @@ KERNELS: Table[KernelRow] = Table(
             _tpu_device,
             partitioned=True,
         ),
-        "blocked": KernelRow(
-            _blocked, "blocked attention with a saved log-sum-exp", frozenset({"dropout"})
-        ),
+        "blocked": KernelRow(_blocked, "blocked attention with a saved log-sum-exp"),
         "xla": KernelRow(plain, "plain XLA attention"),
     },
     besides=("auto",),
@@ -252,6 +260,13 @@ def _on_each_device(
     return out
 
 
+def _passed_over(name: str, case: Case) -> str:
+    """Why "auto" leaves out a kernel that could serve the case; empty if it does not."""
+    if (name, case.platform) == ("blocked", "cpu") and case.model.dropout:
+        return "on a CPU the dropout of attention weights is that of plain attention"
+    return ""
+
+
 def choose(asked: str, case: Case) -> tuple[str, str]:
     """The kernel for a training run, and a sentence that says which runs and why.
 
@@ -267,7 +282,7 @@ def choose(asked: str, case: Case) -> tuple[str, str]:
         return asked, f"{asked} ({KERNELS[asked].what}), as asked"
     passed: list[str] = []
     for name in PREFERRED.get(case.platform, ("xla",)):
-        reason = KERNELS[name].refuses(case)
+        reason = KERNELS[name].refuses(case) or _passed_over(name, case)
         if not reason:
             return name, f"{name} ({KERNELS[name].what})" + "".join(passed)
         passed.append(f"; not {name}: {reason}")

@@ -43,6 +43,7 @@ class AttentionMask(NamedTuple):
     `window` is the number of tokens back that a query sees, including itself (on both sides if not
     `causal`); 0 is all. `relative` is False if queries and keys are of different sequences, so that
     distances between them mean nothing. `max_segments` bounds the segment ids; 0: not known.
+    `dropout` is the rate and the key of the dropout of weights; without a key nothing is dropped.
     """
 
     queries: TokenLayout
@@ -52,6 +53,7 @@ class AttentionMask(NamedTuple):
     scoring: Scoring = Scoring()
     relative: bool = True
     max_segments: int = 0
+    dropout: tuple[float, jax.Array | None] = (0.0, None)
 
 
 def layout_of(

@@ -15,8 +15,7 @@ from jaxformer.settings import Table
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float = 1e-5
 ) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis: [..., D], [D] -> [..., D]
-    (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis (arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     return (y * scale).astype(x.dtype)
@@ -28,8 +27,7 @@ def layer_norm(
     bias: Float[Array, "D"] | None = None,
     eps: float = 1e-5,
 ) -> Float[Array, "... D"]:
-    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis: [..., D], [D] -> [..., D]
-    (arXiv:1607.06450)."""
+    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis (arXiv:1607.06450)."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps) * scale

@@ -93,7 +93,7 @@ def _attention_arrays(
     if layer.query_key_norm != "none" or layer.positions == "rope":
         found += [StoredArray("changed q", q), StoredArray("changed k", k)]
     scores = streams.tokens * heads * streams.keys
-    if layer.attention_kernel == "xla" or layer.dropout:
+    if layer.attention_kernel == "xla":
         # The weights in float32 and as the factor of the product with the values.
         dropped = 1 + numbers if layer.dropout else 0
         found += [StoredArray("weights", scores * (4 + numbers % 4 + dropped))]
@@ -182,7 +182,7 @@ def backward_bytes(
         sizes[array.name] += array.bytes
     ffn = sizes["gate"] + sizes["up"] + sizes["hidden"]
     attention = sum(sizes[name] for name in ("q", "k", "v", "attention", "attended", "weights"))
-    if layer.attention_kernel == "blocked" and not layer.dropout:
+    if layer.attention_kernel == "blocked":
         length, keys = stack_lengths(planned, cross)
         attention += BLOCK_ARRAYS * block_scores(planned, layer, length, keys)
     return max(ffn, attention) + 2 * sizes["input"]

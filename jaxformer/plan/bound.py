@@ -50,7 +50,7 @@ def products(planned: PlannedRun) -> Products:
     model, tokens = planned.model, planned.tokens_per_step
     per_token = flops_per_token(model, planned.length, planned.source_length)
     repeated = repeated_flops(planned)
-    fused = model.attention_kernel not in ("auto", "xla") and not model.dropout
+    fused = model.attention_kernel not in ("auto", "xla")
     skipped = causal_flops(planned) * (1 - visible_fraction(planned)) if fused else 0.0
     return Products(per_token, per_token * tokens, repeated * tokens, skipped * tokens)
 
