@@ -221,6 +221,33 @@ def test_packed_rows_are_refused_in_a_version_of_jax_whose_entry_is_not_known(mo
     assert name == "blocked" and "known in versions 0.10 to 0.12" in sentence
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="score_mod came with JAX 0.12")
+def test_the_arguments_of_a_score_mod_have_no_gradient(monkeypatch):
+    """Why T5's biases, which are learned, do not go to cuDNN: JAX gives no error, but zeros."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(private, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(private, "is_cuda_compute_capability_equal", lambda capability: False)
+
+    def total(q, bias):
+        def add(score, bias):
+            return score + bias
+
+        out = private.dot_product_attention(q, q, q, score_mod=add, score_mod_args=(bias,))
+        return out.astype(jnp.float32).sum()
+
+    shapes = [
+        jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32),
+    ]
+    texts = []
+    for argument in range(2):
+        gradient = jax.jit(jax.grad(total, argnums=argument)).trace(*shapes)
+        texts.append(gradient.lower(lowering_platforms=("cuda",)).as_text())
+    assert "fmhaSoftmaxBackward" in texts[0] and "fmhaSoftmaxBackward" not in texts[1]
+
+
 ORDERED = layout_of(jnp.zeros((1, 128), jnp.int32), None, None)
 SEGMENTS = layout_of(jnp.zeros((1, 128), jnp.int32), None, jnp.ones((1, 128), jnp.int32))
 CACHED = TokenLayout(ORDERED.positions, SEGMENTS.segments)
