@@ -119,6 +119,12 @@ def test_less_is_stored_with_remat_and_with_microbatches() -> None:
     assert few > plan("gpt2_124m", "h100", 0, "train.microbatches=16").memory.temporary
 
 
+@pytest.mark.parametrize(("device", "kernel"), [("a100", "blocked"), ("h100", "cudnn")])
+def test_packed_rows_take_the_kernel_of_the_compute_capability(device: str, kernel: str) -> None:
+    found = planned_run(config("gpt2_124m"), device, packed=True)
+    assert found.run.model.attention_kernel == kernel and found.kernel.startswith(kernel)
+
+
 def test_attention_weights_are_in_memory_only_with_the_plain_kernel() -> None:
     short, long = (
         plan("llama_1b", "h100", 0, f"data.sequence_length={n}", f"train.batch_size={2**15 // n}",
@@ -197,6 +203,7 @@ def test_tensor_parallelism_sums_each_sublayer() -> None:
         ("TPU v5", "v5p"),
         ("TPU v6 lite", "v6e"),
         ("TPU7x", "tpu7x"),
+        ("h100_nvl", "h100_nvl"),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
