@@ -147,9 +147,10 @@ def sent(rows: dict[str, Answer]) -> dict[str, tuple[Counter[str], Counter[str]]
         compiled: Counter[str] = Counter()
         planned: Counter[str] = Counter()
         for kind, devices, size in result["collectives"]:
-            compiled[kind] += sent_bytes(kind, size, devices or step.mesh.size, platform)
+            among = devices or step.mesh.size
+            compiled[kind] += round(sent_bytes(kind, size, among, platform))
         for one in collectives_of(step):
-            planned[one.kind] += one.sent(platform)
+            planned[one.kind] += round(one.sent(platform))
         found[name] = compiled, planned
     return found
 

@@ -130,12 +130,13 @@ def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
     yield _of_matrices(planned, "all-gather", "weights of the layers, backward", shared)
     # Sums travel both ways around. The two begin as zeros, which are sent too, unless another
     # product of the layer has sent zeros of this shape outside of a loop.
-    first, more = [], []
+    first: list[_Leaf] = []
+    others: list[_Leaf] = []
     for leaf in leaves:
         known = any(leaf.shard == other.shard for other in first)
-        (more if known and unrolled else first).append(leaf)
+        (others if known and unrolled else first).append(leaf)
     yield permutes("gradients of the layers", first, devices + 1)
-    yield permutes("gradients of equal shapes", more, devices - 1)
+    yield permutes("gradients of equal shapes", others, devices - 1)
 
 
 def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
@@ -155,9 +156,8 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
         yield one("all-gather", "output layer", 1, elements, numbers)
         yield one("reduce-scatter", "gradient of the output layer", 1, whole, 4)
         if tensor > 1 and whole != elements:
-            size = whole * 4 * microbatches
-            purpose = "gradient of the output layer"
-            yield Collective("all-gather", purpose, "tensor", microbatches, size, tensor)
+            gradient = one("all-gather", "gradient of the output layer", 1, whole, 4)
+            yield gradient._replace(axis="tensor", devices=tensor)
     rest = _leaves(planned, "rest")
     dense = [leaf for leaf in rest if leaf.divided and not leaf.spec.lookup]
     size = sum(leaf.elements for leaf in dense)
