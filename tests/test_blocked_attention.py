@@ -124,7 +124,7 @@ def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
     mask = AttentionMask(layout, layout)
     all_weights = temporaries(lambda q, k, v: plain(q, k, v, mask))
     assert temporaries(blocked_attention) < all_weights / 2
-    # A CPU computes the random bits of several blocks at a time; an H100 needs no more than without.
+    # A CPU has the random bits of several blocks at a time; on an H100 they take no memory.
     all_weights = temporaries(lambda q, k, v: plain(q, k, v, mask._replace(dropout=dropout)))
     dropping = functools.partial(blocked_attention, dropout=dropout)
     assert temporaries(dropping) < 0.75 * all_weights
