@@ -109,7 +109,7 @@ LONG = {"decoder": (256, 256), "encoder": (256, 256), "cross": (256, 128)}
 def test_splash_attention_scores_as_plain_attention_does_over_several_blocks(
     scoring, packed, monkeypatch
 ):
-    monkeypatch.setattr(pallas, "BLOCKS", pallas.Blocks(128, 128))
+    monkeypatch.setattr(pallas, "blocks_for", lambda *_: pallas.Blocks(128, 128))
     assert_same("tpu", *the_case("decoder", packed, 150, 2, scoring, LONG))
 
 
@@ -121,7 +121,7 @@ def test_splash_attention_scores_as_plain_attention_does_over_several_blocks(
 def test_flash_attention_is_plain_attention(
     kind, scoring, packed, kv_heads, interpreted, monkeypatch
 ):
-    monkeypatch.setattr(pallas, "BLOCKS", pallas.Blocks(128, 128))
+    monkeypatch.setattr(pallas, "blocks_for", lambda *_: pallas.Blocks(128, 128))
     assert_same("flash", *the_case(kind, packed, 0, kv_heads, scoring, LONG))
 
 

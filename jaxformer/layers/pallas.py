@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxformer.hardware import name_of
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.segments import sees_any, segment_ids
 from jaxformer.sharding import platform
@@ -20,11 +21,26 @@ LANES = 128  # lengths are multiples of it, so rows are padded to the next one
 class Blocks(NamedTuple):
     """Queries and keys that a program of a kernel reads at a time, forward and backward."""
 
-    queries: int = 512
-    keys: int = 512
+    queries: int
+    keys: int
 
 
-BLOCKS = Blocks()
+SMALL, LARGE = Blocks(512, 512), Blocks(1024, 1024)
+# The shortest rows (or windows) for which a device takes LARGE blocks. Each step of a kernel has a
+# fixed cost, and large blocks compute more scores that the mask hides: this is the power of two
+# from which on the schedule of large blocks is more than 5 % shorter, forward and backward, in what
+# libtpu 0.0.42.1 compiles for causal rows and heads of 128 (`benchmarks/attention_blocks.py`).
+# Devices in this table have the vector memory for LARGE with heads of 256, segments, soft-caps,
+# sinks and biases; v5e has not.
+LARGE_FROM = {"v5p": 4096, "v6e": 2048}
+
+
+def blocks_for(keys: int, window: int = 0) -> Blocks:
+    """The blocks for a number of keys and a window (0: none) on devices of the mesh in force."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    least = LARGE_FROM.get(name_of(kind) or "")
+    return LARGE if least and min(keys, window or keys) >= least else SMALL
 
 
 def _dividing(length: int, most: int) -> int:
@@ -78,7 +94,8 @@ def _splash_kernel(
     seen: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     if window:
         seen = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), offset=0)
-    queries, seen_keys = _dividing(rows, BLOCKS.queries), _dividing(keys, BLOCKS.keys)
+    most = blocks_for(keys, window)
+    queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
     blocks = kernels.BlockSizes(
         block_q=queries,
         block_kv=seen_keys,
@@ -136,7 +153,8 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
 def _flash_blocks(rows: int, keys: int) -> Any:
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
-    queries, seen_keys = _dividing(rows, BLOCKS.queries), _dividing(keys, BLOCKS.keys)
+    most = blocks_for(keys)
+    queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
     return kernels.BlockSizes(
         block_q=queries,
         block_k_major=seen_keys,
