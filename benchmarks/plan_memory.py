@@ -5,8 +5,8 @@ of TPUs and GPUs say of the same steps. Nothing is run.
 
 Needs the extras plan-tpu and plan-gpu. Each step compiles in a process of its own, and is saved at
 once in results/plan_memory.json; without --rows, only the steps that the file lacks compile.
---table writes the table between the marks `<!-- memory -->` and `<!-- /memory -->` of a Markdown
-file.
+--table writes the tables between the marks `<!-- memory -->` and `<!-- /memory -->`, and
+`<!-- collectives -->` and `<!-- /collectives -->`, of a Markdown file.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import statistics
+from collections import Counter
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
@@ -24,9 +25,12 @@ from pairing import Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.config import ConfigError
 from jaxformer.hardware import DEVICES, GIB
+from jaxformer.plan.collectives import collectives_of
 from jaxformer.plan.compiled import compile_on, compiled_report
+from jaxformer.plan.compiler_report import CompiledReport
+from jaxformer.plan.links import sent_bytes
 from jaxformer.plan.make import make_plan
-from jaxformer.plan.planned import planned_run
+from jaxformer.plan.planned import PlannedRun, planned_run
 from jaxformer.plan.targets import parse_target
 
 HEADER = ["step", "target", "settings", "compiled", "planned", "error"]
@@ -52,6 +56,9 @@ STEPS = {
     "gpt2_unrolled": step("gpt2_124m", GPU, 64, UNROLLED),
     "gpt2_microbatches": step("gpt2_124m", GPU, 128, "train.microbatches=4"),
     "gpt2_data": step("gpt2_124m", GPUS, 256),
+    "gpt2_data_microbatches": step("gpt2_124m", GPUS, 256, "train.microbatches=4"),
+    "gpt2_data_fsdp": step("gpt2_124m", GPUS, 128, "mesh.fsdp=4", "train.microbatches=2"),
+    "gpt2_tensor_full": step("gpt2_124m", "h100:1x4", 64, "mesh.tensor=4", FULL),
     "gpt2_fsdp_tensor": step("gpt2_124m", GPUS, 128, "mesh.fsdp=2", "mesh.tensor=2"),
     "gpt2_muon": step("gpt2_124m", GPU, 32, "optimizer.name=muon"),
     "gpt2_long": step("gpt2_124m", GPU, 8, *LONG),
@@ -69,15 +76,19 @@ STEPS = {
     "bert_base": step("bert_base", GPU, 64, PLAIN),
     "bert_base_full": step("bert_base", GPU, 128, PLAIN, FULL),
     "bert_base_dropout": step("bert_base", GPU, 64),
+    "bert_base_data_dropout": step("bert_base", GPUS, 256, "train.microbatches=2"),
     "bert_base_fsdp": step("bert_base", GPUS, 256, PLAIN, "mesh.fsdp=8"),
     "t5_small": step("t5_small", GPU, 128, PLAIN),
     "t5_small_full": step("t5_small", GPU, 128, PLAIN, FULL),
+    "t5_small_tensor": step("t5_small", "h100:1x4", 64, PLAIN, "mesh.tensor=4"),
     "transformer_base": step("transformer_base", GPU, 56, PLAIN),
     "transformer_base_fsdp": step("transformer_base", GPUS, 128, PLAIN, "mesh.fsdp=4"),
     "v5e_gpt2": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4"),
     "v5e_gpt2_full": step("gpt2_124m", SLICE, 64, "mesh.fsdp=4", FULL),
     "v5e_gpt2_packed": step("gpt2_124m", SLICE, 32, "mesh.fsdp=4", packed=True),
     "v5e_gpt2_tensor": step("gpt2_124m", SLICE, 32, "mesh.tensor=4"),
+    "v5e_gpt2_data": step("gpt2_124m", SLICE, 32),
+    "v5e_llama_1b": step("llama_1b", SLICE, 8, "mesh.fsdp=4"),
     "v5e_bert_base": step("bert_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
     "v5e_transformer_base": step("transformer_base", SLICE, 64, PLAIN, "mesh.fsdp=4"),
     "v5e_llama3_8b": step("llama3_8b", "v5e:4x4", 16, "mesh.fsdp=16", FULL),
@@ -99,18 +110,49 @@ def measure(row: Row) -> Answer:
     found |= {"needed": report.needed, "kernel": report.kernel, "versions": report.versions}
     if report.memory is None or report.counts is None:
         return found
-    collectives: dict[str, int] = {}
-    for entry in report.counts.collectives:
-        collectives[entry.kind] = collectives.get(entry.kind, 0) + entry.count * entry.bytes
-    return found | {"memory": dataclasses.asdict(report.memory), "collectives": collectives}
+    found["memory"] = dataclasses.asdict(report.memory)
+    return found | {"collectives": collectives_by_group(report)}
+
+
+def collectives_by_group(report: CompiledReport) -> list[tuple[str, int, int]]:
+    """(kind, devices of a group, bytes) of all collectives of a step; 0 devices where the group is
+    that of all, and for a collective-permute."""
+    found: Counter[tuple[str, int]] = Counter()
+    for entry in report.counts.collectives if report.counts else ():
+        found[entry.kind, entry.group] += entry.count * entry.bytes
+    return [(kind, devices, size) for (kind, devices), size in sorted(found.items())]
+
+
+def planned_step(result: Answer) -> PlannedRun:
+    """The plan of a step of the results."""
+    target = parse_target(result["target"])
+    row = Row("", result["config"], result["target"], tuple(result["settings"]))
+    return planned_run(row.run(), target.kind, target.size, result["packed"])
 
 
 def planned_peak(result: Answer) -> float:
     """The bytes of a device that the plan estimates for a step of the results."""
-    target = parse_target(result["target"])
-    row = Row("", result["config"], result["target"], tuple(result["settings"]))
-    run = planned_run(row.run(), target.kind, target.size, result["packed"])
-    return make_plan(run).memory.peak
+    return make_plan(planned_step(result)).memory.peak
+
+
+def sent(rows: dict[str, Answer]) -> dict[str, tuple[Counter[str], Counter[str]]]:
+    """(compiled, planned) bytes that a device sends for each kind of collective, of each step on
+    several devices that compiled."""
+    found = {}
+    for name, result in rows.items():
+        if parse_target(result["target"]).size == 1 or "collectives" not in result:
+            continue
+        step = planned_step(result)
+        platform = step.device.platform
+        compiled: Counter[str] = Counter()
+        planned: Counter[str] = Counter()
+        for kind, devices, size in result["collectives"]:
+            among = devices or step.mesh.size
+            compiled[kind] += round(sent_bytes(kind, size, among, platform))
+        for one in collectives_of(step):
+            planned[one.kind] += round(one.sent(platform))
+        found[name] = compiled, planned
+    return found
 
 
 def compared(rows: dict[str, Answer]) -> dict[str, tuple[float, float]]:
@@ -119,16 +161,40 @@ def compared(rows: dict[str, Answer]) -> dict[str, tuple[float, float]]:
     return {name: (result["needed"], planned_peak(result)) for name, result in done.items()}
 
 
+def error_of(compiled: float, planned: float) -> str:
+    return f"{planned / compiled - 1:+.1%}"
+
+
+def step_of(result: Answer) -> list[str]:
+    """The columns that say which step it is."""
+    hidden = ("model.layer_loop=scan", "train.microbatches=1")
+    settings = [text for text in result["settings"] if text not in hidden]
+    settings += ["packed"] * bool(result["packed"])
+    return [result["config"], result["target"], " ".join(settings)]
+
+
 def table_of(rows: dict[str, Answer]) -> list[list[str]]:
     found = []
-    for name, (compiled, planned) in compared(rows).items():
-        result, hidden = rows[name], ("model.layer_loop=scan", "train.microbatches=1")
-        settings = [text for text in result["settings"] if text not in hidden]
-        settings += ["packed"] * bool(result["packed"])
-        error = f"{planned / compiled - 1:+.1%}"
-        sizes = [f"{size / GIB:.2f} GiB" for size in (compiled, planned)]
-        found.append([result["config"], result["target"], " ".join(settings), *sizes, error])
+    for name, sizes in compared(rows).items():
+        shown = [f"{size / GIB:.2f} GiB" for size in sizes]
+        found.append([*step_of(rows[name]), *shown, error_of(*sizes)])
     return found
+
+
+def links_table(rows: dict[str, Answer]) -> tuple[list[list[str]], str]:
+    """The table of what is sent, and a sentence about it."""
+    found, errors = [], []
+    for name, kinds in sent(rows).items():
+        sizes = [sum(of_kind.values()) for of_kind in kinds]
+        errors.append(sizes[1] / sizes[0] - 1)
+        shown = [f"{size / 2**20:,.0f} MiB" for size in sizes]
+        found.append([*step_of(rows[name]), *shown, error_of(*sizes)])
+    near = sum(abs(error) <= 0.1 for error in errors)
+    sentence = (
+        f"{near} of {len(errors)} steps within 10%: from {min(errors):+.1%} to {max(errors):+.1%},"
+        f" median error {statistics.median(map(abs, errors)):.1%}."
+    )
+    return found, sentence
 
 
 def smoke() -> list[str]:
@@ -138,7 +204,7 @@ def smoke() -> list[str]:
     compiled = compile_on(tiny.run(), jax.devices()[:1], DEVICES["cpu"], "cpu").needed
     peak = make_plan(planned_run(tiny.run(), "cpu")).memory.peak
     sizes_shown = [f"{size / 2**20:.1f} MiB" for size in (compiled, peak)]
-    return ["tiny", "cpu", "", *sizes_shown, f"{peak / compiled - 1:+.1%}"]
+    return ["tiny", "cpu", "", *sizes_shown, error_of(compiled, peak)]
 
 
 def main() -> None:
@@ -168,8 +234,12 @@ def main() -> None:
     )
     print_table(HEADER, table_of(rows))
     print(sentence)
+    links, of_links = links_table(rows)
+    print_table(HEADER, links)
+    print(of_links)
     if options.table:
         write_table(options.table, "memory", HEADER, table_of(rows), sentence)
+        write_table(options.table, "collectives", HEADER, links, of_links)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -60,7 +59,7 @@ def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
     """The jitted step of a run with one batch of random tokens, and the kernel in words."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     step, _, shapes = abstract_run(run, mesh)
-    _, kernel = with_kernel(run, assumed_segments(run, shapes), jax.default_backend())
+    _, kernel = with_kernel(run, assumed_segments(run, shapes))
     specs = model_specs(run.model)
     optimizer = make_optimizer(run.optimizer, make_schedule(run.optimizer, run.train.steps), specs)
     arrays = place_batch(random_batch(shapes, run), mesh)
@@ -121,7 +120,7 @@ def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     segments = assumed_segments(run, abstract_run(run, mesh).batch)
-    chosen, reason = with_kernel(run, segments, jax.default_backend())
+    chosen, reason = with_kernel(run, segments)
     return f"{reason}. {prove_kernel(chosen, mesh)}".strip()
 
 

@@ -25,6 +25,8 @@ class Device:
     bandwidth: bytes/s of that memory.
     link: bytes/s that a device sends to the others of its host, NVLink domain or slice.
     cores: streaming multiprocessors of a GPU, TensorCores of a TPU.
+    capability: the compute capability of an NVIDIA GPU, as (9, 0), by the CUDA C++ programming
+        guide; empty for others.
     source: where the figures are published.
     """
 
@@ -37,6 +39,7 @@ class Device:
     link: float | None
     cores: int = 1
     source: str = ""
+    capability: tuple[int, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
         """Peak FLOP/s of products in a dtype; None if unknown."""
@@ -44,14 +47,28 @@ class Device:
 
 
 def _gpu(
-    kind: str, tflops: float, memory: float, bandwidth: float, link: float, cores: int, source: str
+    kind: str,
+    tflops: float,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    cores: int,
+    source: str,
+    capability: tuple[int, int] = (9, 0),
 ) -> Device:
     """A row of an NVIDIA GPU: TFLOP/s in bfloat16, GB, TB/s and GB/s. TF32 is half of bfloat16 in
     every generation from Ampere on."""
-    peaks = tflops * 1e12, tflops * 0.5e12
-    bytes_ = round(memory * GIB)
     return Device(
-        f"(NVIDIA )?{kind}", "gpu", *peaks, bytes_, bandwidth * 1e12, link * 1e9, cores, source
+        kind=f"(NVIDIA )?{kind}",
+        platform="gpu",
+        bfloat16=tflops * 1e12,
+        float32=tflops * 0.5e12,
+        memory=round(memory * GIB),
+        bandwidth=bandwidth * 1e12,
+        link=link * 1e9,
+        cores=cores,
+        source=source,
+        capability=capability,
     )
 
 
@@ -79,17 +96,19 @@ DEVICES = {
     "gh200": _gpu(
         "GH200 480GB", 989.4, 96, 4.0, 450, 132, "NVIDIA GH200 Grace Hopper Superchip data sheet"
     ),
-    "a100": _gpu("A100-SXM4?-80GB", 312, 80, 2.039, 300, 108, A100),
-    "a100_pcie": _gpu("A100 80GB PCIe", 312, 80, 1.935, 300, 108, A100),
-    "a100_40gb": _gpu("A100-(SXM4?|PCIE)-40GB", 312, 40, 1.555, 300, 108, A100),
+    "a100": _gpu("A100-SXM4?-80GB", 312, 80, 2.039, 300, 108, A100, (8, 0)),
+    "a100_pcie": _gpu("A100 80GB PCIe", 312, 80, 1.935, 300, 108, A100, (8, 0)),
+    "a100_40gb": _gpu("A100-(SXM4?|PCIE)-40GB", 312, 40, 1.555, 300, 108, A100, (8, 0)),
     # HGX of eight: 36 PFLOP/s in bfloat16 with sparsity; DGX B200 has 1,440 GB, 64 TB/s.
-    "b200": _gpu("B200", 2250, 180, 8.0, 900, 148, "NVIDIA HGX and DGX B200 data sheets"),
-    "b300": _gpu("B300( SXM6 AC)?", 2250, 270, 8.0, 900, 148, "NVIDIA HGX B300 data sheet"),
+    "b200": _gpu("B200", 2250, 180, 8.0, 900, 148, "NVIDIA HGX, DGX B200 data sheets", (10, 0)),
+    "b300": _gpu(
+        "B300( SXM6 AC)?", 2250, 270, 8.0, 900, 148, "NVIDIA HGX B300 data sheet", (10, 3)
+    ),
     # NVL72: 360 PFLOP/s in bfloat16 with sparsity, 576 TB/s; 13.4 TB, and 20 TB of memory.
-    "gb200": _gpu("GB200", 2500, 186, 8.0, 900, 152, "NVIDIA GB200 NVL72 data sheet"),
-    "gb300": _gpu("GB300", 2500, 277, 8.0, 900, 152, "NVIDIA GB300 NVL72 data sheet"),
+    "gb200": _gpu("GB200", 2500, 186, 8.0, 900, 152, "NVIDIA GB200 NVL72 data sheet", (10, 0)),
+    "gb300": _gpu("GB300", 2500, 277, 8.0, 900, 152, "NVIDIA GB300 NVL72 data sheet", (10, 3)),
     # GDDR6, of whose 48 GB the error correction takes a sixteenth; PCIe 4 x16.
-    "l40s": _gpu("L40S", 362.05, 45, 0.864, 32, 142, "NVIDIA L40S data sheet"),
+    "l40s": _gpu("L40S", 362.05, 45, 0.864, 32, 142, "NVIDIA L40S data sheet", (8, 9)),
     # All-reduce of a pod of 4,096 chips: 1.1 PB/s, which is what each chip sends.
     "v4": _tpu("v4", 275, 32, 1200, 268.6, 2, "v4"),
     "v5e": _tpu("(v5 lite|v5e)", 197, 16, 819, 200, 1, "v5e"),
@@ -119,9 +138,10 @@ def device_named(name: str) -> Device:
 
 
 def name_of(kind: str) -> str | None:
-    """The name of the row for what JAX reports as `device_kind`; None if it is not in the table."""
+    """The name of the row for what JAX reports as `device_kind`, or for its own name; None if it is
+    not in the table."""
     for name, device in DEVICES.items():
-        if re.fullmatch(device.kind, kind):
+        if kind == name or re.fullmatch(device.kind, kind):
             return name
     return None
 

@@ -207,6 +207,9 @@ def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array 
         if fits and slopes[0]:
             ((d_matrix,), d_bias), (column,) = slopes, columns
             part = jax.lax.psum_scatter(d_matrix, column, scatter_dimension=1, tiled=True)
+            # The step goes on when the sum is made, and not with the whole gradient in memory until
+            # its end; some TPU topologies sum all of it and slice the sum.
+            d_x, part = jax.lax.optimization_barrier((d_x, part))
             rest = tuple(axis for axis in over if axis != column)
             slopes = [[jax.lax.psum(part, rest)], jax.lax.psum(d_bias, over)]
         else:

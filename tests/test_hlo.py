@@ -137,6 +137,20 @@ def test_loops_count_as_often_as_they_run() -> None:
     }
 
 
+def test_a_counter_may_be_copied_and_raised_more_than_once() -> None:
+    """As in an unrolled loop of XLA's TPU compiler."""
+    more = LOOP.replace(
+        "  %next = s32[] add(%i, %one)\n",
+        "  %half = s32[] add(%i, %one)\n  %sum = s32[] add(%half, %one)\n"
+        "  %next = s32[] copy(%sum)\n",
+    )
+    lines = (
+        "%p = (s32[], f32[8,8]{1,0}) parameter(0)",
+        "ROOT %while = (s32[], f32[8,8]{1,0}) while(%p), condition=%condition, body=%body",
+    )
+    assert counted(*lines, more=more).loops[0].trips == 6
+
+
 def test_a_loop_without_a_known_number_of_rounds_says_so() -> None:
     more = LOOP.replace("constant(12)", "parameter(1)")
     lines = (
@@ -240,8 +254,10 @@ def test_collectives_of_a_gpu_are_counted_by_kind_and_size() -> None:
         "%r = (f32[768]{0}, f32[]) all-reduce-start(%t, %t), channel_id=3,"
         " replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add",
         "%rd = (f32[768]{0}, f32[]) all-reduce-done(%r)",
-        "ROOT %sync = bf16[512,1024]{1,0} all-reduce(%sd), channel_id=4,"
+        "%sync = bf16[512,1024]{1,0} all-reduce(%sd), channel_id=4,"
         " replica_groups={{0,1}}, to_apply=%add",
+        "ROOT %o = f32[3]{0} all-reduce(%t), channel_id=5, to_apply=%add,"
+        " replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
     )
     rows = {
         (entry.kind, entry.count, entry.bytes, entry.group, entry.asynchronous)
@@ -253,6 +269,7 @@ def test_collectives_of_a_gpu_are_counted_by_kind_and_size() -> None:
         ("reduce-scatter", 1, whole, 8, True),
         ("all-reduce", 1, 768 * 4 + 4, 4, True),
         ("all-reduce", 1, whole // 8, 2, False),
+        ("all-reduce", 1, 12, 4, False),
     }
     assert found.bytes == 0 and found.seconds == 0.0
 

@@ -276,14 +276,28 @@ def test_the_t5_bias_is_the_row_of_its_bucket(causal):
     config = jf.ModelConfig(
         **(SMALL | {"positions": "t5", "relative_buckets": 8, "relative_distance": 20})
     )
-    layout = layout_of(
-        jnp.zeros((2, 30), jnp.int32), None, jnp.array([[1] * 12 + [2] * 18, [1] * 30])
-    )
+    segments = np.array([[1] * 12 + [2] * 15 + [0] * 3, [1] * 30])
+    layout = layout_of(jnp.zeros((2, 30), jnp.int32), None, jnp.array(segments))
     table = array(8, 4)
     found = score_bias(jnp.array(table), config, AttentionMask(layout, layout, causal))
     distance = layout.positions[:, None, :] - layout.positions[:, :, None]
     expected = table[np.asarray(relative_bucket(distance, not causal, 8, 20))]
-    np.testing.assert_allclose(found, np.moveaxis(expected, -1, 1))
+    assert found.shape == (1, 4, 30, 30)  # one for all rows, right within each segment
+    together = (segments[:, :, None] == segments[:, None]) & (segments != 0)[:, None]
+    expected = np.moveaxis(expected, -1, 1)
+    whole = np.broadcast_to(found, expected.shape)
+    seen = np.broadcast_to(together[:, None], expected.shape)
+    np.testing.assert_allclose(whole[seen], expected[seen])
+
+
+def test_positions_that_are_given_have_a_bias_of_their_own_in_each_row():
+    config = jf.ModelConfig(**(SMALL | {"positions": "alibi", "n_heads": 2, "d_model": 32}))
+    positions = jnp.array([[0, 1, 2, 3], [0, 2, 4, 9]])
+    layout = layout_of(jnp.zeros((2, 4), jnp.int32), positions, None)
+    found = score_bias(None, config, AttentionMask(layout, layout))
+    back = np.abs(positions[:, None, :] - positions[:, :, None])
+    slopes = np.array([2**-4, 2**-8])[None, :, None, None]
+    np.testing.assert_allclose(found, -back[:, None] * slopes)
 
 
 @pytest.mark.parametrize("width", [8, 7])

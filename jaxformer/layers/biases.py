@@ -49,10 +49,11 @@ def score_bias(
     table: Float[Array, "buckets N"] | None, config: ModelConfig, mask: AttentionMask
 ) -> Float[Array, "B N T S"]:
     """The bias of the scores, float32 [B or 1, N, T, S]."""
-    queries, keys = mask.queries, mask.keys
-    same = all(layout.ordered and layout.segments is None for layout in (queries, keys))
-    rows = slice(0, 1) if same else slice(None)  # every row is numbered alike
-    distance = keys.positions[rows, None, :] - queries.positions[rows, :, None]
+    queries, keys = mask.queries.positions, mask.keys.positions
+    if mask.queries.ordered and mask.keys.ordered:
+        # Tokens of a segment are as far apart as their places in the row: one bias for all rows.
+        queries, keys = (jnp.arange(of.shape[1])[None] for of in (queries, keys))
+    distance = keys[:, None, :] - queries[:, :, None]
     return BIASES[config.positions](table, config, distance, mask.causal)
 
 

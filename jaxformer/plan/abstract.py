@@ -52,7 +52,7 @@ def abstract_run(
     places: Any = mesh  # the functions below take an AbstractMesh too
     check_batch_size(places, run.train.batch_size, run.train.microbatches)
     batch = abstract_batch(run, mesh, packed)
-    run, _ = with_kernel(run, assumed_segments(run, batch), platform(mesh))
+    run, _ = with_kernel(run, assumed_segments(run, batch), mesh)
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
@@ -111,13 +111,12 @@ def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:
 
 
 def with_kernel(
-    run: RunConfig, segments: int, platform: str, capability: tuple[int, ...] = kernels.HOPPER
+    run: RunConfig, segments: int, mesh: Mesh | AbstractMesh | None = None
 ) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel and its dtype selected for a platform ("cpu", "gpu" or
-    "tpu"), and a sentence about the kernel; `prove_kernel` checks it.
+    """`run` with its attention kernel and its dtype selected for the devices of a mesh (None: for
+    those of JAX's default backend), and a sentence about the kernel; `prove_kernel` checks it.
 
-    `segments` is the highest segment id of its rows, 0 if they have none; `capability` is the
-    compute capability of a GPU. Raises ConfigError if a
+    `segments` is the highest segment id of its rows, 0 if they have none. Raises ConfigError if a
     kernel selected by name does not support the run, or model.max_segments is below that.
     """
     config = run.model
@@ -127,9 +126,28 @@ def with_kernel(
             " row: set it to 0, which takes the number from the data."
         )
     length = math.gcd(run.data.sequence_length, run.data.source_length)
-    dtype: Any = str(compute_dtype(config, platform))
-    case = kernels.Case(platform, dtype, length, segments, config, capability)
+    on = platform(mesh)
+    dtype: Any = str(compute_dtype(config, on))
+    case = kernels.Case(on, dtype, length, segments, config, _capability(mesh))
     kernel: Any
     kernel, reason = kernels.choose(config.attention_kernel, case)
     model = dataclasses.replace(config, attention_kernel=kernel, dtype=dtype, max_segments=segments)
     return dataclasses.replace(run, model=model), reason
+
+
+def _capability(mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
+    """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
+    if platform(mesh) != "gpu":
+        return kernels.HOPPER
+    from jaxformer.hardware import DEVICES, name_of  # what runs on other platforms do not load
+
+    device: Any
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+    else:
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    stated = getattr(device, "compute_capability", None)  # of a device that is here
+    if stated:
+        return tuple(int(part) for part in stated.split("."))
+    name = name_of(device.device_kind)
+    return DEVICES[name].capability if name else kernels.HOPPER

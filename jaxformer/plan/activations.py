@@ -204,15 +204,14 @@ def block_scores(planned: PlannedRun, layer: ModelConfig, length: int, keys: int
 
 
 def bias_bytes(planned: PlannedRun, cross: bool) -> tuple[float, float]:
-    """Bytes of the biases of scores that a stack has for all its layers, and of their gradients;
-    rows with segment ids have positions, and so biases, of their own."""
+    """Bytes of the biases of scores that a stack has for all its layers and rows, and of their
+    gradients."""
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
     heads = model.n_heads / _split(planned, model.n_heads)
-    rows = planned.rows if planned.packed else 1
     length, _ = stack_lengths(planned, cross)
-    biases = 4 * rows * heads * length**2
+    biases = 4 * heads * length**2
     return biases, biases if model.positions == "t5" else 0.0
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxformer.models.cost import flops_per_token
 from jaxformer.params import rows
 from jaxformer.plan.activations import activations, array_names, stored_names
-from jaxformer.plan.collectives import Collective, link_bytes
+from jaxformer.plan.links import Collective, link_bytes
 from jaxformer.plan.memory import MemoryPlan, gradient_bytes, matrix_elements
 from jaxformer.plan.planned import PlannedRun
 

@@ -131,7 +131,7 @@ def compile_on(
     begin = time.perf_counter()
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
     step, state, batch = abstract_run(run, mesh, packed)
-    ready, kernel = with_kernel(run, assumed_segments(run, batch), device.platform)
+    ready, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
     lowered = step.lower(state, batch)
     lowered_at = time.perf_counter()
     memory = counts = None

@@ -260,7 +260,7 @@ def _step(body: Computation, index: int) -> int:
     """By how much a body of a loop raises element `index` of its tuple."""
     at = body.operand(body.root, index) if body.root.opcode == "tuple" else None
     total = 0
-    while at and at.opcode == "add":
+    while at and at.opcode in ("add", "copy"):
         parts = [body.operand(at, place) for place in range(len(at.operands))]
         total += sum(part.number for part in parts if part and part.opcode == "constant")
         at = next((part for part in parts if part and part.opcode != "constant"), None)

@@ -227,7 +227,8 @@ def _group_size(row: Instruction) -> int:
     if size := row.attribute(r"replica_groups=\[\d+,(\d+)\]<="):
         return int(size)
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", row.attribute(r"replica_groups=mesh\[([^\]]*)\]")))
-    axes = row.attribute(r"replica_groups=mesh\[[^\]]*\]\s*\{([^}]*)\}")
+    # An order of the devices may stand between the sizes and the names of the axes.
+    axes = row.attribute(r"replica_groups=mesh\[[^\]]*\][^{]*\{([^}]*)\}")
     named = re.findall(r"'(\w+)'", axes)
     return math.prod(int(sizes.get(name, 1)) for name in named) if named else 0
 

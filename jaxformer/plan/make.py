@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from jaxformer.plan.bound import Bound, Products, bound, mfu_at_most, products
 from jaxformer.plan.changes import Change, smallest_changes
-from jaxformer.plan.collectives import Collective, collectives_of
+from jaxformer.plan.collectives import collectives_of
+from jaxformer.plan.links import Collective
 from jaxformer.plan.memory import MemoryPlan, cache_bytes, memory_plan
 from jaxformer.plan.planned import PlannedRun
 

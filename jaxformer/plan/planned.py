@@ -79,9 +79,10 @@ class PlannedRun:
         return self.run.train.batch_size * self.length
 
 
-def abstract_mesh(sizes: tuple[int, int, int], device: Device) -> AbstractMesh:
-    """A mesh of devices that need not be here."""
-    abstract = AbstractDevice(device.kind, num_cores=device.cores, platform=device.platform)
+def abstract_mesh(sizes: tuple[int, int, int], name: str) -> AbstractMesh:
+    """A mesh of devices of a row of `hardware.DEVICES`, which need not be here."""
+    device = device_named(name)
+    abstract = AbstractDevice(name, num_cores=device.cores, platform=device.platform)
     kinds = (AxisType.Auto,) * 3
     return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=abstract)
 
@@ -106,11 +107,11 @@ def planned_run(
         raise ConfigError(f"--devices {devices}: give the number of devices, at least 1.")
     count = devices or max(settings.data, 1) * settings.fsdp * settings.tensor
     sizes = mesh_shape(count, settings.data, settings.fsdp, settings.tensor, device_name)
-    mesh = abstract_mesh(sizes, device)
+    mesh = abstract_mesh(sizes, device_name)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     run, notes = _with_known_sizes(run)
     batch = abstract_batch(run, mesh, packed)
-    run, kernel = with_kernel(run, assumed_segments(run, batch), device.platform)
+    run, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
     specs, optimizer = _specs_and_optimizer(run)
     state = abstract_state(specs, optimizer, mesh)
     return PlannedRun(run, device_name, device, mesh, kernel, specs, optimizer, state, batch, notes)
@@ -124,7 +125,7 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
     if sizes == tuple(planned.mesh.shape.values()):
         mesh, state, batch = planned.mesh, planned.state, planned.batch
     else:
-        mesh = abstract_mesh(sizes, planned.device)
+        mesh = abstract_mesh(sizes, planned.device_name)
         state = abstract_state(planned.specs, planned.optimizer, mesh)
         place = batch_sharding(mesh)
         batch = {

@@ -28,12 +28,11 @@ TPU_ENVIRONMENT = {
 class GpuModel:
     """What XLA's GPU compiler reads of a device beside the figures of `hardware.DEVICES`.
 
-    `capability` is the compute capability, `fp32_units` and `shared` are the units and the bytes of
-    shared memory of a multiprocessor, of which a block may take 1 KiB less; `l2_cache` is in bytes.
+    `fp32_units` and `shared` are the units and the bytes of shared memory of a multiprocessor, of
+    which a block may take 1 KiB less; `l2_cache` is in bytes.
     """
 
     name: str
-    capability: tuple[int, int]
     fp32_units: int
     clock_ghz: float
     l2_cache: int
@@ -41,7 +40,7 @@ class GpuModel:
 
     def config_text(self, device: Device) -> str:
         """A GpuTargetConfigProto as text."""
-        major, minor = self.capability
+        major, minor = device.capability
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024
@@ -78,7 +77,6 @@ CUDNN, CUDA = (9, 10), (12, 9)  # the versions that programs are compiled for
 GPU_MODELS = {
     "a100": GpuModel(
         name="NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
         fp32_units=64,
         clock_ghz=1.41,
         l2_cache=40 * 2**20,
@@ -86,19 +84,13 @@ GPU_MODELS = {
     ),
     "h100": GpuModel(
         name="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
         fp32_units=128,
         clock_ghz=1.98,
         l2_cache=50 * 2**20,
         shared=228 * 1024,
     ),
     "b200": GpuModel(
-        name="NVIDIA B200",
-        capability=(10, 0),
-        fp32_units=128,
-        clock_ghz=1.965,
-        l2_cache=126 * 2**20,
-        shared=228 * 1024,
+        name="NVIDIA B200", fp32_units=128, clock_ghz=1.965, l2_cache=126 * 2**20, shared=228 * 1024
     ),
 }
 GPU_MODELS["h200"] = replace(GPU_MODELS["h100"], name="NVIDIA H200")  # with other memory
@@ -203,7 +195,7 @@ def cudnn_of(target: Target) -> Iterator[None]:
     def numbers(capability: str) -> tuple[int, ...]:
         return tuple(int(part) for part in capability.split("."))
 
-    capability = GPU_MODELS[target.kind].capability
+    capability = target.device.capability
     answers: dict[str, Any] = {
         "check_cudnn_version": lambda: 10_000 * CUDNN[0] + 100 * CUDNN[1],
         "check_compute_capability": lambda asked: capability >= numbers(asked),

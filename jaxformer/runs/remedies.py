@@ -17,7 +17,6 @@ from jaxformer.report import human_bytes
 from jaxformer.runs.out_of_memory import Shortage
 from jaxformer.runs.setup import RunSetup
 from jaxformer.settings import VOLATILE, ConfigError
-from jaxformer.sharding import platform
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,8 @@ def _supports(setup: RunSetup, kernel: Any) -> bool:
     """Whether the run can take an attention kernel by name."""
     model = dataclasses.replace(setup.run.model, attention_kernel=kernel)
     try:
-        with_kernel(
-            dataclasses.replace(setup.run, model=model), model.max_segments, platform(setup.mesh)
-        )
+        run = dataclasses.replace(setup.run, model=model)
+        with_kernel(run, model.max_segments, setup.mesh)
     except ConfigError:
         return False
     return True

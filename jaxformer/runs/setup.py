@@ -14,7 +14,7 @@ from jaxformer import data
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
-from jaxformer.layers.kernels import HOPPER, MOST_SEGMENTS
+from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
@@ -116,9 +116,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     split = check_split(specs, mesh)
     packed = "segment_ids" in batches[0]
     segments = most_segments(list(texts.values())) if packed else 0
-    device = platform(mesh), capability_of(mesh)
     lengths = dict(batches.lengths).values()
-    chosen = {n: with_kernel(with_rows_of(run, n), segments, *device) for n in lengths}
+    chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
     setup = RunSetup(
         run=runs[run.data.sequence_length],
@@ -137,12 +136,6 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
     claim(run, corpus.tokenizer, fingerprints, corpus.labels)
     return setup
-
-
-def capability_of(mesh: Mesh) -> tuple[int, ...]:
-    """The compute capability of the GPUs of a mesh; that of Hopper for other devices."""
-    stated = getattr(mesh.devices.flat[0], "compute_capability", None)
-    return tuple(int(part) for part in stated.split(".")) if stated else HOPPER
 
 
 def published_peak(run: RunConfig, mesh: Mesh) -> float | None:
