@@ -52,7 +52,9 @@ SKIPS = re.compile(r"sbr\.rel \([^)]*\) target = \$region(\d+)")
 def schedule(text: str) -> dict[str, int]:
     """The bundles of a kernel by its final schedule: those of the longest branch, of the other
     innermost branches, and the rest of a step."""
-    open_, branches, last = {}, [], 0
+    open_: dict[str, int] = {}
+    branches: list[tuple[int, int]] = []
+    last = 0
     for line in text.splitlines():
         found = BUNDLE.match(line)
         if not found:
@@ -183,7 +185,8 @@ def compile_all(options: argparse.Namespace, dumps: Path) -> None:
     """Compiles the programs that are asked for and not saved yet, and prints the table of all."""
     path = HERE / "results" / f"{NAME}.json"
     rows: dict[str, Answer] = json.loads(path.read_text())["rows"] if path.is_file() else {}
-    sizes = [tuple(map(int, text.split("x"))) for text in options.blocks] or SIZES
+    asked = [text.split("x") for text in options.blocks]
+    sizes = [(int(queries), int(keys)) for queries, keys in asked] or SIZES
     cases = itertools.product(options.devices, options.kernels, options.heads, sizes)
     for device, kernel, head, blocks in cases:
         name = f"{device}_{kernel}_{head}_{blocks[0]}x{blocks[1]}{'_packed' * options.packed}"

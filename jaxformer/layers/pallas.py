@@ -26,20 +26,21 @@ class Blocks(NamedTuple):
 
 
 SMALL, LARGE = Blocks(512, 512), Blocks(1024, 1024)
-# The shortest rows (or windows) for which a device takes LARGE blocks. Each step of a kernel has a
-# fixed cost, and large blocks compute more scores that the mask hides: this is the power of two
-# from which on the schedule of large blocks is more than 5 % shorter, forward and backward, in what
-# libtpu 0.0.42.1 compiles for causal rows and heads of 128 (`benchmarks/attention_blocks.py`).
-# Devices in this table have the vector memory for LARGE with heads of 256, segments, soft-caps,
-# sinks and biases; v5e has not.
-LARGE_FROM = {"v5p": 4096, "v6e": 2048}
+# The shortest rows (or windows) for which a kernel takes LARGE blocks on a device. Each step of a
+# kernel has a fixed cost, and large blocks compute more scores that the mask hides: this is the
+# power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
+# backward, in what libtpu 0.0.42.1 compiles for causal rows and heads of 128
+# (`benchmarks/attention_blocks.py`). Only where they fit into the vector memory with heads of 256,
+# segments, soft-caps, sinks or biases: flash attention's do not on v5e and v5p.
+LARGE_FROM = {("tpu", "v5p"): 4096, ("tpu", "v6e"): 2048, ("flash", "v6e"): 4096}
 
 
-def blocks_for(keys: int, window: int = 0) -> Blocks:
-    """The blocks for a number of keys and a window (0: none) on devices of the mesh in force."""
+def blocks_for(kernel: str, keys: int, window: int = 0) -> Blocks:
+    """The blocks of a kernel for a number of keys and a window (0: none), on the devices of the
+    mesh in force."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    least = LARGE_FROM.get(name_of(kind) or "")
+    least = LARGE_FROM.get((kernel, name_of(kind) or ""))
     return LARGE if least and min(keys, window or keys) >= least else SMALL
 
 
@@ -94,7 +95,7 @@ def _splash_kernel(
     seen: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     if window:
         seen = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), offset=0)
-    most = blocks_for(keys, window)
+    most = blocks_for("tpu", keys, window)
     queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
     blocks = kernels.BlockSizes(
         block_q=queries,
@@ -153,7 +154,7 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
 def _flash_blocks(rows: int, keys: int) -> Any:
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
-    most = blocks_for(keys)
+    most = blocks_for("flash", keys)
     queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
     return kernels.BlockSizes(
         block_q=queries,
