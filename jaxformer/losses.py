@@ -10,9 +10,10 @@ import math
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxformer.logit_loss import Extras, ObjectiveAndNats, logits_of, sums_of_logits
 from jaxformer.params import CustomLeaf
 from jaxformer.sharding import free_axes, platform
-from jaxformer.tiled_loss import Extras, ObjectiveAndNats, logits_of, sums_of_logits, tiled
+from jaxformer.tiled_loss import tiled
 
 DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
 # Beyond that, the tokens of a tile on each device: enough that the products of a tile take longer

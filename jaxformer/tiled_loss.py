@@ -1,5 +1,5 @@
-"""The sums of a cross-entropy from logits, and the loss of many tokens in tiles, each with its
-gradients in the same pass, so that the logits of all tokens are never in memory together."""
+"""The cross-entropy of many tokens in tiles, each with its gradients in the same pass, so that the
+logits of all tokens are never in memory together."""
 
 import functools
 import math
@@ -11,82 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxformer.logit_loss import (
+    Extras,
+    ObjectiveAndNats,
+    gathered,
+    logits_of,
+    slope_of,
+    summed,
+    sums_of_logits,
+)
 from jaxformer.params import CustomLeaf, contract, is_custom
 from jaxformer.sharding import ACTIVATION_RULES, PARAMETERS, explicit_axes, free_axes
-
-ObjectiveAndNats = tuple[jax.Array, jax.Array]
-
-
-class Extras(NamedTuple):
-    """Options of `cross_entropy`."""
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    soft_cap: float = 0.0
-
-
-class _Shares(NamedTuple):
-    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the derivative of the
-    soft cap [B, T, V], None without one."""
-
-    powers: jax.Array
-    lse: jax.Array
-    log_total: jax.Array
-    slope: jax.Array | None
-
-
-def logits_of(x: jax.Array, head: Any, bias: jax.Array | None) -> jax.Array:
-    """[B, T, D] -> float32 [B, T, V], not yet capped."""
-    logits = contract("BTD,VD->BTV", x, head, to=("batch", None, "vocab"), dtype=jnp.float32)
-    return logits if bias is None else logits + bias
-
-
-def sums_of_logits(
-    logits: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    extras: Extras,
-    taken: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array, _Shares]:
-    """(objective, nats, what the gradient needs) of all tokens at once, from their logits
-    [B, T, V]. `taken` gives the logit of each target [B, T, 1]."""
-    if extras.soft_cap:
-        logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
-    # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
-    # gradient.
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    powers = jnp.exp(logits - top)
-    log_total = jnp.log(jnp.sum(powers, axis=-1, keepdims=True))
-    lse = top + log_total
-    nats = lse - (taken or _summed)(logits, targets)
-    loss = nats
-    if extras.label_smoothing:
-        # Cross-entropy is linear in the targets: (1 - e) that of onehot plus e that of 1 / V.
-        even = lse - jnp.mean(logits, axis=-1, keepdims=True)
-        loss = (1 - extras.label_smoothing) * nats + extras.label_smoothing * even
-    if extras.z_loss:
-        loss = loss + extras.z_loss * jnp.square(lse)
-    each = weights[..., None]
-    slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
-    return jnp.sum(each * loss), jnp.sum(each * nats), _Shares(powers, lse, log_total, slope)
-
-
-def _summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [B, T, 1] by a sum, which a vocabulary that is sharded over devices
-    and a gradient of any mode take well."""
-    is_target = _is_target(targets, logits.shape[-1])
-    return jnp.sum(jnp.where(is_target, logits, 0), axis=-1, keepdims=True)
-
-
-def _gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [B, T, 1] by a gather, which does not read the others."""
-    return jnp.take_along_axis(logits, targets[..., None], axis=-1)
-
-
-def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
-    """bool [B, T, V], by comparison: a gather from a vocabulary that is sharded over devices would
-    need communication."""
-    return targets[..., None] == jnp.arange(vocab)
 
 
 def _tiles(a: jax.Array, tile: int) -> jax.Array:
@@ -155,7 +90,7 @@ def _tiled_forward(
             objective, nats, shares = sums_of_logits(
                 logits, item.targets, item.weights, extras, taken
             )
-            d_logits = _slope(shares, item.targets, item.weights, extras)
+            d_logits = slope_of(shares, item.targets, item.weights, extras)
             d_rows, d_head = pull(d_logits.astype(item.x.dtype))
             d_bias = None if bias is None else d_logits.sum((0, 1))
             sums = (objective, nats, d_head, d_bias)
@@ -181,7 +116,7 @@ def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A gather, unless the mesh in force splits the vocabulary."""
     axes = free_axes()
     split = explicit_axes() or any(axes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
-    return _summed if split else _gathered
+    return summed if split else gathered
 
 
 def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
@@ -224,21 +159,6 @@ def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array 
         axis_names=set(over),
         check_vma=False,
     )(rows, head, bias)
-
-
-def _slope(shares: _Shares, target: jax.Array, weight: jax.Array, extras: Extras) -> jax.Array:
-    """d objective / d logits [B, T, V] before the cap, float32.
-
-    With p = softmax(logits) = powers exp(-log_total), the derivative of lse is p, that of
-    z_loss lse^2 is 2 z_loss lse p, and that of the targets' part is the smoothed onehot.
-    """
-    smoothing, z_loss, _ = extras
-    vocab, each = shares.powers.shape[-1], weight[..., None]
-    onehot = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0)
-    toward = onehot + each * (smoothing / vocab)
-    of_lse = each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)
-    slope = shares.powers * of_lse - toward
-    return slope if shares.slope is None else slope * shares.slope
 
 
 Pull = Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources import hub, standard_input
 from jaxformer.data.sources.packages import NAMED_SOURCES
 from jaxformer.data.sources.reading import PACKED, SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
@@ -39,6 +38,9 @@ NOT_TEXT = {suffix: remedy for suffixes, remedy in REMEDIES.items() for suffix i
 # Files of token ids, which `ids.find_ids` reads.
 ID_SUFFIXES = (".npy", ".bin")
 
+STANDARD_INPUT = {"-": ".txt", "-.jsonl": ".jsonl", "-.tsv": ".tsv"}  # specs, and their suffixes
+HUB = "datasets:"
+
 ALLOWED = (
     "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of"
     " them in quotes, token ids in a .npy or .bin file, line-aligned files as in"
@@ -55,10 +57,15 @@ def find_files(
     path = Path(os.path.expanduser(spec))
     if spec in NAMED_SOURCES:
         return NAMED_SOURCES[spec](f"{setting}={spec}", fields), ""
-    if spec in standard_input.SPECS:
-        return (_source_file(standard_input.spooled(spec, setting, cache), setting),), ""
-    if spec.startswith(hub.PREFIX):
-        paths = hub.dataset_files(spec, setting)
+    if spec in STANDARD_INPUT:
+        from jaxformer.data.sources.standard_input import spooled
+
+        file = spooled(f"{setting}={spec}", cache, STANDARD_INPUT[spec])
+        return (_source_file(file, setting),), ""
+    if spec.startswith(HUB):
+        from jaxformer.data.sources.hub import dataset_files
+
+        paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
         return tuple(SourceFile(path, "arrow", path.name) for path in paths), ""
     if path.is_dir():
         return _in_directory(path, setting)

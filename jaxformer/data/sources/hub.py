@@ -13,7 +13,6 @@ from jaxformer.config import ConfigError
 if TYPE_CHECKING:
     import datasets
 
-PREFIX = "datasets:"
 GRAMMAR = (
     "write 'datasets:NAME', 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT', as in"
     " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train if none is given"
@@ -29,11 +28,11 @@ class Wanted(NamedTuple):
     split: str | None
 
 
-def dataset_files(spec: str, setting: str) -> list[Path]:
-    """The Arrow files of a data set, which the library `datasets` downloads or converts."""
-    where = f"{setting}={spec}"
-    parts = spec.removeprefix(PREFIX).split(":")
-    if len(parts) > 3 or not all(parts) or "[" in spec:
+def dataset_files(name: str, where: str) -> list[Path]:
+    """The Arrow files of a data set, which the library `datasets` downloads or converts. `name` is
+    what follows "datasets:", and `where` the setting, for messages."""
+    parts = name.split(":")
+    if len(parts) > 3 or not all(parts) or "[" in name:
         told = f"names no data set, or a part of a split: {GRAMMAR}. A split is read whole"
         raise ConfigError(f"{where} {told}.")
     try:

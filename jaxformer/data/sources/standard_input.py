@@ -13,19 +13,17 @@ from jaxformer.data.directories import make_folder
 from jaxformer.data.sources.reading import READ_BYTES
 from jaxformer.files import replacing
 
-# The specs of standard input, and the suffix of the file it is kept in.
-SPECS = {"-": ".txt", "-.jsonl": ".jsonl", "-.tsv": ".tsv"}
 
-
-def spooled(spec: str, setting: str, cache: Path) -> Path:
-    """The file below `cache` that holds all of standard input, named by a digest of it."""
+def spooled(where: str, cache: Path, suffix: str) -> Path:
+    """The file of a suffix below `cache` that holds all of standard input, named by a digest of it.
+    `where` is the setting, for messages."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         what = "a terminal" if sys.stdin and not sys.stdin.closed else "closed"
         raise ConfigError(
-            f"{setting}={spec} is standard input, which is {what}: pipe text into it, as in `zcat"
+            f"{where} is standard input, which is {what}: pipe text into it, as in `zcat"
             " corpus.txt.gz | ...`."
         )
-    return _spooled(sys.stdin.buffer, f"{setting}={spec}", cache / "stdin", SPECS[spec])
+    return _spooled(sys.stdin.buffer, where, cache / "stdin", suffix)
 
 
 @functools.cache  # the stream ends with its first reading, and a source may be found twice
