@@ -27,8 +27,8 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     queries, keys = mask.queries, mask.keys
     ordered = queries.ordered and keys.ordered  # by their index, so that blocks can be skipped
-    positions = (None, None) if ordered else (queries.positions, keys.positions)
-    coordinates = Coordinates(*positions, queries.segments, keys.segments)
+    places = (None, None) if ordered else (queries.positions, keys.positions)
+    coordinates = Coordinates(places[0], places[1], queries.segments, keys.segments)
     return blocked_attention(
         q,
         k,

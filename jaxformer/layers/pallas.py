@@ -1,13 +1,16 @@
 """The Pallas attention kernels for TPUs that JAX brings: splash attention, and flash attention for
 scores that have a bias."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxformer.hardware import name_of
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.segments import sees_any, segment_ids
 from jaxformer.sharding import platform
@@ -18,11 +21,27 @@ LANES = 128  # lengths are multiples of it, so rows are padded to the next one
 class Blocks(NamedTuple):
     """Queries and keys that a program of a kernel reads at a time, forward and backward."""
 
-    queries: int = 512
-    keys: int = 512
+    queries: int
+    keys: int
 
 
-BLOCKS = Blocks()
+SMALL, LARGE = Blocks(512, 512), Blocks(1024, 1024)
+# The shortest rows (or windows) for which a kernel takes LARGE blocks on a device. Each step of a
+# kernel has a fixed cost, and large blocks compute more scores that the mask hides: this is the
+# power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
+# backward, in what libtpu 0.0.42.1 compiles for causal rows and heads of 128
+# (`benchmarks/attention_blocks.py`). Only where they fit into the vector memory with heads of 256,
+# segments, soft-caps, sinks or biases: flash attention's do not on v5e and v5p.
+LARGE_FROM = {("tpu", "v5p"): 4096, ("tpu", "v6e"): 2048, ("flash", "v6e"): 4096}
+
+
+def blocks_for(kernel: str, keys: int, window: int = 0) -> Blocks:
+    """The blocks of a kernel for a number of keys and a window (0: none), on the devices of the
+    mesh in force."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    least = LARGE_FROM.get((kernel, name_of(kind) or ""))
+    return LARGE if least and min(keys, window or keys) >= least else SMALL
 
 
 def _dividing(length: int, most: int) -> int:
@@ -76,7 +95,8 @@ def _splash_kernel(
     seen: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     if window:
         seen = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), offset=0)
-    queries, seen_keys = _dividing(rows, BLOCKS.queries), _dividing(keys, BLOCKS.keys)
+    most = blocks_for("tpu", keys, window)
+    queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
     blocks = kernels.BlockSizes(
         block_q=queries,
         block_kv=seen_keys,
@@ -99,42 +119,76 @@ def _splash_kernel(
 def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """q [B, T, N, H], k and v [B, S, K, H] -> [B, T, N, H], with the bias of the scores.
 
-    Lengths are multiples of 128. A query that sees nothing gives 0.
+    Lengths are multiples of 128. A query that sees nothing gives 0. A bias of all rows, [1, N, T,
+    S], is read by each of them and not repeated; its gradient has all rows until it is summed.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
     groups, scoring = q.shape[2] // k.shape[2], mask.scoring
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
-    repeated = (q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2))
-    heads_first = [jnp.swapaxes(x, 1, 2) for x in repeated]
-    bias = scoring.bias
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
+    # As for splash attention; heads of keys and values are repeated after what is kept.
+    heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
+    queries, *shared = [x[:, None] for x in heads_first]  # batches of one row
+    repeated = (jnp.repeat(x, groups, 2) for x in shared)
+    bias, bias_axis = scoring.bias, None
     if bias is not None:
         # The kernel multiplies the sum of scores and bias by the scale.
-        whole = (*heads_first[0].shape[:3], k.shape[1])
-        bias = jnp.broadcast_to(bias / scale, whole).astype(q.dtype)
+        bias = (bias / scale).astype(q.dtype)
+        if bias.shape[0] > 1:
+            bias, bias_axis = bias[:, None], 0
     ids = None
     if any(side.segments is not None for side in (mask.queries, mask.keys)):
-        ids = kernels.SegmentIds(*segment_ids(mask))
-    queries, keys = _dividing(q.shape[1], BLOCKS.queries), _dividing(k.shape[1], BLOCKS.keys)
-    out = kernels.flash_attention(
-        *heads_first,
-        ab=bias,
-        segment_ids=ids,
+        ids = kernels.SegmentIds(*(of[:, None] for of in segment_ids(mask)))
+    kernel = functools.partial(
+        kernels.flash_attention,
         causal=mask.causal,
         sm_scale=scale,
-        block_sizes=kernels.BlockSizes(
-            block_q=queries,
-            block_k_major=keys,
-            block_k=keys,
-            block_b=1,
-            block_q_major_dkv=queries,
-            block_k_major_dkv=keys,
-            block_k_dkv=keys,
-            block_q_dkv=queries,
-            block_k_major_dq=keys,
-            block_k_dq=keys,
-            block_q_dq=queries,
-        ),
+        block_sizes=_flash_blocks(q.shape[1], k.shape[1]),
     )
-    out = jnp.swapaxes(out, 1, 2)
+    of_row = jax.vmap(_keeping_output(kernel), in_axes=(0, 0, 0, bias_axis, 0))
+    out = jnp.swapaxes(of_row(queries, *repeated, bias, ids)[:, 0], 1, 2)
     return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
+
+
+def _flash_blocks(rows: int, keys: int) -> Any:
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernels
+
+    most = blocks_for("flash", keys)
+    queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
+    return kernels.BlockSizes(
+        block_q=queries,
+        block_k_major=seen_keys,
+        block_k=seen_keys,
+        block_b=1,
+        block_q_major_dkv=queries,
+        block_k_major_dkv=seen_keys,
+        block_k_dkv=seen_keys,
+        block_q_dkv=queries,
+        block_k_major_dq=seen_keys,
+        block_k_dq=seen_keys,
+        block_q_dq=queries,
+    )
+
+
+def _keeping_output(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`attention` with its output, and all else that its backward pass takes from its forward pass,
+    named "attention".
+
+    JAX's flash attention names neither, and its forward rule calls a function with a rule of its
+    own, of which a policy of `jax.checkpoint` sees no more than that call: the kernel would run a
+    second time before its gradients, whatever the policy.
+    """
+
+    def forward(*inputs: Any) -> tuple[jax.Array, Any]:
+        out, backward = jax.vjp(attention, *inputs)
+        named = checkpoint_name(out, "attention")
+        known = {id(x): x for x in jax.tree.leaves(inputs)} | {id(out): named}
+        kept = jax.tree.map(
+            lambda x: known[id(x)] if id(x) in known else checkpoint_name(x, "attention"), backward
+        )
+        return named, kept
+
+    keeping: Callable[..., jax.Array] = jax.custom_vjp(attention)
+    keeping.defvjp(forward, lambda backward, gradient: backward(gradient))  # type: ignore[attr-defined]
+    return keeping

@@ -17,7 +17,8 @@ class MemoryUse:
 
     `argument` is state and batch, of which `alias` is given over to the `output`; `temporary` is
     live at most at one time beside them, `code` the program. `peak` is the compiler's own figure of
-    all together where it gives one, else their sum.
+    all together where it gives one, else their sum. `host` is what it keeps in the memory of the
+    device's host (`model.offload`).
     """
 
     argument: int
@@ -26,6 +27,7 @@ class MemoryUse:
     temporary: int
     code: int
     peak: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class CompiledReport:
         )
         if m := self.memory:
             parts = {"arguments": m.argument, "temporaries": m.temporary, "peak": m.peak}
+            parts |= {"in the memory of the host": m.host} if m.host else {}
             found.append(", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()))
         found += [] if self.counts is None else self._count_lines(self.counts)
         found += [f"the compiler warns: {line}" for line in self.warnings]
@@ -131,6 +134,7 @@ def memory_of(stats: Any) -> MemoryUse:
         alias=alias,
         temporary=temporary,
         code=code,
+        host=stats.host_temp_size_in_bytes,
         # The compiler of TPUs says what is held at once, which is less than the sum of all.
         peak=peak if peak > argument else argument + output - alias + temporary + code,
     )
