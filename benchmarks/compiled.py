@@ -72,12 +72,22 @@ ROWS = {
     "llama3_8b_v5e": Row(
         "llama3_8b, 16 rows, fsdp 16", "llama3_8b", "v5e:4x4", rows_of(16, 1, FSDP16)
     ),
+    "llama3_8b_v5e_again": Row(
+        "the same, attention computed again",
+        "llama3_8b",
+        "v5e:4x4",
+        rows_of(16, 1, FSDP16, "model.remat=names", "model.saved=none"),
+    ),
     "llama3_8b_h100": Row(
         "llama3_8b, its config, fsdp 8", "llama3_8b", "h100:1x8", ("mesh.fsdp=8",)
     ),
     "gpt2_microbatch": Row("gpt2_124m, 64 rows, data 8", "gpt2_124m", "h100:1x8", rows_of(64)),
     "gpt2_microbatches": Row(
         "the same, 512 rows in 8 microbatches", "gpt2_124m", "h100:1x8", rows_of(512, 8)
+    ),
+    "bert_base": Row("bert_base, 64 rows, dropout", "bert_base", "h100:1x1", rows_of(64)),
+    "t5_small": Row(
+        "t5_small, 128 rows", "t5_small", "h100:1x1", rows_of(128, 1, "model.dropout=0.0")
     ),
     **{
         f"packed_{length // 1024}k": Row(

@@ -261,4 +261,4 @@ def test_planned_memory_is_near_what_the_compilers_said(monkeypatch: pytest.Monk
     assert len(errors) >= 30 and {name.startswith("v") for name in found} == {True, False}
     assert statistics.median(map(abs, errors)) <= 0.1
     under = {name for name, (compiled, planned) in found.items() if planned < 0.95 * compiled}
-    assert under == {"t5_small_tensor"}
+    assert not under
