@@ -363,6 +363,8 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
         ' custom_call_target="tpu_custom_call"',
     )
     assert counted(*splash).kernels == 2 * 4 * scores * 64 // 2
+    one_row = [line.replace("bf16[2,", "bf16[").replace("{3,2,1,0}", "{2,1,0}") for line in splash]
+    assert counted(*one_row).kernels == 4 * scores * 64 // 2
     unknown = '%o = f32[8]{0} custom-call(%q, %k), custom_call_target="other"'
     assert counted(*arrays, unknown).kernels == 0
     allocated = '%o = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"'

@@ -54,17 +54,20 @@ def kernel_flops(computation: Computation, row: Instruction) -> int:
         return int(stated)
     named = (computation.instructions.get(name) for name in row.operands)
     arrays = [array for operand in named if operand for array in operand.types]
-    shapes = [array.shape for array in arrays if len(array.shape) == 4][:2]  # queries and keys
-    if len(shapes) < 2:
-        return 0
-    (batch, *_, width), (_, *of_keys, _) = shapes
-    if ATTENTION.match(target_of(row)):
+    if ATTENTION.match(target_of(row)):  # [B, T, N, H] and [B, S, K, H]
+        shapes = [array.shape for array in arrays if len(array.shape) == 4][:2]
+        if len(shapes) < 2:
+            return 0
+        (batch, length, heads, width), (_, keys, *_) = shapes
         products = 5 if "Backward" in target_of(row) else 2
-        (length, heads), keys = shapes[0][1:3], of_keys[0]  # [B, T, N, H] and [B, S, K, H]
         part = 2 if "CAUSAL" in row.attributes else 1
-    elif kernel := SPLASH.match(row.name):
+    elif kernel := SPLASH.match(row.name):  # [B, N, T, H] and [B, K, S, H], without B for one row
+        floats = [array.shape for array in arrays if array.dtype in ("bf16", "f32")]
+        shapes = [(1, *shape)[-4:] for shape in floats if len(shape) in (3, 4)][:2]
+        if len(shapes) < 2:
+            return 0
+        (batch, heads, length, width), (*_, keys, _) = shapes
         products = SPLASH_PRODUCTS[kernel[1]]
-        (heads, length), keys = shapes[0][1:3], of_keys[1]  # [B, N, T, H] and [B, K, S, H]
         part = 2  # its mask is an array of the kernel
     else:
         return 0
