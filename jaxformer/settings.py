@@ -36,7 +36,7 @@ Count = Annotated[int, Bounds(1)]
 Natural = Annotated[int, Bounds(0)]
 Rate = Annotated[float, Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
-NonNegative = Annotated[float, Bounds(0)]
+NonNegative = Annotated[float, Bounds(0, below=1e30)]  # its square root and inverse are float32
 
 # Marks the type of a setting that a continued run may change, because the numbers of the run do not
 # depend on it.

@@ -74,6 +74,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"optimizer.learning_rate": "nan"},
         ["optimizer.learning_rate=nan"],
     ),
+    "an epsilon that is no float32": (
+        {"model.norm_eps": 1e308},
+        ["model.norm_eps=1e+308 must be at least 0 and below 1e+30"],
+    ),
     "a dropout of all": (
         {"model.dropout": 1},
         ["model.dropout=1.0 must be at least 0 and below 1"],
@@ -350,6 +354,7 @@ def test_what_is_neither_python_nor_a_runs_json_is_no_config(
         (["--prompt", ""], ["the prompt is empty", "--prompt"]),
         (["--prompt", "a cat " * 100], ["the prompt is", "tokens", "context", "48", "shorten it"]),
         (["--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
+        (["--temperature", "inf"], ["temperature=inf", "finite"]),
         (["--top_p", "2"], ["top_p=2.0", "at most 1"]),
         (["--top_k", "-2"], ["top_k=-2", "at least 0"]),
         (["--max_new_tokens", "0"], ["max_new_tokens=0", "at least 1"]),

@@ -166,7 +166,8 @@ def test_padding_ids_of_the_table_are_never_chosen():
     [
         ({"beams": 0}, "beams=0 must be at least 1"),
         ({"beams": 2, "keep": 3}, "keep=3 must be from 0 to beams=2"),
-        ({"length_penalty": -1.0}, "length_penalty=-1.0 must be at least 0"),
+        ({"length_penalty": -1.0}, "length_penalty=-1.0 must be from 0 to 10"),
+        ({"length_penalty": float("inf")}, "length_penalty=inf must be from 0 to 10"),
         ({"max_new_tokens": 63}, "max_length=64"),
         ({"source": np.zeros((3, 2), int)}, "source= is for an encoder-decoder"),
     ],

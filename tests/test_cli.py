@@ -274,3 +274,14 @@ def test_greedy_sampling_depends_on_no_seed(trained: tuple[Path, Path]) -> None:
         for k in (0, 1)
     ]
     assert made[0].tolist() == made[1].tolist()
+
+
+def test_an_empty_path_is_not_the_current_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    line = ["tokenizer", "train", "text.txt", "--vocab_size", "300", "--output", ""]
+    assert main(line) == 2
+    assert "the path is empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -344,6 +344,7 @@ def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["--shard", "3/3"], "--shard '3/3' must be I/N"),
+        (["--shard", ""], "--shard '' must be I/N"),
         (["--shard", "0/2", "--verify"], "--verify reads the shards of all tasks"),
         (["--data.objective", "sft"], "reads records"),
         (["--data.weights", "1 2"], "data.weights"),

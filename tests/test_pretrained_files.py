@@ -435,3 +435,8 @@ def test_labels_are_read(tmp_path):
     )
     model.save_pretrained(tmp_path)
     assert jf.load(tmp_path).labels == ("bad", "fair", "good")
+    keys = json.loads((tmp_path / "config.json").read_text())
+    for wrong in ([1], {"0": "a", "2": "b", "3": "c"}, {"zero": "a"}):
+        (tmp_path / "config.json").write_text(json.dumps(keys | {"id2label": wrong}))
+        with pytest.raises(jf.ConfigError, match=r"config.json: id2label is .* its number from"):
+            jf.load(tmp_path)

@@ -292,6 +292,7 @@ WRONG = {
     ],
     "config.json": [
         ({"eos_token_id": "2"}, r"eos_token_id is '2', and must be the id"),
+        ({"eos_token_id": -5}, r"eos_token_id is -5, and must be the id of a token, at least 0"),
         (None, "is not JSON"),
         (5, "int"),
     ],

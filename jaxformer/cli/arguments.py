@@ -11,8 +11,6 @@ from jaxformer.config import ConfigError, RunConfig
 
 ArgumentsT = TypeVar("ArgumentsT")
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
-# How tyro reads the arguments of every command.
-OPTIONS: dict[str, Any] = {"use_underscores": True, "config": (tyro.conf.FlagCreatePairsOff,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +31,37 @@ class StepArguments:
 class ModelArguments(StepArguments):
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory, or a directory with a Hugging Face model."""
+
+
+TYPE_RULES = tyro.constructors.ConstructorRegistry()
+
+
+@TYPE_RULES.primitive_rule
+def _paths(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    """A path is not empty: `Path("")` would be the current directory."""
+    if info.type is not Path:
+        return None
+
+    def path_of(texts: list[str]) -> Path:
+        if not texts[0].strip():
+            raise ValueError("the path is empty: name a file or a directory.")
+        return Path(texts[0])
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=path_of,
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
+# How tyro reads the arguments of every command.
+OPTIONS: dict[str, Any] = {
+    "use_underscores": True,
+    "config": (tyro.conf.FlagCreatePairsOff,),
+    "registry": TYPE_RULES,
+}
 
 
 def parse(kind: type[ArgumentsT], command: str, arguments: Sequence[str]) -> ArgumentsT:

@@ -22,7 +22,7 @@ class PrepareArguments(ConfigArguments):
     output: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
     they are stored in data.cache_dir, where training finds them."""
-    shard: Annotated[str, tyro.conf.arg(metavar="I/N")] = ""
+    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
     """Tokenize only the part of task I of N, counted from 0, for example in a job array. The
     tasks share nothing but the directory. A last call without --shard joins their shards and builds
     those that are missing."""
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     if asked.output is not None and not asked.output.strip():
         raise ConfigError("--output is empty: name a directory, or leave the option out.")
     output = None if asked.output is None else Path(asked.output).expanduser()
-    share = _share(asked.shard) if asked.shard else None
+    share = None if asked.shard is None else _share(asked.shard)
     if share and asked.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
     from jaxformer.data.preparing import prepare_share, prepare_text

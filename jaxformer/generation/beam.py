@@ -22,6 +22,8 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params
 
+MOST_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
+
 
 @dataclass(frozen=True)
 class Search:
@@ -41,8 +43,8 @@ class Search:
                 f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)": (
                     0 <= self.keep <= self.beams
                 ),
-                f"length_penalty={self.length_penalty} must be at least 0": (
-                    self.length_penalty >= 0
+                f"length_penalty={self.length_penalty} must be from 0 to {MOST_PENALTY}": (
+                    0 <= self.length_penalty <= MOST_PENALTY
                 ),
             }
         )

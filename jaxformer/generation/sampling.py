@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import ConfigError
 
+FINITE = 1e30  # numbers below it, and their inverses, are float32
 EndToken = int | tuple[int, ...] | None
 
 
@@ -49,7 +50,9 @@ class Sampling:
     def __post_init__(self) -> None:
         refuse(
             {
-                f"temperature={self.temperature} must be at least 0": self.temperature >= 0,
+                f"temperature={self.temperature} must be at least 0, and finite": (
+                    0 <= self.temperature < FINITE
+                ),
                 f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)": self.top_k >= 0,
                 f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
             }

@@ -97,9 +97,24 @@ def _opened(directory: Path) -> Opened:
         said = str(error)
         keys = [f"model.{f} is {key} there" for f, key in family.keys().items() if f"{f}=" in said]
         raise ConfigError(f"{path}: {said}" + (f"\n({', '.join(keys)})" if keys else "")) from None
-    named = values.get("id2label") if config.output in ("classes", "tags") else None
-    labels = tuple(str(named[key]) for key in sorted(named, key=int)) if named else ()
+    labels = _labels(values, path) if config.output in ("classes", "tags") else ()
     return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
+
+
+def _labels(values: dict[str, Any], path: Path) -> tuple[str, ...]:
+    """The names of the classes, in their order; none where id2label is not given. Raises
+    ConfigError where it is not a name for each number from 0."""
+    named = values.get("id2label")
+    if not named:
+        return ()
+    numbers = [str(number) for number in range(len(named))]
+    if not isinstance(named, dict) or {*named} != {*numbers}:
+        shown = json.dumps(named)
+        raise ConfigError(
+            f"{path}: id2label is {shown[:80]}, and must name each class by its number from 0, as"
+            ' in {"0": "negative", "1": "positive"}.'
+        )
+    return tuple(str(named[number]) for number in numbers)
 
 
 def _untied(family: Family, config: ModelConfig, files: TensorFiles) -> ModelConfig:

@@ -284,9 +284,10 @@ def _ids(
     for key, role in IDS.items():
         values = found[key] if isinstance(found.get(key), list) else [found.get(key)]
         for value in values:
-            if value is not None and type(value) is not int:
+            # Old configs write -1 for no token.
+            if value is not None and (type(value) is not int or value < -1):
                 raise ConfigError(
-                    f"{file}: {key} is {found[key]!r}, and must be the id of a token."
+                    f"{file}: {key} is {found[key]!r}, and must be the id of a token, at least 0."
                 )
             if value is not None and value >= 0 and backend.id_to_token(value) is not None:
                 ids.setdefault(role, []).append(value)
