@@ -16,24 +16,36 @@ def replacing(path: Path, advice: str = "make room, or choose another path") -> 
     """Opens a binary file that takes the name `path` when the block ends without an error.
 
     The content is on the disk before the name changes, and until then an earlier file stays. After
-    an error nothing is left of the new one. Raises ConfigError, with `advice`, where the file or
-    its directory cannot be written.
+    an error nothing is left of the new one. A link stays, and what it leads to is replaced. Raises
+    ConfigError, with `advice`, where the file or its directory cannot be written, and where the
+    path is something else than a file, such as a device.
     """
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    draft = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(os.path.realpath(path)) if path.is_symlink() else path
+        if place.is_symlink() or (place.exists() and not place.is_file()):
+            raise ConfigError(f"{path} is {_kind_of(place)} and not a file: {advice}.")
+        draft = place.with_name(f"{place.name}.{uuid.uuid4().hex}.tmp")
+        place.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, path)
+        os.replace(draft, place)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}): {advice}."
         ) from error
     finally:
         with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+            if draft is not None:
+                draft.unlink(missing_ok=True)
+
+
+def _kind_of(place: Path) -> str:
+    if place.is_symlink():
+        return "a link that leads to itself"
+    return "a directory" if place.is_dir() else "a device, a pipe or a socket"
 
 
 def write_text(path: Path, text: str) -> None:
