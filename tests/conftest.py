@@ -20,9 +20,14 @@ if importlib.metadata.version("jaxlib").split(".")[:2] == ["0", "10"]:
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # unknown from 0.11.1 on: it ends the process
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
-import jax  # noqa: E402  (the environment above has to be set first)
+import hypothesis  # noqa: E402  (the environment above has to be set first)
+import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
+
+# No test fails because the machine is slow.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 CHECKED = (
     "attention",

@@ -110,7 +110,7 @@ def test_training_equals_a_plain_implementation_that_counts_anew_for_each_merge(
         assert trained(tmp_path, "".join(pieces), vocab_size, specials, pattern) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     TEXTS,
     st.lists(st.sampled_from(SPECIALS), unique=True, max_size=3),
@@ -215,7 +215,7 @@ def words_of_parts(text: str, size: int, specials: Sequence[str], pattern: str) 
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS, st.integers(1, 30), st.lists(st.sampled_from(SPECIALS), unique=True, max_size=3))
 def test_a_text_cut_into_parts_has_the_words_of_the_whole(
     pattern: str, text: str, size: int, specials: list[str]

@@ -204,7 +204,7 @@ def stored(folder: Path, pairs: list[tuple[str, str]], run: RunConfig) -> Exampl
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.text("abé", max_size=9), st.text("xyz", max_size=9)), min_size=1, max_size=40

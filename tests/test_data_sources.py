@@ -65,7 +65,7 @@ def test_every_format_gives_the_same_documents(kind: str, suffix: str, tmp_path:
     assert [piece.document for piece in source.pieces()] == ["0", "1", "2"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.text(alphabet="ab \n\r<|é", max_size=120), min_size=1, max_size=5),
     st.sampled_from(["", "\n", "\r\n"]),
@@ -98,7 +98,7 @@ def test_documents_and_pieces_do_not_depend_on_how_the_file_is_read(
 PARTS = [b"a", b"b b", b"\n", "é".encode(), "\ufffd".encode(), b"\xff", b"\xc3", b"\xf0\x9f"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.lists(st.sampled_from(PARTS)), min_size=1),
     st.sampled_from([b"", b"\n", b"\r\n"]),
@@ -316,7 +316,7 @@ def test_a_scan_is_read_again_only_when_a_file_changes(
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.text(alphabet="aé🙂 ", min_size=1).filter(str.strip), min_size=1, max_size=8),
     st.floats(0.01, 0.99),

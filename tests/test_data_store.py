@@ -52,7 +52,7 @@ def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
     return replace(RunConfig(data=data, tokenizer=TokenizerConfig(vocab_size=300)), **changes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12),
     st.integers(1, 40),
@@ -177,7 +177,7 @@ def test_a_copied_store_is_read_through_once(
         assert sorted(read) == ["00000.documents", "00000.tokens"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.text(alphabet="abé", max_size=12), min_size=1, max_size=20),
     st.integers(1, 30),

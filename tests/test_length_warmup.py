@@ -24,7 +24,7 @@ WARMUP = "3; 2: 6; 5: 12"
 SIZES = st.lists(st.integers(1, 80), min_size=8, max_size=12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SIZES, st.sampled_from(PACKINGS), st.integers(0, 2**40))
 def test_shorter_rows_are_the_whole_ones_cut_and_lose_no_token(
     sizes: list[int], packing: str, seed: int
@@ -44,7 +44,7 @@ def test_shorter_rows_are_the_whole_ones_cut_and_lose_no_token(
             assert sorted(targets([cut])) == sorted(targets([full]))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(SIZES, st.sampled_from(PACKINGS), st.integers(0, 2**40))
 def test_any_number_of_processes_reads_the_same_and_any_batch_alone(
     sizes: list[int], packing: str, seed: int

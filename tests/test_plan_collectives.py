@@ -14,7 +14,7 @@ from jaxformer.plan.report import parameters_by_part
 
 ROOT = Path(__file__).parent.parent
 # Steps in which the compiler for TPUs sums a whole gradient that the step asks it to scatter.
-SUMMED_WHOLE = {"v5e_gpt2", "v5e_gpt2_full", "v5e_bert_base"}
+SUMMED_WHOLE = {"v5e_gpt2", "v5e_gpt2_full", "v5e_gpt2_packed", "v5e_bert_base"}
 
 
 def planned(name: str, device: str, devices: int, *overrides: str) -> PlannedRun:

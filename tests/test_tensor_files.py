@@ -150,7 +150,7 @@ def test_a_tensor_is_cast_to_the_dtype_promised(tmp_path: Path) -> None:
     assert same(files.read("b"), np.ascontiguousarray(values.T).astype(np.float16))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([np.float32, BF16])), max_size=9),
     st.integers(1, 200),

@@ -39,7 +39,7 @@ def test_decoding_inverts_encoding(kind: str) -> None:
         assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text())
 def test_byte_level_tokenizers_encode_any_text(text: str) -> None:
     assert KINDS["bytes"].encode(text) == list(text.encode())
@@ -181,7 +181,7 @@ SPACE = st.text(" \n\t\r", min_size=1, max_size=4)
 WORDS = st.builds("{}{}{}".format, st.text("ab.!'é", max_size=5), st.sampled_from("a1é"), SPACE)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(WORDS, min_size=30, max_size=100))
 def test_a_document_in_pieces_encodes_as_the_whole(words: list[str]) -> None:
     text = "".join(words)

@@ -316,7 +316,7 @@ def test_a_stream_of_bytes_is_refused_and_an_empty_one_is_empty() -> None:
 NAMES = [END, "a b", "b c d", " x", "END", "1 ", "\n"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.sampled_from(
