@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxformer.files import write_text
+
 HERE = Path(__file__).parent
 Answer = dict[str, Any]
 
@@ -152,7 +154,7 @@ def write_table(
         print_table(header, rows)
     body = f"\n{sentence}\n\n" if sentence else "\n"
     start = first + len(begin)
-    path.write_text(f"{text[:start]}{body}{shown.getvalue()}{text[last:]}", encoding="utf-8")
+    write_text(path, f"{text[:start]}{body}{shown.getvalue()}{text[last:]}")
 
 
 def add_smoke(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +172,6 @@ def save(name: str, result: Answer, smoke: bool) -> None:
         )
         return
     path = HERE / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     load = os.getloadavg()[0]
     machine = {
@@ -179,9 +180,7 @@ def save(name: str, result: Answer, smoke: bool) -> None:
         "load_average": round(load, 1),
         "python": platform.python_version(),
     }
-    path.write_text(
-        json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n", encoding="utf-8"
-    )
+    write_text(path, json.dumps({"date": now, "machine": machine, **result}, indent=1) + "\n")
     print(f"written to {path}")
 
 
