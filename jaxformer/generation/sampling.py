@@ -1,5 +1,6 @@
 """How the next token is drawn from its logits."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxformer.config import ConfigError
 
-FINITE = 1e30  # numbers below it, and their inverses, are float32
 EndToken = int | tuple[int, ...] | None
 
 
@@ -51,7 +51,7 @@ class Sampling:
         refuse(
             {
                 f"temperature={self.temperature} must be at least 0, and finite": (
-                    0 <= self.temperature < FINITE
+                    0 <= self.temperature < math.inf
                 ),
                 f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)": self.top_k >= 0,
                 f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
