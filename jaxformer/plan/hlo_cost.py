@@ -63,10 +63,12 @@ def kernel_flops(computation: Computation, row: Instruction) -> int:
         part = 2 if "CAUSAL" in row.attributes else 1
     elif kernel := SPLASH.match(row.name):  # [B, N, T, H] and [B, K, S, H], without B for one row
         floats = [array.shape for array in arrays if array.dtype in ("bf16", "f32")]
-        shapes = [(1, *shape)[-4:] for shape in floats if len(shape) in (3, 4)][:2]
-        if len(shapes) < 2:
+        sides = [shape for shape in floats if len(shape) in (3, 4)][:2]
+        if len(sides) < 2:
             return 0
-        (batch, heads, length, width), (*_, keys, _) = shapes
+        batch = math.prod(sides[0][:-3])
+        *_, heads, length, width = sides[0]
+        keys = sides[1][-2]
         products = SPLASH_PRODUCTS[kernel[1]]
         part = 2  # its mask is an array of the kernel
     else:
