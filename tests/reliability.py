@@ -1,0 +1,93 @@
+"""The table of docs/reliability.md. Each test of tests/faults names its row by the marker `fault`;
+`pytest tests/faults -m "faults or not faults" --write-reliability` writes the table from the tests
+that passed."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs/reliability.md"
+BEGIN, END = "<!-- The table of faults begins. -->\n", "<!-- The table of faults ends. -->\n"
+HEADING = "| fault | what happens, and what is kept | exit status | cases |\n|---|---|---|---|\n"
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """A row of the table: what went wrong, what the command does and keeps, its exit status."""
+
+    fault: str
+    kept: str
+    status: str
+
+
+ROWS = pytest.StashKey[Counter[Row]]()  # of all tests that were collected, selected or not
+FILES = pytest.StashKey[set[Path]]()  # the files of these tests
+PASSED = pytest.StashKey[Counter[Row]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-reliability",
+        action="store_true",
+        help="write the table of docs/reliability.md from the tests that pass",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[PASSED] = Counter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before any is deselected."""
+    config.stash[FILES] = {item.path for item in items}
+    config.stash[ROWS] = Counter(row for item in items if (row := row_of(item)))
+
+
+def row_of(item: pytest.Item) -> Row | None:
+    mark = item.get_closest_marker("fault")
+    return Row(*mark.args, **mark.kwargs) if mark else None
+
+
+@pytest.fixture(autouse=True)
+def _row(request: pytest.FixtureRequest, record_property) -> None:
+    if row := row_of(request.node):
+        record_property("fault", json.dumps([row.fault, row.kept, row.status]))
+
+
+class Passed:
+    """Counts, in the process that reports, the cases that passed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            found = dict(report.user_properties).get("fault")
+            if found:
+                self.config.stash[PASSED][Row(*json.loads(found))] += 1
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(Passed(session.config))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if config.getoption("--write-reliability") and not hasattr(config, "workerinput"):
+        PAGE.write_text(with_table(PAGE.read_text(), config.stash[PASSED]))
+
+
+def with_table(page: str, rows: Counter[Row]) -> str:
+    """The page with these rows as its table."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = [
+        f"| {row.fault} | {row.kept} | {row.status} | {count} |\n"
+        for row, count in sorted(rows.items())
+    ]
+    return before + BEGIN + HEADING + "".join(lines) + END + after
