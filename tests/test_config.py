@@ -198,7 +198,8 @@ def test_every_field_is_read_somewhere() -> None:
     from jaxformer.layers.pattern import LAYER_PATTERNS
     from jaxformer.objectives import FIELD_SETTINGS
 
-    inside = [ROOT / "jaxformer" / name for name in ("config.py", "config_model.py")]
+    modules = ("config.py", "config_model.py", "config_train.py")
+    inside = [ROOT / "jaxformer" / name for name in modules]
     properties = [
         node
         for path in inside

@@ -1,0 +1,56 @@
+"""The settings of training and of the device mesh."""
+
+from dataclasses import dataclass
+
+from jaxformer.settings import Count, Natural, NonNegative, Rate, Section, Volatile, divisors
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """Steps, batches, logging, evaluation and checkpoints."""
+
+    section = "train"
+
+    steps: Volatile[Count] = 1000
+    """Number of optimizer steps of the whole run."""
+    batch_size: Count = 16
+    """Number of sequences per step, over all devices."""
+    microbatches: Count = 1
+    """Number of microbatches into which a batch is split to save memory."""
+    label_smoothing: Rate = 0.0
+    """Weight of the uniform distribution in the targets."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the squared log-partition function, usually 1e-4; 0 disables it."""
+    log_every: Volatile[Count] = 10
+    """Number of steps between lines of metrics.jsonl."""
+    eval_every: Volatile[Natural] = 200
+    """Number of steps between evaluations; 0 evaluates only at the end."""
+    eval_batches: Volatile[Natural] = 0
+    """Number of batches of an evaluation during training; 0 and the final one read all."""
+    checkpoint_every: Volatile[Natural] = 200
+    """Number of steps between checkpoints; 0 saves only at the end."""
+    keep_checkpoints: Volatile[Count] = 2
+    """Number of most recent checkpoints that are kept."""
+
+    def conflicts(self) -> list[str]:
+        if self.batch_size % self.microbatches:
+            return [
+                f"batch_size={self.batch_size} is not divisible by"
+                f" train.microbatches={self.microbatches}: choose one of"
+                f" {divisors(self.batch_size)} microbatches."
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class MeshConfig(Section):
+    """Device mesh; the product of its three sizes is the number of devices."""
+
+    section = "mesh"
+
+    data: Volatile[Natural] = 0
+    """Data parallelism: number of replicas; 0 uses the devices that fsdp and tensor leave."""
+    fsdp: Volatile[Count] = 1
+    """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
+    tensor: Volatile[Count] = 1
+    """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
