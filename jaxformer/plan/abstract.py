@@ -19,7 +19,7 @@ from jaxformer.objectives import OBJECTIVES, loss_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
-from jaxformer.training.step import Step, make_step
+from jaxformer.training.step import Loss, Step, make_step
 
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 
@@ -67,15 +67,20 @@ def step_of(
     schedule: optax.Schedule,
 ) -> Step:
     """The train step of a run whose dtype and attention kernel are selected."""
-    extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
     return make_step(
-        loss_of(objective, run.model, **extras),
+        run_loss(run, objective),
         optimizer,
         microbatches=run.train.microbatches,
         seed=run.run.seed,
         schedules={"learning_rate": schedule},
         rowwise=OBJECTIVES[objective].rowwise and not run.model.dropout,
     )
+
+
+def run_loss(run: RunConfig, objective: str) -> Loss:
+    """The loss that a run minimizes."""
+    extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
+    return loss_of(objective, run.model, **extras)
 
 
 def abstract_batch(

@@ -21,12 +21,12 @@ from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import is_begun, lock, profile_dir, release
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.runs.setup import RunSetup, first_state, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.loop import Advance, fit
-from jaxformer.training.state import TrainState, init_state
+from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch, Metrics
 
 # By the length of the rows: (state, batch) -> (state, metrics), compiled.
@@ -117,15 +117,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
         with memory_of("reading the newest checkpoint"):
             state = checkpoints.restore(setup.target, log)
         if state is None:
-            with memory_of("the initial state"):
-                state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
-                jax.block_until_ready(state)
-            if run.run.init_from:
-                from jaxformer.runs.init_from import warm_start
-
-                params, sentence = warm_start(run, state.params, setup.mesh, setup.corpus.labels)
-                state = state.replace(params=params)  # type: ignore[attr-defined]
-                log(sentence)
+            state = first_state(setup, log)
         elif int(state.step) < run.train.steps:
             log(f"Continuing {run.run.dir} from step {int(state.step)}.")
         else:

@@ -25,9 +25,10 @@ from jaxformer.plan.abstract import step_of, with_kernel
 from jaxformer.report import human_bytes
 from jaxformer.runs.device import with_rows_of
 from jaxformer.runs.directory import claim
+from jaxformer.runs.out_of_memory import memory_of
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
-from jaxformer.training.state import TrainState, abstract_state
+from jaxformer.training.state import TrainState, abstract_state, init_state
 from jaxformer.training.step import Step
 
 
@@ -136,6 +137,22 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
     claim(run, corpus.tokenizer, fingerprints, corpus.labels)
     return setup
+
+
+def first_state(setup: RunSetup, log: Log) -> TrainState:
+    """The state before the first step: drawn from the seed, or with run.init_from the parameters
+    of that model."""
+    run = setup.run
+    with memory_of("the initial state"):
+        state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
+        jax.block_until_ready(state)
+    if run.run.init_from:
+        from jaxformer.runs.init_from import warm_start
+
+        params, sentence = warm_start(run, state.params, setup.mesh, setup.corpus.labels)
+        state = state.replace(params=params)  # type: ignore[attr-defined]
+        log(sentence)
+    return state
 
 
 def published_peak(run: RunConfig, mesh: Mesh) -> float | None:
