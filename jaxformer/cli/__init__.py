@@ -21,6 +21,8 @@ COMMANDS = {
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
+    "replay": ("RUN --step K [--output PATH]", "Do a step again: batch, losses, gradient."),
+    "doctor": ("CONFIG", "Check what a run needs, before it runs."),
     "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),
 }
 
