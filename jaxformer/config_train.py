@@ -31,6 +31,11 @@ class TrainConfig(Section):
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Volatile[Count] = 2
     """Number of most recent checkpoints that are kept."""
+    keep_every: Volatile[Natural] = 0
+    """Number of steps between checkpoints that are kept for good; 0 keeps none for that."""
+    keep_best: Volatile[Natural] = 0
+    """Number of checkpoints kept for the lowest validation loss, of those saved at a step with an
+    evaluation."""
 
     def conflicts(self) -> list[str]:
         if self.batch_size % self.microbatches:

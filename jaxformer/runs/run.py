@@ -19,7 +19,7 @@ from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.runs.device import prove_kernel
-from jaxformer.runs.directory import is_begun, lock, profile_dir, release
+from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, first_state, make_setup
 from jaxformer.runs.summary import summary
@@ -59,10 +59,12 @@ def train(run: RunConfig) -> Result:
         begun = is_begun(run)
         setup = make_setup(run, log)
         log(banner(summary(setup)))
-        keep, every = run.train.keep_checkpoints, run.train.checkpoint_every
-        with Checkpoints(run.run.dir, keep, every) as checkpoints:
+        with _checkpoints(setup) as checkpoints:
             try:
+                if begun:
+                    _check_schedule(run, checkpoints.steps(), log)
                 state, programs = _begin(setup, checkpoints, log)
+                claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 state, last = _steps(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
                 raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
@@ -71,6 +73,27 @@ def train(run: RunConfig) -> Result:
 
             log(close_run(setup, state.params, last, time.monotonic() - begin))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _checkpoints(setup: RunSetup) -> Checkpoints:
+    train = setup.run.train
+    identity = {name: value for name, value in setup.record.items() if name != "labels"}
+    return Checkpoints(
+        setup.run.run.dir,
+        train.keep_checkpoints,
+        train.checkpoint_every,
+        keep_every=train.keep_every,
+        keep_best=train.keep_best,
+        run=identity | {"seed": setup.run.run.seed},
+    )
+
+
+def _check_schedule(run: RunConfig, saved: list[int], log: Log) -> None:
+    """Says how the schedule differs from the one planned when the run was last started."""
+    from jaxformer.runs.planned import changed_schedule
+
+    if saved and saved[-1] < run.train.steps and (text := changed_schedule(run, saved[-1])):
+        log(text)
 
 
 def _with_advice(

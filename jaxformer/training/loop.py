@@ -94,6 +94,7 @@ def fit(
             last, stop = number == steps, stopped.is_set()
             if not last:
                 batch = feed.next(number)
+            result: Mapping[str, float] = {}
             if evaluate and (last or _due(number, evaluate_every)):
                 reader.read(number, state, metrics)
                 with reader.paused():
@@ -102,7 +103,7 @@ def fit(
             if checkpoints is not None and (last or stop or _due(number, checkpoints.every)):
                 reader.read(number, state, metrics)
                 with reader.paused():
-                    checkpoints.save(state, number)
+                    checkpoints.save(state, number, result)
             if checkpoints is not None and stop and not last:
                 raise Interrupted(
                     f"stopped after step {number} and saved; the same command continues"
