@@ -1,7 +1,7 @@
 """The command line: `jaxformer COMMAND ...`.
 
 Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), anything else a
-failure.
+failure. One that nobody foresaw is told in one line, and its traceback is in a file.
 """
 
 import ctypes
@@ -42,9 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jaxformer.config import ConfigError
 
     try:
-        return int(importlib.import_module(f"jaxformer.cli.{arguments[0]}").run(arguments[1:]))
+        status = int(importlib.import_module(f"jaxformer.cli.{arguments[0]}").run(arguments[1:]))
+        sys.stdout.flush()  # or a full disk would be noticed after the exit status is decided
+        return status
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from jaxformer.report.format import escaped
+
+        print(f"error: {escaped(str(error))}", file=sys.stderr)
         return 2
     except SystemExit as stop:  # the argument parser has printed its message
         return int(stop.code or 0)
@@ -54,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        from jaxformer.cli.unforeseen import report
+
+        return report(error, arguments)
 
 
 def _usage() -> str:
@@ -66,7 +74,9 @@ def _usage() -> str:
 
 def _note(message: Warning | str, *where: object, **more: object) -> None:
     """Prints a warning without the line of code that raised it."""
-    print(f"note: {message}", file=sys.stderr)
+    from jaxformer.report.format import escaped
+
+    print(f"note: {escaped(str(message))}", file=sys.stderr)
 
 
 def keep_memory() -> None:

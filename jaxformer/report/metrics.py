@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxformer.files import replacing
+from jaxformer.files import read_file, replacing
 from jaxformer.settings import ConfigError
 
 FILE = "metrics.jsonl"
@@ -41,7 +41,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before = _remove_later_lines(self.path, resume_step) if self.path.exists() else 0.0
         self._zero = began - before
-        self._file = self.path.open("a", encoding="ascii", newline="\n")
+        try:
+            self._file = self.path.open("a", encoding="ascii", newline="\n")
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._resume_step = resume_step
         self._board: Any = None
 
@@ -84,7 +87,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl, oldest first, without a last line that is still being
     written."""
     path = Path(run_dir) / FILE
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"
             " yet."
@@ -103,11 +106,11 @@ def _number(value: Any) -> float:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    lines = read_file(path).decode("ascii", "replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             yield entry
