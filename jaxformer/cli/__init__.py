@@ -1,7 +1,7 @@
 """The command line: `jaxformer COMMAND ...`.
 
-Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), anything else a
-failure.
+Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), 128 + the number
+of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), anything else a failure.
 """
 
 import ctypes
@@ -10,6 +10,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+
+from jaxformer.training.signals import guarded, importing
 
 # The arguments of each command, and what it does.
 COMMANDS = {
@@ -35,12 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = f"error: there is no command {arguments[0]!r}.\n" if arguments else ""
         print(unknown + _usage(), file=sys.stderr)
         return 2
+    return guarded(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     keep_memory()
     warnings.showwarning = _note
-    from jaxformer.config import ConfigError
+    with importing():
+        from jaxformer.config import ConfigError
 
+        command = importlib.import_module(f"jaxformer.cli.{arguments[0]}")
     try:
-        return int(importlib.import_module(f"jaxformer.cli.{arguments[0]}").run(arguments[1:]))
+        return int(command.run(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -49,9 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _usage() -> str:

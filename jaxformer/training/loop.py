@@ -3,10 +3,9 @@ over any batches."""
 
 import contextlib
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from signal import SIGINT
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +13,7 @@ import jax
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.mesh import AnyMesh, place_batch
 from jaxformer.settings import ConfigError
+from jaxformer.training.signals import Stopped, watched
 from jaxformer.training.state import TrainState, mesh_of
 from jaxformer.training.step import Batch, Metrics
 
@@ -32,7 +32,12 @@ class Diverged(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """A signal asked the run to stop; its state is saved and the same command continues it."""
+    """A signal, whose number is `signal`, asked the run to stop; its state is saved and the same
+    command continues it."""
+
+    def __init__(self, message: str, signal: int = SIGINT) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 def fit(
@@ -61,8 +66,8 @@ def fit(
       evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at
           the end alone).
       checkpoints: where the state is saved: each `checkpoints.every` steps, at the end, and when
-          SIGINT or SIGTERM asks the run to stop. The newest one there that is beyond `state` is
-          continued from, bitwise.
+          SIGINT, SIGTERM, SIGUSR1 or SIGHUP asks the run to stop, which abandons an evaluation.
+          The newest one there that is beyond `state` is continued from, bitwise.
       hooks: called as hook(step, state, metrics) once for each step, one step late, so that the
           device never waits: `metrics` are those of `step` (device scalars, ready) and
           `step_seconds`, the time since the step before without evaluations and saves; `state` is
@@ -83,30 +88,36 @@ def fit(
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
     with contextlib.ExitStack() as stack:
-        stopped = stack.enter_context(_stop_signals(checkpoints is not None))
-        if checkpoints is not None:
+        request = stack.enter_context(watched()) if checkpoints is not None else None
+        if checkpoints is not None and request is not None:
+            stack.enter_context(request.hold())
             stack.callback(checkpoints.wait)
         batch = feed.next(first)
         for number in range(first + 1, steps + 1):
             previous = metrics
             state, metrics = step(state, batch)
             reader.read(number - 1, state, previous)
-            last, stop = number == steps, stopped.is_set()
+            last = number == steps
             if not last:
                 batch = feed.next(number)
-            if evaluate and (last or _due(number, evaluate_every)):
+            stop = request is not None and request.asked(number)
+            if evaluate and not stop and (last or _due(number, evaluate_every)):
                 reader.read(number, state, metrics)
-                with reader.paused():
-                    result = evaluate(state.params)
-                reader.tell(number, state, result)
+                try:
+                    with reader.paused():
+                        result = evaluate(state.params)
+                    reader.tell(number, state, result)
+                except Stopped:  # between two batches
+                    stop = True
             if checkpoints is not None and (last or stop or _due(number, checkpoints.every)):
                 reader.read(number, state, metrics)
                 with reader.paused():
                     checkpoints.save(state, number)
-            if checkpoints is not None and stop and not last:
+            if checkpoints is not None and request is not None and stop:
                 raise Interrupted(
-                    f"stopped after step {number} and saved; the same command continues"
-                    f" {checkpoints.directory}."
+                    f"stopped by {request.name} after step {number} and saved; the same command"
+                    f" continues {checkpoints.directory}.",
+                    request.signal or SIGINT,
                 )
         reader.read(steps, state, metrics)
     return state
@@ -203,26 +214,3 @@ def require_finite(step: int, metrics: Mapping[str, Any]) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def _stop_signals(watched: bool) -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a step in flight is finished and saved; a
-    second signal ends at once."""
-    stopped = threading.Event()
-    if not watched or threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-
-    def ask(number: int, _: object) -> None:
-        stopped.set()
-        signal.signal(number, before[number])
-
-    before: dict[int, Any] = {
-        number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
