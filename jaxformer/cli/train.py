@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.cli.streams import lasting
 from jaxformer.training import signals
 
 
@@ -20,12 +21,13 @@ def run(arguments: Sequence[str]) -> int:
         from jaxformer.runs.run import train
         from jaxformer.training.loop import Diverged, Interrupted
 
-    try:
-        train(config)
-    except (Diverged, Interrupted) as stop:
-        print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
-        return 1 if isinstance(stop, Diverged) else 128 + stop.signal
-    except OutOfMemory as stop:
-        print(f"out of memory: {stop}", file=sys.stderr)
-        return 1
+    with lasting():
+        try:
+            train(config)
+        except (Diverged, Interrupted) as stop:
+            print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
+            return 1 if isinstance(stop, Diverged) else 128 + stop.signal
+        except OutOfMemory as stop:
+            print(f"out of memory: {stop}", file=sys.stderr)
+            return 1
     return 0

@@ -63,17 +63,16 @@ def train(run: RunConfig) -> Result:
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
-    with lock(run):
+    with lock(run), doing(PREPARING):
         begun = is_begun(run)
-        with doing(PREPARING):
-            setup = make_setup(run, log)
+        setup = make_setup(run, log)
         log(banner(summary(setup)))
         keep, every = run.train.keep_checkpoints, run.train.checkpoint_every
         with Checkpoints(run.run.dir, keep, every) as checkpoints:
             try:
-                with doing(PREPARING):
-                    state, programs = _begin(setup, checkpoints, log)
-                state, last = _steps(setup, state, programs, checkpoints, begin)
+                state, programs = _begin(setup, checkpoints, log)
+                with doing("between two steps; the same command continues."):
+                    state, last = _steps(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
                 raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
         if jax.process_index() == 0:

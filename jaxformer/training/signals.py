@@ -223,5 +223,6 @@ def guarded(run: Callable[[], int]) -> int:
             return run()
         except KeyboardInterrupt as stop:
             request.signal = getattr(stop, "signal", signal.SIGINT)
-            print(request.ending(), file=sys.stderr)
+            with contextlib.suppress(OSError):  # a terminal that was closed
+                print(request.ending(), file=sys.stderr)
             return 128 + int(request.signal)

@@ -88,7 +88,7 @@ def test_a_signal_in_an_evaluation(
     at: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _, text = reference(tmp_path_factory)
-    held = write_text(tmp_path / "held.txt", documents=8000, seed=1)
+    held = write_text(tmp_path / "held.txt", documents=3000, seed=1)
     changes = {"data.validation": held, "train.eval_every": 20, "train.checkpoint_every": 1000}
     expected, run_dir = tmp_path / "whole", tmp_path / "run"
     finish(launch(line(expected, text, changes)))
@@ -115,7 +115,7 @@ def test_a_signal_while_compiling(tmp_path: Path, tmp_path_factory: pytest.TempP
     process = launch(arguments, JAX_ENABLE_COMPILATION_CACHE="false")
     assert process.stdout is not None
     for printed in process.stdout:
-        if "params" in printed:  # the banner, after which the step is compiled
+        if "run directory" in printed:  # the last line of the banner, after which the step is compiled
             break
     error = stopped(process, signal.SIGTERM, lambda: True)
     assert "nothing was to be saved; the same command starts again" in error
