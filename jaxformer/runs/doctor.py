@@ -19,8 +19,9 @@ from jaxformer.mesh import place_batch
 from jaxformer.report import human_bytes, human_time
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config
+from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.run import as_logged, compile_step
+from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, first_state, make_setup
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
