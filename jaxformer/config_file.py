@@ -22,6 +22,7 @@ from jaxformer.config import (
     suggestion,
 )
 from jaxformer.config_json import from_json
+from jaxformer.files import read_text
 from jaxformer.settings import VOLATILE, choices
 from jaxformer.step_range import step_range
 
@@ -93,13 +94,13 @@ def read_config(path: str | Path) -> RunConfig:
     if not name.isidentifier() or Path(path).exists():  # the path itself has colons, or none
         file, name = str(path), ""
     source = Path(file)
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise ConfigError(
             f"config {file}: no such file. Give a Python file that defines `config`, as in"
             " configs/quickstart.py."
         )
     if source.suffix == ".json":
-        return from_json(source.read_text(encoding="utf-8"), str(source))
+        return from_json(read_text(source), str(source))
     if source.suffix != ".py":
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
     try:

@@ -149,9 +149,14 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
 
 
 def _record(run_dir: Path) -> dict[str, Any]:
-    """What data.json of a run directory holds; nothing where there is none."""
+    """What data.json of a run directory holds; nothing where there is none. Raises ConfigError."""
     path = run_dir / "data.json"
-    return read_object(path) if path.is_file() else {}
+    record = read_object(path) if path.exists() else {}
+    labels = record.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        shown = json.dumps(labels)[:80]
+        raise ConfigError(f"{path}: labels={shown} must be a list of names: restore the file.")
+    return record
 
 
 def _require_tokenizer(

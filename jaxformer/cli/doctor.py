@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 from jaxformer.report import printable
+from jaxformer.report.banner import WIDTH
 
 if TYPE_CHECKING:
     from jaxformer.runs.doctor import Finding
-
-WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,12 @@ from jaxformer.mesh import place_batch
 from jaxformer.report import human_bytes, human_time
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config
+from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.run import as_logged, compile_step
+from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, first_state, make_setup
 
-PACKAGES = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 # Device files of accelerators, and the extra of jaxformer that brings what drives them.
 DRIVERS = {"/dev/nvidia[0-9]*": "cuda12 or cuda13", "/dev/accel[0-9]*": "tpu"}
@@ -55,7 +56,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
 
 
 def versions() -> Finding:
-    found = {name: _version(name) for name in (*PACKAGES, *PLUGINS)}
+    found = {name: _version(name) for name in (*VERSIONED, *PLUGINS)}
     installed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     text = f"Python {machine.python_version()}, {installed}"
     apart = [name for name in PLUGINS[:2] if found[name] and found[name] != found["jax"]]

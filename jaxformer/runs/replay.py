@@ -24,7 +24,8 @@ from jaxformer.objectives import OBJECTIVES
 from jaxformer.params import Params, Specs, rows
 from jaxformer.plan.abstract import run_loss
 from jaxformer.report import read_metrics
-from jaxformer.runs.run import as_logged, compile_step
+from jaxformer.runs.metric_logger import as_logged
+from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, first_state, make_setup
 from jaxformer.settings import Log
 from jaxformer.training.state import TrainState, on_mesh
