@@ -1,10 +1,18 @@
 """What to make of a checkpoint that cannot be read or saved: damage, or something else."""
 
+import asyncio
+import contextlib
 import errno
+import gc
 import json
+import logging
 import os
-from collections.abc import Mapping
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxformer.digests import Altered
 from jaxformer.settings import ConfigError, Log
@@ -12,7 +20,54 @@ from jaxformer.settings import ConfigError, Log
 # TensorStore's status for files that are truncated, altered or missing, and a part of its message,
 # under another status, for a chunk that cannot be decoded.
 DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
-UNDECODABLE = "compressed stream"
+UNDECODABLE = ("compressed stream", "Error decoding")
+
+
+def quiet_logs() -> None:
+    """Keeps what Orbax's threads log beside an error, which is told by who waits for them, and its
+    advice to save less often from the terminal."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    repeated = "never retrieved" in text and ("tensorstore" in text.lower() or "OCDBT" in text)
+    return not repeated and "Waiting for previous save" not in text
+
+
+@contextlib.contextmanager
+def quiet_reads() -> Iterator[None]:
+    """Keeps the terminal clean while Orbax reads.
+
+    The first error of a read ends Orbax's event loop. What then still runs there fails in its turn,
+    in coroutines that are thrown away and in callbacks of TensorStore, and each of these errors
+    would be printed with its traceback.
+    """
+    quiet_logs()
+    hook, unraisable = sys.excepthook, sys.unraisablehook
+
+    def on_error(kind: Any, error: Any, trace: Any) -> None:
+        if "Event loop is closed" not in str(error):
+            hook(kind, error, trace)
+
+    def on_unraisable(found: Any) -> None:
+        if not asyncio.iscoroutine(found.object) and "Event loop" not in str(found.exc_value):
+            unraisable(found)
+
+    sys.excepthook, sys.unraisablehook = on_error, on_unraisable
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
+            warnings.simplefilter("ignore", ResourceWarning)
+            try:
+                yield
+            except Exception:
+                gc.collect()
+                time.sleep(0.2)  # in which the callbacks come
+                raise
+    finally:
+        sys.excepthook, sys.unraisablehook = hook, unraisable
 
 
 def require_damage(place: Path, error: Exception) -> None:
@@ -37,7 +92,9 @@ def _shows_damage(error: BaseException) -> bool:
         return True
     # TensorStore raises ValueError, and its message begins with the status.
     messages = [str(one) for one in chain if isinstance(one, ValueError)]
-    return any(text.startswith(DAMAGE) or UNDECODABLE in text for text in messages)
+    return any(
+        text.startswith(DAMAGE) or any(part in text for part in UNDECODABLE) for text in messages
+    )
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxformer.checkpoint_faults import in_short, require_damage
+from jaxformer.checkpoint_faults import in_short, quiet_reads, require_damage
 from jaxformer.digests import Altered, as_text, digest_on_host, digests
 from jaxformer.files import first_of
 from jaxformer.params import dotted
@@ -73,18 +73,27 @@ def read_checkpoint(
     place = folder / str(step)
     for _ in range(2):
         try:
-            return _read(place, wanted, whole, run or {}, log)
+            with quiet_reads():
+                leaves, verified = _read(place, wanted, whole, run or {})
         except ConfigError:
             raise
         except Exception as error:  # Orbax and TensorStore raise many kinds
             require_damage(place, error)
             cause = error
+            continue
+        if not verified:
+            log(
+                f"the checkpoint {place} was saved by an earlier jaxformer, without digests: its"
+                " arrays are not verified."
+            )
+        return leaves
     raise Damaged(f"{place}: {in_short(cause)}") from cause
 
 
 def _read(
-    place: Path, wanted: dict[str, Any], whole: bool, run: Mapping[str, Any], log: Log
-) -> dict[str, jax.Array]:
+    place: Path, wanted: dict[str, Any], whole: bool, run: Mapping[str, Any]
+) -> tuple[dict[str, jax.Array], bool]:
+    """The leaves, and whether the manifest has digests of them."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         manifest = read_manifest(place, reader)
         _compare(place, manifest["leaves"], shapes_of(wanted), whole)
@@ -97,13 +106,10 @@ def _read(
         leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
     found = {path: leaves[path] for path in wanted}
     if manifest["format"] == 1:
-        log(
-            f"the checkpoint {place} was saved by an earlier jaxformer, without digests: its arrays"
-            " are not verified."
-        )
-        return found
+        return found, False
     sums = jax.device_get(digests(found))
     _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
+    return found, True
     return found
 
 
