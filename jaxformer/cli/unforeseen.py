@@ -8,7 +8,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxformer.report.format import escaped
 

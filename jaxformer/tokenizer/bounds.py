@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.pieces import ANY_CHARACTER
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 ResultT = TypeVar("ResultT")
@@ -36,7 +37,10 @@ if sys.platform != "win32":
 backend = tokenizers.Tokenizer.from_str(open(sys.argv[1], encoding="utf-8").read())
 backend.no_truncation()
 for text in json.load(sys.stdin):
-    backend.encode(text, add_special_tokens=False)
+    try:
+        backend.encode(text, add_special_tokens=False)
+    except Exception:  # such as an unknown character; a panic is none
+        pass
 """
 
 
@@ -49,7 +53,7 @@ def check_bounds(spec: dict[str, Any], file: Path) -> None:
                 f"{file}: its {part} can make {growth:.3g} characters of one, and at most"
                 f" {MOST_GROWTH:g} are allowed: take another tokenizer."
             )
-    known = {pattern.words for pattern in WORD_PATTERNS.values()}
+    known = {ANY_CHARACTER, *(pattern.words for pattern in WORD_PATTERNS.values())}
     patterns = [*dict.fromkeys(_patterns([spec.get("normalizer"), spec.get("pre_tokenizer")]))]
     if unknown := [pattern for pattern in patterns if pattern not in known]:
         _try(unknown, file)
