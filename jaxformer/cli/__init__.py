@@ -1,7 +1,8 @@
 """The command line: `jaxformer COMMAND ...`.
 
-Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), anything else a
-failure. One that nobody foresaw is told in one line, and its traceback is in a file.
+Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), 128 + the number
+of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), anything else a failure. One that
+nobody foresaw is told in one line, and its traceback is in a file.
 """
 
 import ctypes
@@ -10,6 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+
+from jaxformer.training.signals import guarded, importing
 
 # The arguments of each command, and what it does.
 COMMANDS = {
@@ -21,6 +24,8 @@ COMMANDS = {
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
+    "replay": ("RUN --step K [--output PATH]", "Do a step again: batch, losses, gradient."),
+    "doctor": ("CONFIG", "Check what a run needs, before it runs."),
     "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),
 }
 
@@ -35,17 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = f"error: there is no command {arguments[0]!r}.\n" if arguments else ""
         print(unknown + _usage(), file=sys.stderr)
         return 2
+    return guarded(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     keep_memory()
     warnings.showwarning = _note
-    from jaxformer.config import ConfigError
-
+    with importing():
+        from jaxformer.config import ConfigError
+        from jaxformer.report.format import escaped
     try:
-        status = int(importlib.import_module(f"jaxformer.cli.{arguments[0]}").run(arguments[1:]))
+        with importing():
+            command = importlib.import_module(f"jaxformer.cli.{arguments[0]}")
+        status = int(command.run(arguments[1:]))
         sys.stdout.flush()  # or a full disk would be noticed after the exit status is decided
         return status
     except ConfigError as error:
-        from jaxformer.report.format import escaped
-
         print(f"error: {escaped(str(error))}", file=sys.stderr)
         return 2
     except SystemExit as stop:  # the argument parser has printed its message
@@ -53,9 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:  # or another signal
+        raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
         from jaxformer.cli.unforeseen import report
 

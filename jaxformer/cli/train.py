@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.cli.streams import lasting
+from jaxformer.training import signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,16 +16,18 @@ class TrainArguments(ConfigArguments):
 
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
-    from jaxformer.runs.out_of_memory import OutOfMemory
-    from jaxformer.runs.run import train
-    from jaxformer.training.loop import Diverged, Interrupted
+    with signals.importing():
+        from jaxformer.runs.out_of_memory import OutOfMemory
+        from jaxformer.runs.run import train
+        from jaxformer.training.loop import Diverged, Interrupted
 
-    try:
-        train(config)
-    except (Diverged, Interrupted) as stop:
-        print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
-        return 1 if isinstance(stop, Diverged) else 130
-    except OutOfMemory as stop:
-        print(f"out of memory: {stop}", file=sys.stderr)
-        return 1
+    with lasting():
+        try:
+            train(config)
+        except (Diverged, Interrupted) as stop:
+            print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
+            return 1 if isinstance(stop, Diverged) else 128 + stop.signal
+        except OutOfMemory as stop:
+            print(f"out of memory: {stop}", file=sys.stderr)
+            return 1
     return 0

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     Every line has `seconds`, the wall time of the run up to it, with evaluations and saving. It
     counts from `began`, a value of `time.monotonic()` (default: now), and a run that resumes counts
     on from the last line that is kept.
+
+    A line that cannot be written, as on a full disk, is warned of once and written with a later
+    one. Where that does not come either, the last warning names the steps that are missing.
     """
 
     def __init__(
@@ -42,9 +46,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         before = _remove_later_lines(self.path, resume_step) if self.path.exists() else 0.0
         self._zero = began - before
         try:
-            self._file = self.path.open("a", encoding="ascii", newline="\n")
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
+        self._unwritten, self._missing = bytearray(), list[int]()
         self._resume_step = resume_step
         self._board: Any = None
 
@@ -60,10 +65,26 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         line: dict[str, Any] = {"step": int(step)} | numbers | dict.fromkeys(odd)
         line["seconds"] = round(time.monotonic() - self._zero, 3)
         line |= {"non_finite": odd} if odd else {}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._missing.append(int(step))
+        if (error := self._write()) and len(self._missing) == 1:
+            warnings.warn(
+                f"{self.path} cannot be written from step {step} on ({error}): the run goes on, and"
+                " lines are kept until they can be.",
+                stacklevel=2,
+            )
         if has_tensorboard():
             self._log_to_tensorboard(int(step), finite)
+
+    def _write(self) -> str:
+        """Writes all lines that are not written yet; why it is not possible, or nothing."""
+        try:
+            while self._unwritten:  # a full disk takes a part
+                del self._unwritten[: self._file.write(self._unwritten)]
+        except OSError as error:
+            return error.strerror or str(error)
+        self._missing.clear()
+        return ""
 
     def _log_to_tensorboard(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._board is None:
@@ -75,6 +96,12 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        if error := self._write():
+            warnings.warn(
+                f"{self.path} lacks {len(self._missing)} lines, of steps {self._missing[0]} to"
+                f" {self._missing[-1]} ({error}).",
+                stacklevel=2,
+            )
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -4,33 +4,41 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxformer.checkpoints import Checkpoints
-from jaxformer.config import RunConfig
+from jaxformer.config import RunConfig, TrainConfig
 from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
+from jaxformer.report.metrics import FILE
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import is_begun, lock, profile_dir, release
+from jaxformer.runs.metric_logger import MetricLogger
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, first_state, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.loop import Advance, fit
+from jaxformer.training.signals import doing
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch, Metrics
 
 # By the length of the rows: (state, batch) -> (state, metrics), compiled.
 Programs = dict[int, Any]
+
+
+# What is said where a signal ends a command that has nothing to save.
+PREPARING = "before a step was made, so nothing was to be saved; the same command starts again."
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,13 @@ def train(run: RunConfig) -> Result:
 
     Raises ConfigError for a setting or input that cannot work, Diverged if the loss is not a
     number, OutOfMemory if a device has not enough memory for the run, and Interrupted after a
-    SIGINT or SIGTERM, with the state saved.
+    signal that asks the run to stop, with the state saved.
     """
     begin = time.monotonic()
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
-    with lock(run):
+    with lock(run), doing(PREPARING):
         begun = is_begun(run)
         setup = make_setup(run, log)
         log(banner(summary(setup)))
@@ -63,13 +71,15 @@ def train(run: RunConfig) -> Result:
         with Checkpoints(run.run.dir, keep, every) as checkpoints:
             try:
                 state, programs = _begin(setup, checkpoints, log)
-                state, last = _steps(setup, state, programs, checkpoints, begin)
+                with doing("between two steps; the same command continues."):
+                    state, last = _steps(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
                 raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
         if jax.process_index() == 0:
             from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
 
-            log(close_run(setup, state.params, last, time.monotonic() - begin))
+            with doing("after the last step, which is saved; the same command shows the sample."):
+                log(close_run(setup, state.params, last, time.monotonic() - begin))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
@@ -138,20 +148,24 @@ def _steps(
     `began` is the `time.monotonic()` from which the log counts its seconds.
     """
     settings, first, shown = setup.run.train, int(state.step), setup.run.run.progress
+    before = evaluation_at(setup.run.run.dir, first) if first else {}
     if jax.process_index():
         step = StepByLength(setup, first, programs, _ignore)
-        return _fit(setup, state, step, checkpoints), {}
+        return _fit(setup, state, step, checkpoints, not before), {}
     with (
         ProgressBar(settings.steps, first, shown) as progress,
         MetricsLog(setup.run.run.dir, first, began) as metrics_log,
     ):
-        if first >= settings.steps:
-            lines = read_metrics(setup.run.run.dir)
-            done = [line for line in lines if "val_loss" in line and line["step"] == first]
-            return state, done[-1] if done else {}
         step = StepByLength(setup, first, programs, _ignore if shown == "none" else progress.log)
-        logger = MetricLogger(setup, first, metrics_log, progress)
-        return _fit(setup, state, step, checkpoints, logger), logger.evaluation
+        logger = MetricLogger(setup, first, metrics_log, progress, before)
+        return _fit(setup, state, step, checkpoints, not before, logger), logger.evaluation
+
+
+def evaluation_at(run_dir: str, step: int) -> Evaluation:
+    """The last logged evaluation after a step; {} where there is none."""
+    lines = read_metrics(run_dir) if (Path(run_dir) / FILE).is_file() else []
+    found = [line for line in lines if "val_loss" in line and line["step"] == step]
+    return found[-1] if found else {}
 
 
 def _fit(
@@ -159,8 +173,11 @@ def _fit(
     state: TrainState,
     step: "StepByLength",
     checkpoints: Checkpoints,
-    *hooks: "MetricLogger",
+    unevaluated: bool,
+    *hooks: MetricLogger,
 ) -> TrainState:
+    """`fit`. The evaluation of the first state, where it is due and `unevaluated` because a signal
+    cut it short, is made first."""
     settings, heldout = setup.run.train, setup.heldout
     token_bytes = bytes_of_targets(setup.corpus)
     evaluation = make_evaluation(setup.corpus.task.name, setup.run.model, token_bytes)
@@ -171,6 +188,14 @@ def _fit(
         with memory_of(f"the evaluation after step {step.done}"):
             return evaluation(params, itertools.islice(heldout or (), limit or None))
 
+    due = heldout is not None and unevaluated and is_evaluated(step.done, settings)
+    if jax.process_count() > 1:  # the first process has the log
+        due = bool(multihost_utils.broadcast_one_to_all(due))
+    if due:
+        with doing(f"in the evaluation after step {step.done}; the same command makes it."):
+            found = evaluate(state.params)
+        for hook in hooks:
+            hook(step.done, state, found)
     with memory_of(lambda: f"step {step.done}"), traced(setup, step) as advance:
         return fit(
             advance,
@@ -182,6 +207,12 @@ def _fit(
             checkpoints=checkpoints,
             hooks=hooks,
         )
+
+
+def is_evaluated(step: int, train: TrainConfig) -> bool:
+    """Whether a run is evaluated after a step."""
+    on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
+    return on_the_way or step == train.steps
 
 
 class StepByLength:
@@ -216,46 +247,6 @@ def traced(setup: RunSetup, step: StepByLength) -> Iterator[Advance]:
         yield profile
     finally:
         profile.close()
-
-
-class MetricLogger:
-    """The hook that writes metrics.jsonl and moves the progress bar; `evaluation` is the last one
-    seen."""
-
-    def __init__(self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar) -> None:
-        self.setup, self.log, self.progress = setup, log, progress
-        self.evaluation: Evaluation = {}
-        self._logged_to, self._seconds = first, 0.0
-
-    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        if "step_seconds" not in metrics:
-            self.evaluation = dict(metrics)
-            self.log.log(step, metrics)
-            self.progress.update(step, metrics)
-            return
-        self._seconds += metrics["step_seconds"]
-        settings = self.setup.run.train
-        if step == 1 or step % settings.log_every == 0 or step == settings.steps:
-            self._log(step, metrics)
-        else:
-            self.progress.update(step)
-
-    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
-        del values["step_seconds"]
-        if "nats" in values:  # logged as the loss, whatever else is minimized
-            values |= {"loss": values.pop("nats"), "objective": values["loss"]}
-        tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
-        flops = self.setup.flops(self._logged_to, step)
-        values |= {
-            "tokens": step * tokens,
-            "tokens_per_second": (step - self._logged_to) * tokens / seconds,
-        }
-        if self.setup.peak is not None:
-            values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
-        self._logged_to, self._seconds = step, 0.0
-        self.log.log(step, values)
-        self.progress.update(step, values)
 
 
 def compile_step(setup: RunSetup, length: int, log: Log) -> Any:

@@ -3,18 +3,19 @@ over any batches."""
 
 import contextlib
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from signal import SIGINT
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.mesh import AnyMesh, place_batch
 from jaxformer.settings import ConfigError
-from jaxformer.training.state import TrainState, mesh_of
+from jaxformer.training.signals import Stopped, watched
+from jaxformer.training.state import TrainState, learning, mesh_of
 from jaxformer.training.step import Batch, Metrics
 
 Advance = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -28,11 +29,24 @@ class Hook(Protocol):
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradient is no longer a number; checkpoints from before are untouched."""
+    """A loss, a gradient or a parameter is no longer a finite number; checkpoints are from before.
+
+    `step` is the step after which it was seen. `state` is the newest state: its parameters are from
+    before that step, or, where the next step was running already, from after the next step.
+    """
+
+    def __init__(self, message: str, step: int = 0, state: TrainState | None = None) -> None:
+        super().__init__(message)
+        self.step, self.state = step, state
 
 
 class Interrupted(RuntimeError):
-    """A signal asked the run to stop; its state is saved and the same command continues it."""
+    """A signal, whose number is `signal`, asked the run to stop; its state is saved and the same
+    command continues it."""
+
+    def __init__(self, message: str, signal: int = SIGINT) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 def fit(
@@ -61,17 +75,19 @@ def fit(
       evaluate: params -> {name: number}, called at the end and each `evaluate_every` steps (0: at
           the end alone).
       checkpoints: where the state is saved: each `checkpoints.every` steps, at the end, and when
-          SIGINT or SIGTERM asks the run to stop. The newest one there that is beyond `state` is
-          continued from, bitwise.
+          SIGINT, SIGTERM, SIGUSR1 or SIGHUP asks the run to stop, which abandons an evaluation.
+          The newest one there that is beyond `state` is continued from, bitwise.
       hooks: called as hook(step, state, metrics) once for each step, one step late, so that the
           device never waits: `metrics` are those of `step` (device scalars, ready) and
           `step_seconds`, the time since the step before without evaluations and saves; `state` is
           the newest one, while the next step is running already. Called with the numbers of an
-          evaluation too.
+          evaluation too. One with a method `skips(step, state, metrics)`, such as `jf.SkipSteps`,
+          is asked whether training goes on after a step that is not finite.
 
     Raises:
       ConfigError: if batches run out, cannot be resumed, or do not divide among the devices.
-      Diverged: if the loss or the norm of the gradient is no number; nothing of that step is saved.
+      Diverged: if the loss, the norm of the gradient or a parameter is not finite; no such state is
+          saved or returned.
       Interrupted: after a signal, with the state saved.
     """
     if checkpoints is not None:
@@ -83,33 +99,71 @@ def fit(
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
     with contextlib.ExitStack() as stack:
-        stopped = stack.enter_context(_stop_signals(checkpoints is not None))
-        if checkpoints is not None:
-            stack.callback(checkpoints.wait)
+        saving = _Saving(checkpoints, stack)
         batch = feed.next(first)
         for number in range(first + 1, steps + 1):
             previous = metrics
             state, metrics = step(state, batch)
             reader.read(number - 1, state, previous)
-            last, stop = number == steps, stopped.is_set()
+            last = number == steps
             if not last:
                 batch = feed.next(number)
-            if evaluate and (last or _due(number, evaluate_every)):
+            stop = saving.asked_to_stop(number)
+            if evaluate and not stop and (last or _due(number, evaluate_every)):
                 reader.read(number, state, metrics)
-                with reader.paused():
-                    result = evaluate(state.params)
-                reader.tell(number, state, result)
-            if checkpoints is not None and (last or stop or _due(number, checkpoints.every)):
+                with reader.paused(), saving.abandoned_on_signal():
+                    reader.tell(number, state, evaluate(state.params))
+                stop = saving.abandoned
+            if last or stop or saving.is_due(number):
                 reader.read(number, state, metrics)
+                require_finite_params(state, number)
                 with reader.paused():
-                    checkpoints.save(state, number)
-            if checkpoints is not None and stop and not last:
-                raise Interrupted(
-                    f"stopped after step {number} and saved; the same command continues"
-                    f" {checkpoints.directory}."
-                )
-        reader.read(steps, state, metrics)
+                    saving.save(state, number)
+            if stop:
+                raise saving.interrupted(number)
     return state
+
+
+class _Saving:
+    """When the state is saved, and what a signal has to do with it; nothing where there are no
+    checkpoints. Signals are noted until `stack` ends, which waits for the last save."""
+
+    def __init__(self, checkpoints: Checkpoints | None, stack: contextlib.ExitStack) -> None:
+        self._checkpoints, self.abandoned = checkpoints, False
+        if checkpoints is not None:
+            self._request = stack.enter_context(watched())
+            stack.enter_context(self._request.hold())
+            stack.callback(checkpoints.wait)
+
+    def asked_to_stop(self, step: int) -> bool:
+        """Whether to save and stop after a step; asked once a step."""
+        return self._checkpoints is not None and self._request.asked(step)
+
+    def is_due(self, step: int) -> bool:
+        return self._checkpoints is not None and _due(step, self._checkpoints.every)
+
+    def save(self, state: TrainState, step: int) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save(state, step)
+
+    @contextlib.contextmanager
+    def abandoned_on_signal(self) -> Iterator[None]:
+        """An evaluation, which a signal ends between two batches: then it is `abandoned`."""
+        try:
+            yield
+        except Stopped:
+            if self._checkpoints is None:
+                raise
+            self.abandoned = True
+
+    def interrupted(self, step: int) -> Interrupted:
+        """Raised once the state is saved."""
+        assert self._checkpoints is not None
+        return Interrupted(
+            f"stopped by {self._request.name} after step {step} and saved; the same command"
+            f" continues {self._checkpoints.directory}.",
+            self._request.signal or SIGINT,
+        )
 
 
 class _Feed:
@@ -165,15 +219,20 @@ class _Reader:
         self._since = time.perf_counter()
 
     def read(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Waits for a step, once. Raises Diverged where its numbers are none."""
+        """Waits for a step, once. Raises Diverged where it is not finite and no hook skips it."""
         if step <= self._read_to:
             return
         self._read_to = step
         jax.block_until_ready(metrics)
-        require_finite(step, metrics)
+        if not is_finite(metrics) and not self._skips(step, state, metrics):
+            raise diverged(step, state, metrics)
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self.tell(step, state, {**metrics, "step_seconds": seconds})
+
+    def _skips(self, step: int, state: TrainState, metrics: Metrics) -> bool:
+        asked = [hook.skips for hook in self._hooks if hasattr(hook, "skips")]
+        return any(skips(step, state, metrics) for skips in asked)
 
     def tell(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         for hook in self._hooks:
@@ -187,42 +246,37 @@ class _Reader:
         self._since += time.perf_counter() - begin
 
 
-def require_finite(step: int, metrics: Mapping[str, Any]) -> None:
-    """Raises Diverged where the loss or the norm of the gradient is not a finite number."""
-    found = {name: float(metrics[name]) for name in ("loss", "grad_norm") if name in metrics}
-    if not all(map(math.isfinite, found.values())):
-        values = ", ".join(
-            f"{name.replace('grad_norm', 'gradient norm')} {value}" for name, value in found.items()
-        )
-        raise Diverged(
-            f"step {step}: {values}. The checkpoints are from before. Begin another run directory"
-            " with a lower learning rate, more warm-up steps, or a z-loss"
-            " (optimizer.learning_rate, optimizer.warmup_steps, train.z_loss)."
-        )
+CHECKED = {"loss": "loss", "grad_norm": "gradient norm"}  # the metrics that have to be finite
+
+
+def is_finite(metrics: Mapping[str, Any]) -> bool:
+    """Whether the loss and the norm of the gradient are finite numbers."""
+    return all(math.isfinite(float(metrics[name])) for name in CHECKED if name in metrics)
+
+
+def diverged(step: int, state: TrainState, metrics: Mapping[str, Any], why: str = "") -> Diverged:
+    """The error of a step that is not finite; `why` it ends the run, where that is not all."""
+    found = (f"{said} {float(metrics[name])}" for name, said in CHECKED.items() if name in metrics)
+    return Diverged(f"step {step}: {', '.join(found)}{why}. {REMEDY}", step, state)
+
+
+REMEDY = (
+    "The checkpoints are from before. Begin another run directory with a lower learning rate, more"
+    " warm-up steps, or a z-loss (optimizer.learning_rate, optimizer.warmup_steps, train.z_loss)."
+)
+
+
+def require_finite_params(state: TrainState, step: int) -> None:
+    """Raises Diverged where a parameter that learns is not finite."""
+    if not bool(_all_finite(jax.tree.leaves(learning(state.params, state.frozen)))):
+        raise Diverged(f"step {step}: its parameters are not finite. {REMEDY}", step, state)
+
+
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def _stop_signals(watched: bool) -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a step in flight is finished and saved; a
-    second signal ends at once."""
-    stopped = threading.Event()
-    if not watched or threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-
-    def ask(number: int, _: object) -> None:
-        stopped.set()
-        signal.signal(number, before[number])
-
-    before: dict[int, Any] = {
-        number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -111,6 +111,9 @@ def make_step(
           the key. Then each replica of the mesh adds up the gradients of its own rows over all
           microbatches, and they are reduced over replicas once a step.
 
+    Where the loss or the norm of the gradient is not finite, parameters and optimizer keep their
+    values, and only the number of the step goes on: the state never holds what such a step gives.
+
     Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any
     clipping of the optimizer), and the schedules. Raises ConfigError where the batch cannot be
     divided, the loss returns something else, or `trainable` is not that of the state.
@@ -122,14 +125,23 @@ def make_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         learned = learning(state.params, state.frozen)
         grads, means = gradients(loss, state, batch, key, microbatches, rowwise)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(grads, state.optimizer, learned)
-            params = merged(optax.apply_updates(learned, updates), state.params, state.frozen)
-        metrics = {**means, "grad_norm": optax.tree.norm(grads)}
+            moments = _kept_unless(finite, moments, state.optimizer)
+            learned = _kept_unless(finite, optax.apply_updates(learned, updates), learned)
+            params = merged(learned, state.params, state.frozen)
+        metrics = {**means, "grad_norm": norm}
         metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
         return TrainState(state.step + 1, params, moments, state.frozen), metrics  # type: ignore[arg-type]
 
     return Step(advance)
+
+
+def _kept_unless(finite: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where a step is finite, else `old`: a select within the update, without a copy."""
+    return jax.tree.map(lambda a, b: jax.lax.select(finite, a, b), new, old)
 
 
 def gradients(

@@ -1,0 +1,64 @@
+"""The hook of a run that writes metrics.jsonl and moves the progress bar."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxformer.evaluation import Evaluation
+from jaxformer.report import MetricsLog, ProgressBar
+from jaxformer.runs.setup import RunSetup
+from jaxformer.training.state import TrainState
+
+
+class MetricLogger:
+    """Called with the metrics of each step and of each evaluation; `evaluation` is the last one."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        first: int,
+        log: MetricsLog,
+        progress: ProgressBar,
+        evaluation: Evaluation,
+    ) -> None:
+        self.setup, self.log, self.progress = setup, log, progress
+        self.evaluation = evaluation
+        self._logged_to, self._seconds = first, 0.0
+
+    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        if "step_seconds" not in metrics:
+            self.evaluation = dict(metrics)
+            self.log.log(step, metrics)
+            self.progress.update(step, metrics)
+            return
+        self._seconds += metrics["step_seconds"]
+        settings = self.setup.run.train
+        if step == 1 or step % settings.log_every == 0 or step == settings.steps:
+            self._log(step, metrics)
+        else:
+            self.progress.update(step)
+
+    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = as_logged(jax.device_get(dict(metrics)))
+        del values["step_seconds"]
+        tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
+        flops = self.setup.flops(self._logged_to, step)
+        values |= {
+            "tokens": step * tokens,
+            "tokens_per_second": (step - self._logged_to) * tokens / seconds,
+        }
+        if self.setup.peak is not None:
+            values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
+        self._logged_to, self._seconds = step, 0.0
+        self.log.log(step, values)
+        self.progress.update(step, values)
+
+
+def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, whatever
+    else is minimized."""
+    values = {name: float(value) for name, value in metrics.items()}
+    if "nats" in values:
+        values |= {"loss": values.pop("nats"), "objective": values["loss"]}
+    return values
