@@ -24,7 +24,7 @@ from jaxformer.data.tokenizing import in_batches
 from jaxformer.files import read_object, replacing, write_text
 from jaxformer.settings import Log
 
-ARRAYS = ("tokens.npy", "bounds.npy")
+ARRAY_FILES = ("tokens.npy", "bounds.npy")
 
 # The sequences of one example; the last part of one with a label, or with tags, is their numbers.
 Parts = tuple[Sequence[int], ...]
@@ -68,7 +68,7 @@ class ExampleStore:
         try:
             counts = ExampleCounts(**read_object(directory / MANIFEST))
             found = cls(directory, counts)
-            written = {name: Written(**counts.files[name]) for name in ARRAYS}
+            written = {name: Written(**counts.files[name]) for name in ARRAY_FILES}
             whole = len(found._tokens) == found.tokens and len(found) == found.documents
         except (OSError, *WRONG_RECORD):
             return None
@@ -133,7 +133,7 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         documents, parts = documents + len(batch), len(examples[0])
     ids, bounds = np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
     files = {}
-    for name, each in zip(ARRAYS, (ids, bounds), strict=True):
+    for name, each in zip(ARRAY_FILES, (ids, bounds), strict=True):
         with replacing(directory / name) as file:
             np.save(file, each)
         files[name] = asdict(Written.now(directory / name, digest(directory / name)))
