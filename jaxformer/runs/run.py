@@ -19,6 +19,7 @@ from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
+from jaxformer.report.format import escaped
 from jaxformer.report.metrics import FILE
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
@@ -291,7 +292,7 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)
+    print(escaped(text), flush=True)
 
 
 def _ignore(text: str) -> None:
