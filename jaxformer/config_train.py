@@ -1,6 +1,7 @@
 """The settings of training and of the device mesh."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxformer.settings import Count, Natural, NonNegative, Rate, Section, Volatile, divisors
 
@@ -31,6 +32,11 @@ class TrainConfig(Section):
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Volatile[Count] = 2
     """Number of most recent checkpoints that are kept."""
+    on_nan: Volatile[Literal["stop", "skip", "rollback"]] = "stop"
+    """What follows a step whose loss or gradient is not finite, whose update is never applied: stop
+    ends the run, skip goes on, rollback goes on after that batch from the newest checkpoint."""
+    nan_limit: Volatile[Count] = 10
+    """Number of skipped steps, or of rollbacks, after which the next one ends the run."""
 
     def conflicts(self) -> list[str]:
         if self.batch_size % self.microbatches:

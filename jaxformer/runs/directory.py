@@ -17,6 +17,7 @@ from jaxformer.files import read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 
 LOCK = ".lock"
+ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 
 
 @contextlib.contextmanager
