@@ -231,5 +231,5 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(
         int(entry.name)
         for entry in (run_dir / "checkpoints").glob("*")
-        if entry.is_dir() and entry.name.isdigit()
+        if entry.is_dir() and entry.name.isascii() and entry.name.isdecimal()
     )

@@ -39,7 +39,7 @@ class RunSettings(Section):
     init_from: str = ""
     """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
     settings and tokenizer. A different head is initialized anew."""
-    seed: Natural = 1337
+    seed: Annotated[int, Bounds(0, most=2**32 - 1)] = 1337
     """Seed of the initial parameters, the order of the data and dropout."""
     compilation_cache: Volatile[str] = "~/.cache/jaxformer/xla"
     """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
@@ -130,7 +130,7 @@ class DataConfig(Section):
     """Field of a text's class, or of the list of tags of its words."""
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15
     """Fraction of the tokens that the objectives mlm and span_corruption corrupt."""
-    span_length: Annotated[float, Bounds(1)] = 3.0
+    span_length: Annotated[float, Bounds(1, most=1e6)] = 3.0
     """Mean length of a corrupted span in tokens."""
     mask_units: Literal["tokens", "words"] = "tokens"
     """Unit that the objective mlm hides: single tokens, or whole words."""
@@ -142,7 +142,7 @@ class DataConfig(Section):
     skip omits them."""
     cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
     """Directory in which tokenized text is stored and found again."""
-    prefetch: Volatile[Natural] = 2
+    prefetch: Volatile[Annotated[int, Bounds(0, most=1024)]] = 2
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 
     def __post_init__(self) -> None:
@@ -166,12 +166,12 @@ class TokenizerConfig(Section):
     path: Volatile[str] = ""
     """Existing tokenizer to use: a tokenizer.json, or a directory with one or with GPT-2's
     vocab.json and merges.txt."""
-    vocab_size: Annotated[int, Bounds(257)] = 4096
+    vocab_size: Annotated[int, Bounds(257, most=0x110000)] = 4096
     """Number of entries of a trained BPE, including special tokens."""
     pattern: WordPatternName = "gpt2"
     """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
     digits)."""
-    training_bytes: Count = 20_000_000
+    training_bytes: Annotated[int, Bounds(1, most=2**53)] = 20_000_000
     """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
 
 

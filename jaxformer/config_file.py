@@ -22,6 +22,7 @@ from jaxformer.config import (
     suggestion,
 )
 from jaxformer.config_json import from_json
+from jaxformer.files import read_text
 from jaxformer.settings import VOLATILE, choices
 from jaxformer.step_range import step_range
 
@@ -91,13 +92,13 @@ def read_config(path: str | Path) -> RunConfig:
     """The config as its file states it, not yet checked as a whole."""
     file, _, name = str(path).partition(":")
     source = Path(file)
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise ConfigError(
             f"config {file}: no such file. Give a Python file that defines `config`, as in"
             " configs/quickstart.py."
         )
     if source.suffix == ".json":
-        return from_json(source.read_text(encoding="utf-8"), str(source))
+        return from_json(read_text(source), str(source))
     if source.suffix != ".py":
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
     try:

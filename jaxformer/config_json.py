@@ -24,6 +24,9 @@ def from_json(text: str, where: str) -> RunConfig:
     A file without a version is of version 1. Fields that an older file lacks have their defaults,
     and renamed ones are found under their old names. Raises ConfigError for a file of a newer
     version, for what is not a config, naming every unknown section and field, and for a bad value.
+
+    run.compilation_cache keeps its default: whoever wrote the file does not choose from where this
+    machine takes compiled programs, or where it keeps them.
     """
     written = parse_object(text, where, "give the config.json of a run")
     version = written.pop("version", 1)
@@ -44,6 +47,7 @@ def from_json(text: str, where: str) -> RunConfig:
         for old, new in RENAMED.get(later, {}).items():
             if old in values:
                 values[new] = values.pop(old)
+    values.pop("run.compilation_cache", None)
     if unknown := [name for name in values if name not in flat(RunConfig())]:
         lines = "".join(f"\n  {name}: {_unknown(name)}" for name in unknown)
         raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")

@@ -64,9 +64,9 @@ class ModelConfig(Section):
     """Number of tokens in the embedding table; 0 uses the size of the tokenizer."""
     d_model: Count = 384
     """Width of the residual stream."""
-    n_layers: Count = 6
+    n_layers: Annotated[int, Bounds(1, most=10_000)] = 6
     """Number of blocks; for an encoder-decoder, of the decoder."""
-    n_encoder_layers: Natural = 0
+    n_encoder_layers: Annotated[int, Bounds(0, most=10_000)] = 0
     """Number of blocks of the encoder of an encoder-decoder; 0 uses n_layers."""
     n_heads: Count = 6
     """Number of query heads."""
@@ -96,13 +96,13 @@ class ModelConfig(Section):
     """Factor by which the context is extended."""
     rope_original_length: Natural = 0
     """Length in tokens that RoPE was trained at; 0 uses max_length."""
-    rope_low_frequency: Annotated[float, Bounds(0)] = 1.0
+    rope_low_frequency: NonNegative = 1.0
     """llama3: frequencies with fewer rotations over the original length are fully scaled."""
-    rope_high_frequency: Annotated[float, Bounds(0)] = 4.0
+    rope_high_frequency: NonNegative = 4.0
     """llama3: frequencies with more rotations over the original length are not scaled."""
-    rope_beta_fast: Annotated[float, Bounds(0)] = 32.0
+    rope_beta_fast: NonNegative = 32.0
     """yarn: frequencies with more rotations over the original length are not scaled."""
-    rope_beta_slow: Annotated[float, Bounds(0)] = 1.0
+    rope_beta_slow: NonNegative = 1.0
     """yarn: frequencies with fewer rotations over the original length are fully scaled."""
     rope_attention_factor: NonNegative = 0.0
     """yarn: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor)."""

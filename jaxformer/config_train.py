@@ -1,9 +1,18 @@
 """The settings of training and of the device mesh."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxformer.settings import Count, Natural, NonNegative, Rate, Section, Volatile, divisors
+from jaxformer.settings import (
+    Bounds,
+    Count,
+    Natural,
+    NonNegative,
+    Rate,
+    Section,
+    Volatile,
+    divisors,
+)
 
 
 @dataclass(frozen=True)
@@ -14,7 +23,7 @@ class TrainConfig(Section):
 
     steps: Volatile[Count] = 1000
     """Number of optimizer steps of the whole run."""
-    batch_size: Count = 16
+    batch_size: Annotated[int, Bounds(1, most=2**24)] = 16
     """Number of sequences per step, over all devices."""
     microbatches: Count = 1
     """Number of microbatches into which a batch is split to save memory."""

@@ -56,15 +56,31 @@ def write_text(path: Path, text: str) -> None:
 
 def read_object(path: Path, advice: str = "restore it, or remove it") -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError, with `advice`, where there is none."""
+    return parse_object(read_file(path, advice), str(path), advice)
+
+
+def read_file(path: Path, advice: str = "restore it, or remove it") -> bytes:
+    """The bytes of a file. Raises ConfigError, with `advice`, where it cannot be read, and for a
+    pipe or a device, which may never end."""
     try:
-        text = path.read_bytes()
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is {_kind_of(path)} and not a file: {advice}.")
+        return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: {advice}.") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}): {advice}."
-        ) from error
-    return parse_object(text, str(path), advice)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read ({reason}): {advice}.") from error
+
+
+def read_text(path: Path, advice: str = "restore it, or remove it") -> str:
+    """The text of a UTF-8 file. Raises ConfigError as `read_file` does."""
+    try:
+        return read_file(path, advice).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error}): {advice}.") from None
 
 
 def parse_object(text: str | bytes, where: str, advice: str) -> dict[str, Any]:

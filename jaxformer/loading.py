@@ -145,4 +145,8 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
 
 def _labels(run_dir: Path) -> tuple[str, ...]:
     record = run_dir / "data.json"
-    return tuple(read_object(record).get("labels", ())) if record.is_file() else ()
+    labels = read_object(record).get("labels", []) if record.exists() else []
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        shown = json.dumps(labels)[:80]
+        raise ConfigError(f"{record}: labels={shown} must be a list of names: restore the file.")
+    return tuple(labels)

@@ -24,16 +24,16 @@ class Bounds:
     most: float = math.inf
 
     def __str__(self) -> str:
-        below = f" and below {self.below:g}" if self.below < math.inf else ""
-        most = f" and at most {self.most:g}" if self.most < math.inf else ""
+        below = f" and below {self.below:.10g}" if self.below < math.inf else ""
+        most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
         return f"at least {self.low:g}{below}{most}"
 
     def hold(self, value: float) -> bool:
-        return self.low <= value <= self.most and value < self.below
+        return self.low <= value <= self.most and value < self.below  # which infinity is not
 
 
-Count = Annotated[int, Bounds(1)]
-Natural = Annotated[int, Bounds(0)]
+Count = Annotated[int, Bounds(1, most=2**31 - 1)]  # an int32
+Natural = Annotated[int, Bounds(0, most=2**31 - 1)]
 Rate = Annotated[float, Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
 NonNegative = Annotated[float, Bounds(0, below=1e30)]  # its square root and inverse are float32
@@ -55,9 +55,8 @@ class Table(dict[str, RowT]):
     """The rows that a setting selects by name, to which users can add their own.
 
     `names` is the type of the setting: a `Literal`, alone or in `Annotated`. `besides` are those of
-    its values that name no row, such as "auto". After `TABLE["mine"] = row`, configs, config files,
-    config.json and the command line accept "mine" in every setting of that `Literal`.
-    Raises ConfigError if the rows and the `Literal` differ.
+    its values that name no row, such as "auto". After `TABLE["mine"] = row`, config files and the
+    command line accept "mine" in every such setting. Raises ConfigError if rows and names differ.
     """
 
     def __init__(self, names: Any, rows: Mapping[str, RowT], besides: tuple[str, ...] = ()) -> None:
@@ -124,4 +123,5 @@ def _field_problems(section: Section) -> Iterator[str]:
 
 def divisors(number: int) -> str:
     """The divisors of a number, separated by commas."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))

@@ -1,7 +1,8 @@
 """The command line: `jaxformer COMMAND ...`.
 
 Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), 128 + the number
-of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), anything else a failure.
+of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), anything else a failure. One that
+nobody foresaw is told in one line, and its traceback is in a file.
 """
 
 import ctypes
@@ -23,6 +24,8 @@ COMMANDS = {
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
+    "replay": ("RUN --step K [--output PATH]", "Do a step again: batch, losses, gradient."),
+    "doctor": ("CONFIG", "Check what a run needs, before it runs."),
     "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),
 }
 
@@ -45,18 +48,27 @@ def _run(arguments: Sequence[str]) -> int:
     warnings.showwarning = _note
     with importing():
         from jaxformer.config import ConfigError
-
-        command = importlib.import_module(f"jaxformer.cli.{arguments[0]}")
+        from jaxformer.report.format import escaped
     try:
-        return int(command.run(arguments[1:]))
+        with importing():
+            command = importlib.import_module(f"jaxformer.cli.{arguments[0]}")
+        status = int(command.run(arguments[1:]))
+        sys.stdout.flush()  # or a full disk would be noticed after the exit status is decided
+        return status
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {escaped(str(error))}", file=sys.stderr)
         return 2
     except SystemExit as stop:  # the argument parser has printed its message
         return int(stop.code or 0)
     except BrokenPipeError:  # the reader of the output, such as `head`, has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:  # or another signal
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        from jaxformer.cli.unforeseen import report
+
+        return report(error, arguments)
 
 
 def _usage() -> str:
@@ -69,7 +81,9 @@ def _usage() -> str:
 
 def _note(message: Warning | str, *where: object, **more: object) -> None:
     """Prints a warning without the line of code that raised it."""
-    print(f"note: {message}", file=sys.stderr)
+    from jaxformer.report.format import escaped
+
+    print(f"note: {escaped(str(message))}", file=sys.stderr)
 
 
 def keep_memory() -> None:

@@ -71,6 +71,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{asked.path} has the head {head!r}, which writes no text: leave out --beams."
         )
+    if asked.seed is not None and not -(2**63) <= asked.seed < 2**63:
+        raise ConfigError(f"--seed {asked.seed} must be a whole number of 64 bits.")
     if asked.beyond == "slide":
         _require_slide(model, asked)
     ANSWERS[head](model, asked)

@@ -19,7 +19,7 @@ from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Scan, file_groups, scan, scan_group
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
-from jaxformer.files import read_object, write_text
+from jaxformer.files import read_file, read_object, write_text
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
@@ -74,8 +74,8 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
 def _is_prepared(folder: Path) -> bool:
     """Whether its manifest is that of a prepared directory; text may have others beside it."""
     try:
-        return KIND in (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return KIND.encode() in read_file(folder / MANIFEST)
+    except ConfigError:
         return False
 
 

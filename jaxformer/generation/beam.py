@@ -22,6 +22,7 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params
 
+MOST_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
 MOST_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
 
 
@@ -39,7 +40,9 @@ class Search:
     def __post_init__(self) -> None:
         refuse(
             {
-                f"beams={self.beams} must be at least 1": self.beams >= 1,
+                f"beams={self.beams} must be from 1 to {MOST_BEAMS:,}": (
+                    1 <= self.beams <= MOST_BEAMS
+                ),
                 f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)": (
                     0 <= self.keep <= self.beams
                 ),

@@ -17,6 +17,7 @@ from jaxformer.layers.pattern import layer_configs
 
 ConfigFields = dict[str, Any]  # of ModelConfig
 Keys = dict[str, Any]  # of a config.json
+MOST_LAYERS = 10_000  # as in ModelConfig
 TYPES = {entry.name: type(entry.default) for entry in dataclasses.fields(ModelConfig)}
 
 
@@ -255,6 +256,8 @@ class Windows(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.get("num_hidden_layers", self.default_layers)
+        if type(layers) is not int or layers > MOST_LAYERS:
+            raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
         window = hf.get("sliding_window", 4096) or 0
         if self.switch and not hf.flag("use_sliding_window", False):
             window = 0

@@ -38,6 +38,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "cross_attention_hidden_size": (None,),
 }
+LARGEST = 2**31 - 1  # number in a config.json
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights that are stored or loaded
 
 
@@ -52,7 +53,10 @@ class HFConfig:
 
     def get(self, key: str, default: Any = None) -> Any:
         self.asked.add(key)
-        return self.values.get(key, default)
+        value = self.values.get(key, default)
+        if type(value) is int and abs(value) > LARGEST:
+            raise self.unsupported(key, value, [f"-{LARGEST} to {LARGEST}"])
+        return value
 
     def only(self, key: str, allowed: tuple[Any, ...]) -> None:
         """ConfigError where the value of a key is not one of `allowed`, of which the first is the

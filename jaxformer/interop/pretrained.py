@@ -25,10 +25,12 @@ from jaxformer.interop.shards import write_tensors
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs
+from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows
+from jaxformer.report.format import human_count
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12
+MOST_TIMES = 16  # parameters of a config.json by numbers in its files: no mismatch, but nonsense
 
 
 class Pretrained(NamedTuple):
@@ -97,8 +99,21 @@ def _opened(directory: Path) -> Opened:
         said = str(error)
         keys = [f"model.{f} is {key} there" for f, key in family.keys().items() if f"{f}=" in said]
         raise ConfigError(f"{path}: {said}" + (f"\n({', '.join(keys)})" if keys else "")) from None
+    _check_size(directory, config, files)
     labels = _labels(values, path) if config.output in ("classes", "tags") else ()
     return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
+
+
+def _check_size(directory: Path, config: ModelConfig, files: TensorFiles) -> None:
+    """Raises ConfigError where a config.json describes a model many times as large as its files,
+    before anything makes room for it."""
+    asked = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
+    held = sum(math.prod(entry.shape) for entry in files.entries.values())
+    if asked > MOST_TIMES * max(held, 1):
+        raise ConfigError(
+            f"{directory}/config.json describes a model of {human_count(asked)} parameters, and"
+            f" {files.listing} holds {human_count(held)} numbers: the two do not belong together."
+        )
 
 
 def _labels(values: dict[str, Any], path: Path) -> tuple[str, ...]:

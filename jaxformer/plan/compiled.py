@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_json import from_json, to_json
+from jaxformer.files import write_text
 from jaxformer.hardware import Device
 from jaxformer.plan.compiler_report import CompiledReport, memory_of, report_of
 from jaxformer.plan.hlo_counts import count
@@ -146,7 +147,7 @@ def compile_on(
         needed = memory.peak
         counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
         if hlo:
-            Path(hlo).write_text(text, encoding="utf-8")
+            write_text(Path(hlo), text)
     return CompiledReport(
         target=target,
         device_kind=devices[0].device_kind,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxformer.files import replacing
 from jaxformer.report.plot import FAINT, INK
 from jaxformer.settings import ConfigError
 
@@ -100,7 +101,9 @@ def attention_figure(
         # A character that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = _figure(checked[chosen], labels, f"{title}\n{TITLES[chosen]}", layers)
-        figure.savefig(path, format="png", dpi=min(160.0, 8000 / max(figure.get_size_inches())))
+        dots = min(160.0, 8000 / max(figure.get_size_inches()))
+        with replacing(Path(path)) as file:
+            figure.savefig(file, format="png", dpi=dots)
 
 
 def visible(token: str) -> str:

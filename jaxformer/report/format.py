@@ -57,3 +57,11 @@ def printable(text: str) -> str:
         char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}"
         for char in lines
     )
+
+
+def escaped(text: str) -> str:
+    """Text with every character that is not printable, other than line breaks, as its escape, such
+    as `\\x1b`: what a file of somebody else says cannot move the cursor or change the terminal."""
+    return "".join(
+        char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxformer.files import replacing
+from jaxformer.files import read_file, replacing
 from jaxformer.settings import ConfigError
 
 FILE = "metrics.jsonl"
@@ -45,7 +45,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before = _remove_later_lines(self.path, resume_step) if self.path.exists() else 0.0
         self._zero = began - before
-        self._file = self.path.open("ab", buffering=0)
+        try:
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()
         self._resume_step = resume_step
         self._board: Any = None
@@ -111,7 +114,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl, oldest first, without a last line that is still being
     written."""
     path = Path(run_dir) / FILE
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or nothing was logged in it"
             " yet."
@@ -130,11 +133,11 @@ def _number(value: Any) -> float:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    lines = read_file(path).decode("ascii", "replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             yield entry

@@ -4,6 +4,7 @@ import jax
 
 from jaxformer.data import gzip_bits_per_byte
 from jaxformer.evaluation import Evaluation
+from jaxformer.files import read_text
 from jaxformer.generation.decode import generate
 from jaxformer.params import Params
 from jaxformer.report import closing
@@ -42,7 +43,7 @@ def _profile(setup: RunSetup) -> list[str]:
     if not (folder / TABLE).is_file():
         return [f"run.profile={run.profile}: these steps were done before; nothing was traced."]
     opened = f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'
-    table = (folder / TABLE).read_text(encoding="utf-8").strip()
+    table = read_text(folder / TABLE).strip()
     return [table, f"{opened}\n  xprof --logdir {folder}"]
 
 

@@ -72,10 +72,8 @@ class MetricLogger:
             self.progress.update(step)
 
     def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        values = as_logged(jax.device_get(dict(metrics)))
         del values["step_seconds"]
-        if "nats" in values:  # logged as the loss, whatever else is minimized
-            values |= {"loss": values.pop("nats"), "objective": values["loss"]}
         tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
         flops = self.setup.flops(self._logged_to, step)
         values |= {
@@ -89,3 +87,12 @@ class MetricLogger:
         self._logged_to, self._seconds = step, 0.0
         self.log.log(step, values)
         self.progress.update(step, values)
+
+
+def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, whatever
+    else is minimized."""
+    values = {name: float(value) for name, value in metrics.items()}
+    if "nats" in values:
+        values |= {"loss": values.pop("nats"), "objective": values["loss"]}
+    return values

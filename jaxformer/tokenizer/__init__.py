@@ -1,18 +1,9 @@
 """Text to token ids and back: one `Tokenizer`, whether it is trained here, made of bytes or
-characters, or read from files."""
+characters, or read from files.
 
-from jaxformer.tokenizer.bpe import train_bpe
-from jaxformer.tokenizer.files import END_OF_TEXT, MARKS, SENTINELS
-from jaxformer.tokenizer.make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
-from jaxformer.tokenizer.tokenizer import Tokenizer
+Names load when they are first used; `__init__.pyi` lists them with their modules.
+"""
 
-__all__ = [
-    "END_OF_TEXT",
-    "MARKS",
-    "SENTINELS",
-    "Tokenizer",
-    "byte_tokenizer",
-    "character_tokenizer",
-    "train_bpe",
-    "train_bpe_tokenizer",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

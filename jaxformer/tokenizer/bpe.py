@@ -9,6 +9,7 @@ those of the special tokens, of the 256 bytes, and of the merges in their order.
 
 import codecs
 import heapq
+import itertools
 import os
 from array import array
 from collections import defaultdict
@@ -189,10 +190,12 @@ def _merge(
     stood there before, and the words where."""
     first, second = pair[0], pair[1]
     before, after = _no_occurrences(), _no_occurrences()  # by the token to the left, to the right
-    for place in places:
+    # A word that holds the pair many times is named as often, one after the other, and is read once
+    # for all: else a word of millions of characters would take its square.
+    for place, _ in itertools.groupby(places):
         pieces = words[place].split(pair)
-        # The list of places is not updated as merges take occurrences away, and names a word once
-        # for each occurrence: a word without the pair is passed over.
+        # The list of places is not updated as merges take occurrences away: a word without the pair
+        # is passed over.
         if len(pieces) == 1:
             continue
         words[place] = token.join(pieces)

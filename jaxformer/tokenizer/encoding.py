@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.bounds import without_panic
 from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
 from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
 
@@ -27,9 +28,11 @@ class Encoder:
     """Ids of texts, without a template around them; `named` says whether names of special tokens in
     a text are these tokens."""
 
-    def __init__(self, backend: "tokenizers.Tokenizer", split_names: bool) -> None:
+    def __init__(
+        self, backend: "tokenizers.Tokenizer", split_names: bool, origin: str = "the tokenizer"
+    ) -> None:
         backend.encode_special_tokens = True
-        self._backend, self._split_names = backend, split_names
+        self._backend, self._split_names, self._origin = backend, split_names, origin
 
     def spec(self) -> dict[str, Any]:
         """The tokenizer.json as an object."""
@@ -76,7 +79,7 @@ class Encoder:
 
         def encode(text: str) -> TokenIds:
             if fast and len(text) <= MOST_CHARACTERS:
-                return fast.encode(text, names)
+                return without_panic(fast.encode, text, names)
             return self._slow([text], named)[0]
 
         try:
@@ -91,7 +94,7 @@ class Encoder:
 
     def _slow(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
         backend = self.marking if named else self._backend
-        encodings = backend.encode_batch_fast([*texts], add_special_tokens=False)
+        encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def _unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
@@ -103,7 +106,7 @@ class Encoder:
             )
         unseen = [char for char in characters if self._backend.token_to_id(char) is None]
         if "UNK" not in str(error) or not unseen:
-            return ConfigError(f"the tokenizer cannot encode this text: {error}.")
+            return ConfigError(f"{self._origin} cannot encode this text: {error}.")
         shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in unseen[:5])
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         return ConfigError(

@@ -2,12 +2,14 @@
 special tokens."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.files import read_object, write_text
+from jaxformer.files import parse_object, read_object, read_text, write_text
 from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.bounds import check_bounds, is_panic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -91,7 +93,7 @@ class TokenizerMetadata:
             named,
             ids={role: several[0] for role, several in ids.items()},
             ends=tuple(ids.get("eos", ())),
-            template=template.read_text(encoding="utf-8") if template.is_file() else None,
+            template=read_text(template) if template.exists() else None,
         )
 
     def write(
@@ -157,14 +159,18 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
     """The tokenizer of a tokenizer.json. Raises ConfigError."""
     import tokenizers
 
+    remedy = "set tokenizer.path to a tokenizer.json"
+    if not os.path.lexists(file):
+        raise missing(file)
+    text = read_text(file, remedy)
+    check_bounds(parse_object(text, str(file), remedy), file)
     try:
-        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise missing(file) from None
-    except Exception as error:  # the library raises nothing narrower
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # the library raises nothing narrower, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ConfigError(
-            f"{file} is not a tokenizer.json of the tokenizers library ({error}): set"
-            " tokenizer.path to one."
+            f"{file} is not a tokenizer.json of the tokenizers library ({error}): {remedy}."
         ) from None
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxformer.settings import ConfigError
-from jaxformer.tokenizer.bpe import train_on
 from jaxformer.tokenizer.files import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.table import byte_level_bpe
@@ -31,6 +30,8 @@ def train_bpe_tokenizer(
             f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: "
             f"the 256 bytes and the end of text{others}."
         )
+    from jaxformer.tokenizer.bpe import train_on  # which a given tokenizer does without
+
     special_tokens = [END_OF_TEXT, *specials]
     vocab, merges = train_on(map(_in_blocks, texts), vocab_size, special_tokens, pattern=pattern)
     return Tokenizer(byte_level_bpe(vocab, merges, special_tokens, pattern))

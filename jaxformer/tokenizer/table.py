@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxformer.files import read_text
 from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.files import (
     ADDED_FILE,
@@ -160,10 +161,7 @@ def _family(folder: Path, settings: dict[str, Any], vocab: dict[str, Any]) -> st
 
 def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
     """The merges of a merges.txt. Raises ConfigError with the number of a malformed line."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): restore it.") from None
+    lines = read_text(file, "restore it").split("\n")
     merges = []
     for number, line in enumerate(lines, 1):
         parts = line.removesuffix("\r").split(" ")

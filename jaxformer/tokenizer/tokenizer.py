@@ -60,7 +60,7 @@ class Tokenizer:
         self._backend, self._origin, self._reads_names = backend, origin, special_tokens
         self._metadata = metadata or TokenizerMetadata()
         split_names = bool(self._metadata.settings.get("split_special_tokens"))
-        self._encoder = Encoder(backend, split_names)
+        self._encoder = Encoder(backend, split_names, origin)
         self._cleans = self._metadata.cleans(backend)
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._guessed = guessed_roles(self._vocab)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxformer.files import write_text
 from jaxformer.report import human_bytes
 from jaxformer.step_range import step_range
 from jaxformer.training.state import TrainState
@@ -111,7 +112,7 @@ class Profile:
         times = time_table(devices, programs, self._number - self._first + 1, seconds)
         first, last = self._first, self._number
         self.table = f"Steps {first} to {last}\n\n{times}\n\n{_memory(sizes, self.programs)}"
-        (self.directory / TABLE).write_text(self.table + "\n", encoding="utf-8")
+        write_text(self.directory / TABLE, self.table + "\n")
 
     @property
     def programs(self) -> list[Any]:

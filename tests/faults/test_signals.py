@@ -115,9 +115,7 @@ def test_a_signal_while_compiling(tmp_path: Path, tmp_path_factory: pytest.TempP
     process = launch(arguments, JAX_ENABLE_COMPILATION_CACHE="false")
     assert process.stdout is not None
     for printed in process.stdout:
-        if (
-            "run directory" in printed
-        ):  # the last line of the banner, after which the step is compiled
+        if "run directory" in printed:  # ends the banner; compiling follows
             break
     error = stopped(process, signal.SIGTERM, lambda: True)
     assert "nothing was to be saved; the same command starts again" in error

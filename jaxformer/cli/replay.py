@@ -1,0 +1,159 @@
+"""`jaxformer replay RUN --step K`: one step of a run, done again and looked into."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import tyro
+
+from jaxformer.cli.arguments import check_output, parse
+from jaxformer.config import ConfigError
+from jaxformer.files import write_text
+from jaxformer.report import printable
+
+if TYPE_CHECKING:
+    from jaxformer.runs.replay import Replay
+
+LONGEST_TEXT = 200  # characters of a row that are printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments:
+    """Does one step of a run again, from the newest checkpoint before it: its batch as text, the
+    loss of each token, and the norm of its gradient by layer. On the devices of the run, every
+    number is bitwise that of the run. Writes nothing in the run directory."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory."""
+    step: Annotated[int, tyro.conf.arg(metavar="K")]
+    """The step, counted from 1, as metrics.jsonl counts."""
+    worst: int = 10
+    """Number of tokens with the highest loss that are printed."""
+    data: Annotated[int | None, tyro.conf.arg(name="mesh.data", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's; 0 uses the devices that are left."""
+    fsdp: Annotated[int | None, tyro.conf.arg(name="mesh.fsdp", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's."""
+    tensor: Annotated[int | None, tyro.conf.arg(name="mesh.tensor", metavar="INT")] = None
+    """Size of that axis of the mesh, if not the run's."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """JSON file for all of it: each row with its tokens and their losses, the norm of each leaf."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    asked = parse(ReplayArguments, "replay", arguments)
+    if asked.worst < 0:
+        raise ConfigError(f"--worst {asked.worst}: give a number of tokens, at least 0.")
+    check_output(asked.output)
+    from jaxformer.runs.replay import replay
+
+    mesh = {"data": asked.data, "fsdp": asked.fsdp, "tensor": asked.tensor}
+    given = {name: size for name, size in mesh.items() if size is not None}
+    found = replay(asked.path, asked.step, print, given)
+    print("\n".join(["", *_lines(found, asked.worst)]))
+    if asked.output is not None:
+        write_text(asked.output, json.dumps(as_json(found), indent=1) + "\n")
+        print(f"{asked.output}: each token with its loss, and the norm of each leaf")
+    return 0
+
+
+def _lines(found: "Replay", worst: int) -> Iterator[str]:
+    from jaxformer.runs.replay import norms_by_layer
+
+    done = found.step - 1 - found.begun
+    start = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
+    between = f", after {done} step{'s' * (done != 1)} in between" if done else ""
+    yield f"Step {found.step}, from {start}{between}."
+    for name, value in found.metrics.items():
+        yield f"  {name:<14} {value:.9g}"
+    yield _against_the_log(found)
+    yield "Norm of the gradient, before clipping:"
+    for name, norm in norms_by_layer(found.norms, found.setup.specs).items():
+        yield f"  {name:<24} {norm:.6g}{'' if math.isfinite(norm) else '  <- not finite'}"
+    rows = list(rows_of(found))
+    yield f"The batch, {len(rows)} rows:"
+    for row in rows:
+        loss = "" if row["loss"] is None else f" loss {row['loss']:.4f}"
+        yield f"  row {row['row']}:{loss} | {_short(row['text'])}"
+        if "source" in row:
+            yield f"    from | {_short(row['source'])}"
+    if worst and found.nats is not None:
+        yield "Tokens with the highest loss:"
+        tokens = [(token["nats"], row["row"], token) for row in rows for token in row["tokens"]]
+        ranked = sorted(tokens, key=lambda entry: math.inf if entry[0] is None else entry[0])
+        for nats, row, token in ranked[::-1][:worst]:
+            value = "not a number" if nats is None else f"{nats:.4f}"
+            yield f"  {value}  row {row}, position {token['position']}: {token['target']!r}"
+
+
+def _against_the_log(found: "Replay") -> str:
+    if found.logged is None:
+        return "  This step was not logged (train.log_every), so there is nothing to compare with."
+    differing = found.differing()
+    if not differing:
+        return "  Each of these that metrics.jsonl has is the same there, to the bit."
+    pairs = ", ".join(f"{name} {now!r}, logged {then!r}" for name, (now, then) in differing.items())
+    return (
+        f"  Not as the run logged it: {pairs}. Another device, mesh or version of JAX rounds"
+        " otherwise."
+    )
+
+
+def rows_of(found: "Replay") -> Iterator[dict[str, Any]]:
+    """The rows of the batch as text, with the loss of each target that counts."""
+    tokenizer, labels = found.setup.corpus.tokenizer, found.setup.corpus.labels
+    batch = found.batch
+    targets, weights = batch.get("targets"), batch.get("weights")
+    for row, tokens in enumerate(batch["tokens"]):
+        entry: dict[str, Any] = {"row": row, "text": _text(found, tokens, "segment_ids", row)}
+        if "source" in batch:
+            entry["source"] = _text(found, batch["source"][row], "source_segment_ids", row)
+        entry |= {"loss": None, "tokens": []}
+        if found.nats is not None and targets is not None and weights is not None:
+            for position in np.flatnonzero(weights[row]).tolist():
+                target, nats = int(targets[row, position]), float(found.nats[row, position])
+                shown = labels[target] if labels else tokenizer.shown(target)
+                known = nats if math.isfinite(nats) else None
+                token = {"position": position, "id": target, "target": shown, "nats": known}
+                entry["tokens"].append(token)
+            total, weight = (found.nats[row] * weights[row]).sum(), weights[row].sum()
+            if weight and np.isfinite(total):
+                entry["loss"] = float(total / weight)
+        yield entry
+
+
+def _text(found: "Replay", tokens: np.ndarray, segments: str, row: int) -> str:
+    """The text of a row, without its padding."""
+    if segments in found.batch:
+        tokens = tokens[found.batch[segments][row] != 0]
+    return found.setup.corpus.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def _short(text: str) -> str:
+    line = " ".join(printable(text).split())
+    return line if len(line) <= LONGEST_TEXT else line[: LONGEST_TEXT - 3] + "..."
+
+
+def as_json(found: "Replay") -> dict[str, Any]:
+    """All numbers of a replay; null stands for what is not finite."""
+    norms = {
+        path: [norm if math.isfinite(norm) else None for norm in each]
+        for path, each in found.norms.items()
+    }
+    metrics = _finite(found.metrics)
+    return {
+        "step": found.step,
+        "from_step": found.begun,
+        "metrics": metrics,
+        "logged": None if found.logged is None else _finite(found.logged),
+        "equal": None if found.logged is None else not found.differing(),
+        "gradient_norms": norms,
+        "rows": list(rows_of(found)),
+    }
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

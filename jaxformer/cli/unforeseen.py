@@ -1,0 +1,88 @@
+"""The last resort of the command line: an error that nobody foresaw becomes one line, and a file
+with its traceback."""
+
+import contextlib
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+
+from jaxformer.report.format import escaped
+
+SHOWN_CHARACTERS = 300  # of the message of an error
+
+# Errors of the operating system that say that there is no room for what is written.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What XLA's messages say where a device has no memory left.
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
+SHOW = "JAXFORMER_TRACEBACK"
+
+
+def report(error: BaseException, arguments: Sequence[str]) -> int:
+    """Prints one line about an error, and writes its traceback to a file of the run directory that
+    `arguments` name, or else to a temporary one.
+
+    The exit status: 2 for an error of the operating system about a file, with its name, else 1.
+    With the environment variable JAXFORMER_TRACEBACK=1 the error itself goes on instead.
+    """
+    if os.environ.get(SHOW, "0") not in ("", "0"):
+        raise error
+    said = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        _to_nowhere(sys.stdout)  # what is left in its buffer fails again at the end of the process
+        where = escaped(str(error.filename or "standard output, or a file"))
+        _print(f"error: {where} cannot be written ({error.strerror}): make room.")
+        return 2
+    if isinstance(error, OSError) and error.filename:
+        remedy = "choose another path, or check its permissions and its disk"
+        _print(f"error: {escaped(str(error.filename))}: {error.strerror}: {remedy}.")
+        return 2
+    if isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY):
+        _print(f"out of memory: {said}. Choose smaller sizes, or another machine.")
+        return 1
+    kept = _kept("".join(traceback.format_exception(error)), arguments)
+    _print(
+        f"failed: {type(error).__name__}{': ' * bool(said)}{said}. This is a fault of jaxformer, or"
+        f" of what it runs on; {kept}. {SHOW}=1 prints it instead."
+    )
+    return 1
+
+
+def _kept(text: str, arguments: Sequence[str]) -> str:
+    """Writes a traceback, and says where it is."""
+    for folder in (_run_directory(arguments), tempfile.gettempdir()):
+        try:
+            if folder and os.path.isdir(folder):
+                number, name = tempfile.mkstemp(".txt", "traceback-", folder)
+                with os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(text)
+                return f"the traceback is in {escaped(name)}"
+        except OSError:
+            continue
+    return f"the traceback cannot be written, and ends {escaped(text[-SHOWN_CHARACTERS:])!r}"
+
+
+def _run_directory(arguments: Sequence[str]) -> str:
+    """The run directory of a command that trains, "" where there is none."""
+    from jaxformer.config_file import read_config, settings_in
+
+    if len(arguments) < 2 or arguments[0] != "train":
+        return ""
+    try:
+        return settings_in(arguments).get("run.dir") or read_config(arguments[1]).run.dir
+    except BaseException:  # the error that is reported may be that of reading the config
+        return ""
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # standard error is closed, or its disk is full as well
+        _to_nowhere(sys.stderr)
+
+
+def _to_nowhere(stream: object) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[attr-defined]

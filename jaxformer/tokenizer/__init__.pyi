@@ -1,0 +1,15 @@
+from .bpe import train_bpe
+from .files import END_OF_TEXT, MARKS, SENTINELS
+from .make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "END_OF_TEXT",
+    "MARKS",
+    "SENTINELS",
+    "Tokenizer",
+    "byte_tokenizer",
+    "character_tokenizer",
+    "train_bpe",
+    "train_bpe_tokenizer",
+]

@@ -1,0 +1,126 @@
+"""Bounds on the tokenizer.json of a stranger: it must neither make a text many times longer, nor
+take more than a moment to split a short one.
+
+What grows is found by reading the file. Whether a pattern ends is found by a trial, in a process of
+its own that is stopped after a while: the regular expressions of the tokenizers library give up a
+match after ten million steps, with a panic, but a text has as many matches as characters.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.words import WORD_PATTERNS
+
+ResultT = TypeVar("ResultT")
+
+MOST_GROWTH = 1000.0  # characters that a normalizer or decoder may make of one
+FORM_GROWTH = 18.0  # of Unicode's forms NFKC and NFKD, by U+FDFA
+TRIAL_SECONDS = 10.0
+TRIAL_LENGTH = 1000  # characters of each text of the trial
+MOST_TEXTS = 200
+
+# Run as `python -c TRIAL FILE` with a JSON list of texts as standard input.
+TRIAL = """
+import json, sys, tokenizers
+if sys.platform != "win32":
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+backend = tokenizers.Tokenizer.from_str(open(sys.argv[1], encoding="utf-8").read())
+backend.no_truncation()
+for text in json.load(sys.stdin):
+    backend.encode(text, add_special_tokens=False)
+"""
+
+
+def check_bounds(spec: dict[str, Any], file: Path) -> None:
+    """Raises ConfigError for a tokenizer.json that makes a text too long, or splits it too
+    slowly."""
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(spec.get(part))) > MOST_GROWTH:
+            raise ConfigError(
+                f"{file}: its {part} can make {growth:.3g} characters of one, and at most"
+                f" {MOST_GROWTH:g} are allowed: take another tokenizer."
+            )
+    known = {pattern.words for pattern in WORD_PATTERNS.values()}
+    patterns = [*dict.fromkeys(_patterns([spec.get("normalizer"), spec.get("pre_tokenizer")]))]
+    if unknown := [pattern for pattern in patterns if pattern not in known]:
+        _try(unknown, file)
+
+
+def _growth(step: Any) -> float:
+    """How many characters a normalizer or a decoder may make of one."""
+    if not isinstance(step, dict):
+        return 1.0
+    inner = step.get("normalizers") or step.get("decoders")
+    if isinstance(inner, list):
+        return math.prod(map(_growth, inner))
+    if step.get("type") in ("NFKC", "NFKD"):
+        return FORM_GROWTH
+    if step.get("type") == "Precompiled":  # maps of SentencePiece, which hold NFKC
+        return FORM_GROWTH + 1
+    if step.get("type") != "Replace":
+        return 4.0 if step.get("type") in ("NFD", "ByteLevel") else 1.0
+    pattern, content = step.get("pattern"), step.get("content")
+    size = len(content) if isinstance(content, str) else 0
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(literal, str) and literal:
+        return max(1.0, size / len(literal))
+    return 1.0 + size  # a regular expression may match between any two characters
+
+
+def _patterns(found: Any) -> Iterator[str]:
+    """The regular expressions in a part of a tokenizer.json."""
+    values = found.items() if isinstance(found, dict) else enumerate(found)
+    for key, value in values:
+        if key == "Regex" and isinstance(value, str):
+            yield value
+        elif isinstance(value, (dict, list)):
+            yield from _patterns(value)
+
+
+def _try(patterns: list[str], file: Path) -> None:
+    """Splits texts on which a careless pattern takes long: repetitions of what it names."""
+    named = {char for pattern in patterns for char in re.sub(r"\\.", "", pattern)}
+    units = ["a", "A", "1", " ", "\n", "\t", ".", "é", "中", "\u0301", "a ", "a1", " \n", *named]
+    texts = [unit * (TRIAL_LENGTH // len(unit)) + end for unit in units for end in ("", "\0")]
+    options: dict[str, Any] = {
+        "input": json.dumps(texts[:MOST_TEXTS]),
+        "env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"},
+        "timeout": TRIAL_SECONDS,
+    }
+    command = [sys.executable, "-P", "-c", TRIAL, str(file)]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, **options)
+    except subprocess.TimeoutExpired:
+        problem = f"takes more than {TRIAL_SECONDS:g} s"
+    except subprocess.CalledProcessError as error:
+        problem = f"fails ({(error.stderr.strip().splitlines() or ['no reason given'])[-1]})"
+    else:
+        return
+    raise ConfigError(
+        f"{file}: splitting texts of {TRIAL_LENGTH:,} characters {problem}; its patterns are"
+        f" {', '.join(map(repr, patterns))[:300]}. Take another tokenizer."
+    )
+
+
+def without_panic(call: Callable[..., ResultT], *given: Any, **more: Any) -> ResultT:
+    """The result of a call of a library in Rust, whose panic becomes a RuntimeError."""
+    try:
+        return call(*given, **more)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise RuntimeError(f"its library gave up: {error}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"

@@ -1,0 +1,68 @@
+"""`jaxformer doctor` finds what would keep a run from starting, and leaves nothing behind."""
+
+import collections
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_run import line, write_text
+
+from jaxformer.cli import main
+from jaxformer.layers import kernels
+
+Capture = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Capture) -> str:
+    """What the command printed, whatever its line breaks."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def test_a_run_that_can_start_has_no_problem_and_nothing_is_written(
+    text: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir = tmp_path / "runs/mine"
+    assert main(["doctor", *line(run_dir, text)]) == 0
+    out = printed(capsys)
+    for check in ("versions", "devices", "run.dir", "settings and data", "disk space", "attention"):
+        assert f"ok {check}: " in out
+    assert "Compiled the step in" in out and "a step takes about" in out
+    assert "No problem was found." in out and not run_dir.parent.exists()
+
+
+def test_each_problem_is_named_and_the_status_is_one(
+    text: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "file").write_text("")
+    changes = {"data.cache_dir": tmp_path / "file/cache", "train.batch_size": 10**9}
+    assert main(["doctor", *line(tmp_path / "file/run", text, changes)]) == 1
+    out = printed(capsys)
+    assert "problem run.dir: " in out and "problem data.cache_dir: " in out
+    assert "problem settings and data: " in out and "3 problems." in out
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_a_problem(
+    text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 0, 10))
+    assert main(["doctor", *line(tmp_path / "run", text)]) == 1
+    assert "problem disk space: 101 checkpoints of" in printed(capsys)
+
+
+def test_a_kernel_that_is_wrong_on_this_device_is_a_problem(
+    text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = kernels.KERNELS["blocked"]
+    wrong = dataclasses.replace(right, run=lambda *given: 1.1 * right.run(*given))
+    monkeypatch.setitem(kernels.KERNELS, "blocked", wrong)
+    changes = {"model.attention_kernel": "blocked"}
+    assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
+    out = printed(capsys)
+    assert "problem attention: attention kernel 'blocked' is wrong on this device" in out
