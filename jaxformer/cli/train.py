@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.cli.streams import lasting
 from jaxformer.training import signals
 
 
@@ -17,6 +16,7 @@ class TrainArguments(ConfigArguments):
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
     with signals.importing():
+        from jaxformer.cli.streams import lasting
         from jaxformer.runs.out_of_memory import OutOfMemory
         from jaxformer.runs.run import train
         from jaxformer.training.loop import Diverged, Interrupted

@@ -10,10 +10,10 @@ from jaxformer.evaluation import Evaluation
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE
 from jaxformer.runs.setup import RunSetup
-from jaxformer.training.nonfinite import SkipSteps
+from jaxformer.training.loop import is_finite
 from jaxformer.training.state import TrainState
 
-SKIPPED = "skipped_steps"
+SKIPPED_STEPS = "skipped_steps"
 
 
 class Logged(NamedTuple):
@@ -30,7 +30,7 @@ def logged_before(run_dir: str, step: int) -> Logged:
         return Logged({}, 0)
     lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
     evaluations = [line for line in lines if "val_loss" in line and line["step"] == step]
-    skipped = max((line.get(SKIPPED, 0) for line in lines), default=0)
+    skipped = max((line.get(SKIPPED_STEPS, 0) for line in lines), default=0)
     return Logged(evaluations[-1] if evaluations else {}, skipped)
 
 
@@ -38,16 +38,10 @@ class MetricLogger:
     """Called with the metrics of each step and of each evaluation; `evaluation` is the last one."""
 
     def __init__(
-        self,
-        setup: RunSetup,
-        first: int,
-        log: MetricsLog,
-        progress: ProgressBar,
-        evaluation: Evaluation,
-        skips: SkipSteps,
+        self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar, before: Logged
     ) -> None:
         self.setup, self.log, self.progress = setup, log, progress
-        self.evaluation, self._skips, self._told = evaluation, skips, skips.skipped
+        self.evaluation, self._skipped = before
         self._logged_to, self._seconds = first, 0.0
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
@@ -58,12 +52,12 @@ class MetricLogger:
             return
         self._seconds += metrics["step_seconds"]
         settings = self.setup.run.train
-        skipped = self._skips.skipped > self._told
+        skipped = settings.on_nan == "skip" and not is_finite(metrics)
         if skipped:
-            self._told = self._skips.skipped
+            self._skipped += 1
             self.progress.log(
-                f"WARNING: step {step} is not finite and was skipped ({self._told} of at most"
-                f" {self._skips.limit}): loss {float(metrics['loss'])}, gradient norm"
+                f"WARNING: step {step} is not finite and was skipped ({self._skipped} of at most"
+                f" {settings.nan_limit}): loss {float(metrics['loss'])}, gradient norm"
                 f" {float(metrics['grad_norm'])}."
             )
         if skipped or step == 1 or step % settings.log_every == 0 or step == settings.steps:
@@ -80,8 +74,8 @@ class MetricLogger:
             "tokens": step * tokens,
             "tokens_per_second": (step - self._logged_to) * tokens / seconds,
         }
-        if self._told:
-            values[SKIPPED] = self._told
+        if self._skipped:
+            values[SKIPPED_STEPS] = self._skipped
         if self.setup.peak is not None:
             values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
         self._logged_to, self._seconds = step, 0.0

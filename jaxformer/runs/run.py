@@ -19,16 +19,14 @@ from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
-from jaxformer.runs.device import prove_kernel
-from jaxformer.runs.directory import ROLLBACKS, is_begun, lock, profile_dir, release
+from jaxformer.runs.directory import is_begun, lock, profile_dir, release
 from jaxformer.runs.metric_logger import MetricLogger, logged_before
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.setup import RunSetup, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, batches_of, first_state, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.loop import Advance, Diverged, Hook, fit
-from jaxformer.training.nonfinite import SkipSteps
 from jaxformer.training.signals import doing
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch, Metrics
@@ -121,10 +119,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             if platform(setup.mesh) != "cpu":
                 programs.result()
             for length in lengths:
-                with memory_of("the check of the attention kernel"):
-                    proof = prove_kernel(setup.runs[length], setup.mesh)
-                if proof:
-                    log(proof)
+                _prove_kernel(setup, length, log)
             return programs
 
         # The newest checkpoint may prove unreadable, so compilation starts from the oldest.
@@ -143,6 +138,17 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             return state, {}
         programs = programs or compile_from(int(state.step))
         return state, programs.result()
+
+
+def _prove_kernel(setup: RunSetup, length: int, log: Log) -> None:
+    """Checks the attention kernel for rows of a length, unless it is what kernels are compared
+    with."""
+    if setup.runs[length].model.attention_kernel == "xla":
+        return
+    from jaxformer.runs.device import prove_kernel
+
+    with memory_of("the check of the attention kernel"):
+        log(prove_kernel(setup.runs[length], setup.mesh))
 
 
 def _trained(
@@ -166,9 +172,11 @@ def _steps(
     `began` is the `time.monotonic()` from which the log counts its seconds.
     """
     settings, first, shown = setup.run.train, int(state.step), setup.run.run.progress
-    before = logged_before(setup.run.run.dir, first)
-    skips = SkipSteps(settings.nan_limit, before.skipped)
-    hooks: list[Hook] = [skips] if settings.on_nan == "skip" else []
+    before, hooks = logged_before(setup.run.run.dir, first), list[Hook]()
+    if settings.on_nan == "skip":
+        from jaxformer.training.nonfinite import SkipSteps
+
+        hooks.append(SkipSteps(settings.nan_limit, before.skipped))
     if jax.process_index():
         step = StepByLength(setup, first, programs, _ignore)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks), {}
@@ -177,7 +185,7 @@ def _steps(
         MetricsLog(setup.run.run.dir, first, began) as metrics_log,
     ):
         step = StepByLength(setup, first, programs, _ignore if shown == "none" else progress.log)
-        logger = MetricLogger(setup, first, metrics_log, progress, before.evaluation, skips)
+        logger = MetricLogger(setup, first, metrics_log, progress, before)
         hooks.append(logger)
         state = _fit(setup, state, step, checkpoints, before.evaluation, hooks)
         return state, logger.evaluation
@@ -212,22 +220,13 @@ def _fit(
         return fit(
             advance,
             state,
-            _batches(setup),
+            batches_of(setup),
             steps=settings.steps,
             evaluate=evaluate if heldout else None,
             evaluate_every=settings.eval_every,
             checkpoints=checkpoints,
             hooks=hooks,
         )
-
-
-def _batches(setup: RunSetup) -> Any:
-    """The batches by step, from which a rollback takes some."""
-    if not (Path(setup.run.run.dir) / ROLLBACKS).is_file():
-        return setup.batches
-    from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks
-
-    return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
 
 
 def is_evaluated(step: int, train: TrainConfig) -> bool:
