@@ -2,6 +2,7 @@
 translations."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,16 @@ def run(arguments: Sequence[str]) -> int:
     if asked.beams:
         _translate(asked)
     place = (asked.path, asked.validation, asked.step)
-    print(told(evaluate_run(*place, asked.objective, cache_dir=asked.cache_dir)))
-    return 0
+    found = evaluate_run(*place, asked.objective, cache_dir=asked.cache_dir)
+    print(told(found))
+    if math.isfinite(found["val_loss"]):
+        return 0
+    print(
+        f"not finite: the loss of {asked.path} is {found['val_loss']}; evaluate an earlier"
+        " checkpoint with --step.",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def told(found: dict[str, float]) -> str:
