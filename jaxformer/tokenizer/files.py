@@ -2,7 +2,6 @@
 special tokens."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,7 +161,7 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
     from jaxformer.tokenizer.bounds import check_bounds
 
     remedy = "set tokenizer.path to a tokenizer.json"
-    if not os.path.lexists(file):
+    if not file.exists():
         raise missing(file)
     text = read_text(file, remedy)
     check_bounds(parse_object(text, str(file), remedy), file)
