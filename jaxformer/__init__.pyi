@@ -17,6 +17,7 @@ from .runs.run import Result, train
 from .settings import ConfigError
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit
+from .training.nonfinite import SkipSteps
 from .training.profile import Profile
 from .training.state import TrainState, init_state
 from .training.step import make_step
@@ -32,6 +33,7 @@ __all__ = [
     "Profile",
     "Result",
     "RunConfig",
+    "SkipSteps",
     "TrainState",
     "adapt",
     "attention_maps",

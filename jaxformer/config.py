@@ -145,6 +145,9 @@ class DataConfig(Section):
     skip omits them."""
     cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
     """Directory in which tokenized text is stored and found again."""
+    verify: Volatile[Literal["first", "always"]] = "first"
+    """When stored tokens are compared with their checksums: first compares each file when a process
+    first reads it, always compares all files before the first step."""
     prefetch: Volatile[Annotated[int, Bounds(0, most=1024)]] = 2
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 

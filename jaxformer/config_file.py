@@ -172,6 +172,11 @@ def check(config: RunConfig) -> RunConfig:
             f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"
             f" train.steps={config.train.steps}: name steps of the run."
         )
+    if config.train.on_nan == "rollback" and data.length_warmup:
+        problems.append(
+            "train.on_nan='rollback' moves batches to other steps, and data.length_warmup sets the"
+            " length of rows by the step: choose train.on_nan=skip, or no data.length_warmup."
+        )
     trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)
     if trained and 0 < model.vocab_size < tokenizer.vocab_size:
         problems.append(

@@ -1,7 +1,7 @@
 """The settings of training and of the device mesh."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxformer.settings import (
     Bounds,
@@ -46,6 +46,11 @@ class TrainConfig(Section):
     keep_best: Volatile[Natural] = 0
     """Number of checkpoints kept for the lowest validation loss, of those saved at a step with an
     evaluation."""
+    on_nan: Volatile[Literal["stop", "skip", "rollback"]] = "stop"
+    """What follows a step whose loss or gradient is not finite, whose update is never applied: stop
+    ends the run, skip goes on, rollback goes on after that batch from the newest checkpoint."""
+    nan_limit: Volatile[Count] = 10
+    """Number of skipped steps, or of rollbacks, after which the next one ends the run."""
 
     def conflicts(self) -> list[str]:
         if self.batch_size % self.microbatches:

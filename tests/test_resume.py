@@ -85,7 +85,7 @@ def test_a_run_asked_to_stop_saves_at_once_and_continues_bitwise(
     process = launch(arguments)
     wait_until(lambda: lines_logged(run_dir) >= 3, process)
     process.terminate()
-    _, error = finish(process, 130)
+    _, error = finish(process, 143)
     assert "saved; the same command continues" in error and "Traceback" not in error
     (step,) = saved(run_dir)
     assert 3 <= step < STEPS and logged(run_dir)[-1]["step"] == step

@@ -1,8 +1,10 @@
 """`jaxformer convert SOURCE TARGET`: a run to a Hugging Face model directory, or such a directory
 to a run."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
     from jaxformer.loading import Loaded
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
+UNFINISHED = ".unfinished"  # in a target while it is written
+# What a conversion writes, besides.
+WRITTEN_NAMES = (
+    "checkpoints",
+    "config.json",
+    "data.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "model.tmp",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "*.tmp",
+)
 SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -53,14 +68,53 @@ def run(arguments: Sequence[str]) -> int:
     if asked.verify:
         require_transformers()
     to_run, target = is_pretrained(asked.source), asked.target
+    _require_empty(target)
+    model = load(asked.source, asked.step)
+    with _whole_or_empty(target):
+        if to_run:
+            _write_run(model, asked)
+        else:
+            _write_pretrained(model, asked, limit)
+    return _verified(model, asked.source if to_run else target, asked) if asked.verify else 0
+
+
+def _require_empty(target: Path) -> None:
+    """Raises ConfigError unless the target is new, empty, or holds only what a conversion that was
+    killed has left, which is then removed."""
+    if target.is_dir() and (target / UNFINISHED).is_file():
+        _remove_written(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: choose a new directory.")
-    model = load(asked.source, asked.step)
-    if to_run:
-        _write_run(model, asked)
-    else:
-        _write_pretrained(model, asked, limit)
-    return _verified(model, asked.source if to_run else target, asked) if asked.verify else 0
+
+
+@contextlib.contextmanager
+def _whole_or_empty(target: Path) -> Iterator[None]:
+    """Marks the target as unfinished in this block, and removes what an error or a signal has left
+    of it."""
+    new = not target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / UNFINISHED).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written ({error.strerror}): choose another directory."
+        ) from error
+    try:
+        yield
+        (target / UNFINISHED).unlink()
+    except BaseException:
+        _remove_written(target)
+        if new:
+            with contextlib.suppress(OSError):
+                target.rmdir()
+        raise
+
+
+def _remove_written(target: Path) -> None:
+    for entry in target.iterdir():
+        if entry.name != UNFINISHED and any(map(entry.match, WRITTEN_NAMES)):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    (target / UNFINISHED).unlink()  # last, so that what is killed here is finished later
 
 
 def _write_run(model: "Loaded", asked: ConvertArguments) -> None:

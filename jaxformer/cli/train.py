@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.cli.streams import lasting
 from jaxformer.training import signals
 
 
@@ -18,6 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
     with signals.importing():
         from jaxformer.checkpoints import NotSaved
+        from jaxformer.cli.streams import lasting
         from jaxformer.runs.out_of_memory import OutOfMemory
         from jaxformer.runs.run import train
         from jaxformer.training.loop import Diverged, Interrupted

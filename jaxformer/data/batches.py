@@ -45,7 +45,8 @@ class Batches:
         # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
         # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
-        made = rows.order(order, batch_size).random_map(rows.row, seed=chance)
+        self._order, self._batch_size = rows.order(order, batch_size), batch_size
+        made = self._order.random_map(rows.row, seed=chance)
         made = made[process_index::process_count]
         # Without drop_remainder grain divides the endless length, sys.maxsize, as a float: a batch
         # of one row then overflows. No step is near enough to that length to have a remainder.
@@ -56,6 +57,11 @@ class Batches:
     def __getitem__(self, step: int) -> NumpyBatch:
         batch: NumpyBatch = self._dataset[step]
         return batch
+
+    def row_numbers(self, step: int) -> list[int]:
+        """The rows of the data, numbered from 0, of which the global batch of a step is made."""
+        first = step * self._batch_size
+        return [int(self._order[number]) for number in range(first, first + self._batch_size)]
 
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
         """The batches from step `start` on, `data.prefetch` of them made ahead on a thread."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxformer.config import DataConfig
-from jaxformer.data.rows import NumpyBatch, Rows, padded
+from jaxformer.data.rows import NumpyBatch, Rows, numbered, padded
 from jaxformer.data.store import TokenStore
 
 
@@ -92,11 +92,6 @@ class BestFitRows(Rows):
         if begin:
             return self.store.read(begin - 1, end)
         return np.concatenate([self._end, self.store.read(0, end)])
-
-
-def numbered(sizes: list[int]) -> np.ndarray:
-    """The segments of pieces of these sizes, from 1: int32 [sum of sizes]."""
-    return np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

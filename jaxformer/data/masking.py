@@ -3,8 +3,7 @@
 import numpy as np
 
 from jaxformer.config import DataConfig
-from jaxformer.data.best_fit import BestFit, numbered
-from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
+from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, numbered, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
 
@@ -40,8 +39,11 @@ class MaskedRows(TextRows):
         self.cls, self.sep, self.mask = (
             np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask")
         )
-        self._fit = BestFit(store.ends(), size) if data.packing == "best_fit" else None
-        if self._fit:
+        self._fit = None
+        if data.packing == "best_fit":
+            from jaxformer.data.best_fit import BestFit
+
+            self._fit = BestFit(store.ends(), size)
             self.window, self.filled = 0, (self._fit.filled * size + 2) / self.length
         self.ordinary = tokenizer.ordinary()
         self.may_hide = np.zeros(tokenizer.vocab_size, bool)

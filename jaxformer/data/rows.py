@@ -85,6 +85,11 @@ class Rows(abc.ABC):
         return grain.MapDataset.range(len(self)).shuffle(seed=seed).repeat()
 
 
+def numbered(sizes: list[int]) -> np.ndarray:
+    """The segments of pieces of these sizes, from 1: int32 [sum of sizes]."""
+    return np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
+
+
 class TextRows(Rows):
     """Rows cut from a store, in order: row i reads `window` tokens from place i `stride` on, the
     last one maybe fewer."""

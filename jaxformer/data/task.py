@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.best_fit import BestFitRows
 from jaxformer.data.rows import CausalRows, RowFormat, Rows
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.store import TokenStore
@@ -20,6 +19,8 @@ def causal_rows(
 ) -> Rows:
     """Rows in which every token but the first is a target once, packed as data.packing says."""
     if data.packing == "best_fit":
+        from jaxformer.data.best_fit import BestFitRows
+
         return BestFitRows(store, data, tokenizer.end_token)
     return CausalRows(store, data)
 

@@ -1,6 +1,5 @@
 """The check that the attention kernel of a run is right on its device."""
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -24,14 +23,6 @@ from jaxformer.training.state import compiler_options, on_mesh
 REFERENCE_BYTES = 2**30
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
-
-
-def with_rows_of(run: RunConfig, length: int) -> RunConfig:
-    """`run` with rows of `length` tokens, and as many tokens per step as before."""
-    rows = run.train.batch_size * run.data.sequence_length // length
-    data = dataclasses.replace(run.data, sequence_length=length)
-    train = dataclasses.replace(run.train, batch_size=rows)
-    return dataclasses.replace(run, data=data, train=train)
 
 
 def prove_kernel(run: RunConfig, mesh: Mesh) -> str:

@@ -22,6 +22,7 @@ from jaxformer.files import read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 
 LOCK = ".lock"
+ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 
 
 @contextlib.contextmanager

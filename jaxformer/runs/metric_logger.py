@@ -1,29 +1,47 @@
 """The hook of a run that writes metrics.jsonl and moves the progress bar."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxformer.evaluation import Evaluation
-from jaxformer.report import MetricsLog, ProgressBar
+from jaxformer.report import MetricsLog, ProgressBar, read_metrics
+from jaxformer.report.metrics import FILE
 from jaxformer.runs.setup import RunSetup
+from jaxformer.training.loop import is_finite
 from jaxformer.training.state import TrainState
+
+SKIPPED_STEPS = "skipped_steps"
+
+
+class Logged(NamedTuple):
+    """What a run logged up to a step: the last evaluation after that step ({} without one), and
+    the number of steps that it skipped."""
+
+    evaluation: Evaluation
+    skipped: int
+
+
+def logged_before(run_dir: str, step: int) -> Logged:
+    """What metrics.jsonl says of a run that continues after `step`."""
+    if not step or not (Path(run_dir) / FILE).is_file():
+        return Logged({}, 0)
+    lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
+    evaluations = [line for line in lines if "val_loss" in line and line["step"] == step]
+    skipped = max((line.get(SKIPPED_STEPS, 0) for line in lines), default=0)
+    return Logged(evaluations[-1] if evaluations else {}, skipped)
 
 
 class MetricLogger:
     """Called with the metrics of each step and of each evaluation; `evaluation` is the last one."""
 
     def __init__(
-        self,
-        setup: RunSetup,
-        first: int,
-        log: MetricsLog,
-        progress: ProgressBar,
-        evaluation: Evaluation,
+        self, setup: RunSetup, first: int, log: MetricsLog, progress: ProgressBar, before: Logged
     ) -> None:
         self.setup, self.log, self.progress = setup, log, progress
-        self.evaluation = evaluation
+        self.evaluation, self._skipped = before
         self._logged_to, self._seconds = first, 0.0
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
@@ -34,7 +52,15 @@ class MetricLogger:
             return
         self._seconds += metrics["step_seconds"]
         settings = self.setup.run.train
-        if step == 1 or step % settings.log_every == 0 or step == settings.steps:
+        skipped = settings.on_nan == "skip" and not is_finite(metrics)
+        if skipped:
+            self._skipped += 1
+            self.progress.log(
+                f"WARNING: step {step} is not finite and was skipped ({self._skipped} of at most"
+                f" {settings.nan_limit}): loss {float(metrics['loss'])}, gradient norm"
+                f" {float(metrics['grad_norm'])}."
+            )
+        if skipped or step == 1 or step % settings.log_every == 0 or step == settings.steps:
             self._log(step, metrics)
         else:
             self.progress.update(step)
@@ -48,6 +74,8 @@ class MetricLogger:
             "tokens": step * tokens,
             "tokens_per_second": (step - self._logged_to) * tokens / seconds,
         }
+        if self._skipped:
+            values[SKIPPED_STEPS] = self._skipped
         if self.setup.peak is not None:
             values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
         self._logged_to, self._seconds = step, 0.0

@@ -26,7 +26,7 @@ from jaxformer.plan.abstract import run_loss
 from jaxformer.report import read_metrics
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.run import compile_step
-from jaxformer.runs.setup import RunSetup, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, batches_of, first_state, make_setup
 from jaxformer.settings import Log
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, gradients
@@ -84,7 +84,7 @@ def replay(path: str | Path, step: int, log: Log, mesh: Mapping[str, int] | None
         )
     state = _state_before(setup, step, log)
     begun = int(state.step)
-    programs: dict[int, Any] = {}
+    programs, batches = dict[int, Any](), batches_of(setup)
 
     def advance(state: TrainState, number: int, batch: Batch) -> tuple[TrainState, Any]:
         length = setup.length(number)
@@ -93,8 +93,8 @@ def replay(path: str | Path, step: int, log: Log, mesh: Mapping[str, int] | None
         return programs[length](state, place_batch(batch, setup.mesh))  # type: ignore[no-any-return]
 
     for number in range(begun, step - 1):
-        state, _ = advance(state, number, setup.batches[number])
-    batch = setup.batches[step - 1]
+        state, _ = advance(state, number, batches[number])
+    batch = batches[step - 1]
     norms = gradient_norms(setup, state, batch)  # before the step, which donates the state
     nats = _nats(setup, state, batch)
     _, metrics = advance(state, step - 1, batch)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import RunConfig, TrainConfig
@@ -19,16 +19,15 @@ from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
-from jaxformer.report.metrics import FILE
-from jaxformer.runs.device import prove_kernel
+from jaxformer.report.format import escaped
 from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
-from jaxformer.runs.metric_logger import MetricLogger
+from jaxformer.runs.metric_logger import MetricLogger, logged_before
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.setup import RunSetup, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, batches_of, first_state, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
-from jaxformer.training.loop import Advance, fit
+from jaxformer.training.loop import Advance, Diverged, Hook, fit
 from jaxformer.training.signals import doing
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch, Metrics
@@ -74,9 +73,14 @@ def train(run: RunConfig) -> Result:
                 state, programs = _begin(setup, checkpoints, log)
                 claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 with doing("between two steps; the same command continues."):
-                    state, last = _steps(setup, state, programs, checkpoints, begin)
+                    state, last = _trained(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
                 raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
+        if not math.isfinite(last.get("val_loss", 0.0)):
+            raise Diverged(
+                f"all {run.train.steps} steps are done and saved, but the validation loss is"
+                f" {last['val_loss']}: the model or its validation data is of no use."
+            )
         if jax.process_index() == 0:
             from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
 
@@ -139,10 +143,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             if platform(setup.mesh) != "cpu":
                 programs.result()
             for length in lengths:
-                with memory_of("the check of the attention kernel"):
-                    proof = prove_kernel(setup.runs[length], setup.mesh)
-                if proof:
-                    log(proof)
+                _prove_kernel(setup, length, log)
             return programs
 
         # The newest checkpoint may prove unreadable, so compilation starts from the oldest.
@@ -163,6 +164,31 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
         return state, programs.result()
 
 
+def _prove_kernel(setup: RunSetup, length: int, log: Log) -> None:
+    """Checks the attention kernel for rows of a length, unless it is what kernels are compared
+    with."""
+    if setup.runs[length].model.attention_kernel == "xla":
+        return
+    from jaxformer.runs.device import prove_kernel
+
+    with memory_of("the check of the attention kernel"):
+        log(prove_kernel(setup.runs[length], setup.mesh))
+
+
+def _trained(
+    setup: RunSetup, state: TrainState, programs: Programs, checkpoints: Checkpoints, began: float
+) -> tuple[TrainState, Evaluation]:
+    """`_steps`, and again after each rollback."""
+    log: Log = _ignore if setup.run.run.progress == "none" else _print
+    while True:
+        try:
+            return _steps(setup, state, programs, checkpoints, began)
+        except Diverged as error:
+            from jaxformer.runs.diverged import recovered
+
+            state = recovered(setup, error, checkpoints, log)
+
+
 def _steps(
     setup: RunSetup, state: TrainState, programs: Programs, checkpoints: Checkpoints, began: float
 ) -> tuple[TrainState, Evaluation]:
@@ -171,24 +197,23 @@ def _steps(
     `began` is the `time.monotonic()` from which the log counts its seconds.
     """
     settings, first, shown = setup.run.train, int(state.step), setup.run.run.progress
-    before = evaluation_at(setup.run.run.dir, first) if first else {}
+    before, hooks = logged_before(setup.run.run.dir, first), list[Hook]()
+    if settings.on_nan == "skip":
+        from jaxformer.training.nonfinite import SkipSteps
+
+        hooks.append(SkipSteps(settings.nan_limit, before.skipped))
     if jax.process_index():
         step = StepByLength(setup, first, programs, _ignore)
-        return _fit(setup, state, step, checkpoints, not before), {}
+        return _fit(setup, state, step, checkpoints, before.evaluation, hooks), {}
     with (
         ProgressBar(settings.steps, first, shown) as progress,
         MetricsLog(setup.run.run.dir, first, began) as metrics_log,
     ):
         step = StepByLength(setup, first, programs, _ignore if shown == "none" else progress.log)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
-        return _fit(setup, state, step, checkpoints, not before, logger), logger.evaluation
-
-
-def evaluation_at(run_dir: str, step: int) -> Evaluation:
-    """The last logged evaluation after a step; {} where there is none."""
-    lines = read_metrics(run_dir) if (Path(run_dir) / FILE).is_file() else []
-    found = [line for line in lines if "val_loss" in line and line["step"] == step]
-    return found[-1] if found else {}
+        hooks.append(logger)
+        state = _fit(setup, state, step, checkpoints, before.evaluation, hooks)
+        return state, logger.evaluation
 
 
 def _fit(
@@ -196,11 +221,11 @@ def _fit(
     state: TrainState,
     step: "StepByLength",
     checkpoints: Checkpoints,
-    unevaluated: bool,
-    *hooks: MetricLogger,
+    before: Evaluation,
+    hooks: list[Hook],
 ) -> TrainState:
-    """`fit`. The evaluation of the first state, where it is due and `unevaluated` because a signal
-    cut it short, is made first."""
+    """`fit`. The evaluation of the first state, where it is due and not made `before` because a
+    signal cut it short, is made first."""
     settings, heldout = setup.run.train, setup.heldout
     token_bytes = bytes_of_targets(setup.corpus)
     evaluation = make_evaluation(setup.corpus.task.name, setup.run.model, token_bytes)
@@ -211,10 +236,7 @@ def _fit(
         with memory_of(f"the evaluation after step {step.done}"):
             return evaluation(params, itertools.islice(heldout or (), limit or None))
 
-    due = heldout is not None and unevaluated and is_evaluated(step.done, settings)
-    if jax.process_count() > 1:  # the first process has the log
-        due = bool(multihost_utils.broadcast_one_to_all(due))
-    if due:
+    if heldout and not before and is_evaluated(step.done, settings):
         with doing(f"in the evaluation after step {step.done}; the same command makes it."):
             found = evaluate(state.params)
         for hook in hooks:
@@ -223,7 +245,7 @@ def _fit(
         return fit(
             advance,
             state,
-            setup.batches,
+            batches_of(setup),
             steps=settings.steps,
             evaluate=evaluate if heldout else None,
             evaluate_every=settings.eval_every,
@@ -291,7 +313,7 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)
+    print(escaped(text), flush=True)
 
 
 def _ignore(text: str) -> None:

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +23,9 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
-from jaxformer.plan.abstract import step_of, with_kernel
+from jaxformer.plan.abstract import step_of, with_kernel, with_rows_of
 from jaxformer.report import human_bytes
-from jaxformer.runs.device import with_rows_of
-from jaxformer.runs.directory import check_data
+from jaxformer.runs.directory import ROLLBACKS, check_data
 from jaxformer.runs.out_of_memory import memory_of
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
@@ -142,6 +142,15 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         asked=run,
         record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels),
     )
+
+
+def batches_of(setup: RunSetup) -> Any:
+    """The batches by step, from which a rollback takes some."""
+    if not (Path(setup.run.run.dir) / ROLLBACKS).is_file():
+        return setup.batches
+    from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks
+
+    return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
 
 
 def first_state(setup: RunSetup, log: Log) -> TrainState:

@@ -135,3 +135,114 @@ def test_a_signal_while_importing(program: list[str], tmp_path: Path) -> None:
     error = stopped(process, signal.SIGINT, lambda: "libjax_common" in maps.read_text())
     assert "interrupted: stopped by SIGINT" in error
     assert not (tmp_path / "run/config.json").exists()
+
+
+@fault(
+    "while a checkpoint is written",
+    "The save is finished. Continued, the run is the uninterrupted one.",
+)
+def test_a_signal_in_a_save(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected, text = reference(tmp_path_factory)
+    run_dir = tmp_path / "run"
+    arguments = line(run_dir, text, {"train.checkpoint_every": 1})
+
+    def is_saving() -> bool:
+        return lines_logged(run_dir) > 4 and any(run_dir.glob("checkpoints/*tmp*"))
+
+    stopped(launch(arguments), signal.SIGTERM, is_saving)
+    assert not any(run_dir.glob("checkpoints/*tmp*"))
+    assert logged(run_dir)[-1]["step"] == max(saved(run_dir)) < STEPS
+    finish(launch(arguments))
+    assert_same_run(run_dir, expected)
+
+
+@fault(
+    "while the sample at the end is made", "All steps are saved. The same command makes the sample."
+)
+def test_a_signal_in_the_sample(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, text = reference(tmp_path_factory)
+    run_dir = tmp_path / "run"
+    changes = {"model.max_length": 30_000, "run.sample_tokens": 29_000, "train.steps": 4}
+    arguments = line(run_dir, text, changes)
+
+    def is_saved() -> bool:
+        return saved(run_dir) == [4] and not any(run_dir.glob("checkpoints/*tmp*"))
+
+    process = launch(arguments)
+    wait_until(is_saved, process)
+    time.sleep(0.5)
+    error = stopped(process, signal.SIGTERM, lambda: True)
+    assert "after the last step, which is saved; the same command shows the sample" in error
+    assert saved(run_dir) == [4] and "val_loss" in logged(run_dir)[-1]
+
+
+@fault(
+    "while text is tokenized, in train.py or `jaxformer prepare`",
+    "What is half written is dropped or continued. The same command goes on.",
+)
+@pytest.mark.parametrize("command", ["train", pytest.param("prepare", marks=pytest.mark.faults)])
+def test_a_signal_while_data_is_prepared(command: str, tmp_path: Path) -> None:
+    text, run_dir, cache = tmp_path / "text.txt", tmp_path / "run", tmp_path / "cache"
+    text.write_text(write_text(tmp_path / "part.txt", documents=2000).read_text() * 40)
+    changes = {"data.cache_dir": cache, "train.steps": 2, "data.validation": tmp_path / "part.txt"}
+    arguments = line(run_dir, text, changes | {"train.eval_batches": 2})
+    program = [sys.executable, "-m", "jaxformer", command, *arguments]
+
+    def start() -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(program, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+    error = stopped(start(), signal.SIGTERM, lambda: any(cache.glob("stores/**/*.tmp*")))
+    assert "the same command" in error or command == "prepare"
+    assert not any(cache.glob("stores/**/*.tmp*"))
+    finish(start())
+
+
+@fault("in `jaxformer convert`", "The target is empty or gone, and the same command writes it.")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_signal_in_convert(
+    number: signal.Signals, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected, _ = reference(tmp_path_factory)
+    target = tmp_path / "model"
+    slow = "import time; from jaxformer.interop import shards; write = shards.save_file\n"
+    slow += "def save(*a): write(*a); time.sleep(60)\n"
+    slow += "shards.save_file = save\n"
+    run = "import sys; from jaxformer.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["convert", str(expected), str(target)]
+
+    def start(code: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        line = [sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(line, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+    process = start(slow + run)
+    wait_until(lambda: any(target.glob("model.tmp/*.safetensors")), process)
+    process.send_signal(number)
+    _, error = finish(process, 143 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert "Traceback" not in error and target.exists() is (number == signal.SIGKILL)
+    finish(start(run))
+    assert (target / "config.json").is_file() and not (target / ".unfinished").exists()
+
+
+@fault("that comes again after a second", "The process ends at once, as by SIGKILL.")
+def test_a_second_signal_ends_at_once() -> None:
+    code = (
+        "import time; from jaxformer.training.signals import current, guarded\n"
+        "def run():\n"
+        "    with current().hold():\n"
+        "        print('held', flush=True); time.sleep(2); print('here', flush=True)\n"
+        "        time.sleep(60)\n"
+        "guarded(run)"
+    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    for _ in range(2):  # as `timeout` sends it to a process and to its group
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.stdout.readline() == "here\n"
+    error = stopped(process, signal.SIGTERM, lambda: True)
+    assert "stopped at once by a second signal" in error

@@ -1,0 +1,112 @@
+"""What is not finite in a step: its rows, activations by layer and gradients by leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.files import first_of
+from jaxformer.layers.capture import Request
+from jaxformer.mesh import place_batch
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import hidden
+from jaxformer.params import dotted, rows
+from jaxformer.plan.abstract import run_loss
+from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, shift
+from jaxformer.runs.setup import RunSetup
+from jaxformer.training.loop import Diverged
+from jaxformer.training.state import TrainState, mesh_of, on_mesh
+from jaxformer.training.step import gradients
+
+SHOWN = 6
+
+
+def diagnosis(setup: RunSetup, error: Diverged) -> str:
+    """Lines about the step of an error, which is run again with the newest parameters, those of
+    `error.state`: the rows of its batch, the first activation and the leaves of the gradient that
+    are not finite."""
+    rollbacks, step = read_rollbacks(setup.run.run.dir), error.step - 1
+    numbers = setup.batches.row_numbers(step + shift(rollbacks, step))
+    lines = [f"its batch: rows {', '.join(map(str, numbers))} of the training data"]
+    if error.state is None:
+        return _indented(lines)
+    batch = place_batch(ShiftedBatches(setup.batches, rollbacks)[step], setup.mesh)
+    try:
+        with on_mesh(mesh_of(error.state)):
+            bad = _bad_leaves(setup, jax.device_get(_are_finite(setup, error.state.params)))
+            lines += [f"parameters that are not finite: {bad}"] if bad else []
+            lines.append(_activations(setup, error.state, batch, step))
+            lines.append(_gradients(setup, error.state, batch, step))
+    except Exception as again:  # the error that is examined must not be hidden by another
+        told = " ".join(str(again).split())[:200]
+        lines.append(f"the step cannot be run again ({type(again).__name__}: {told})")
+    return _indented(lines)
+
+
+def _indented(lines: list[str]) -> str:
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _are_finite(setup: RunSetup, tree: Any) -> Any:
+    """For each leaf whether it is finite: a scalar, or of a stack of layers [L]."""
+    stacked = {path for path, spec in rows(setup.specs).items() if "layers" in spec.axes[:1]}
+
+    def finite(path: Any, leaf: jax.Array) -> jax.Array:
+        inside = range(int(dotted(path) in stacked), leaf.ndim)
+        return jnp.isfinite(leaf).all(tuple(inside))
+
+    return jax.tree.map_with_path(finite, tree)
+
+
+def _bad_leaves(setup: RunSetup, finite: Any) -> str:
+    """The leaves that are not finite, each with its layers (of its own stack, counted from 0)."""
+    found = []
+    for path, value in jax.tree.leaves_with_path(finite):
+        layers = [str(layer) for layer in np.flatnonzero(~np.atleast_1d(value))]
+        if layers:
+            where = f" (layers {', '.join(layers)} of {len(value)})" if np.ndim(value) else ""
+            found.append(f"{dotted(path)}{where}")
+    return first_of(found, SHOWN, between="; ")
+
+
+def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
+    run = setup.runs[setup.length(step)]
+    pieces = run.train.microbatches
+
+    @jax.jit
+    def finite(params: Any, piece: Any) -> dict[str, jax.Array]:
+        request = Request(("residual",))
+        _, _, aux = hidden(params, run.model, inputs_of(piece), request=request)
+        return {name: jnp.isfinite(value).all() for name, value in aux.captures.items()}
+
+    def layer(name: str) -> tuple[bool, int]:  # an encoder comes before its decoder
+        stack, number, _ = name.split(".")
+        return stack == "decoder", int(number)
+
+    bad = set[str]()
+    for piece in range(pieces):
+        found = finite(state.params, jax.tree.map(lambda a, m=piece: a[m::pieces], batch))
+        bad |= {name for name, value in found.items() if not value}
+    if not bad:
+        return "activations: all layers are finite (without dropout)"
+    first = min(bad, key=layer)
+    return f"activations: {first} is the first that is not finite, of {len(bad)}"
+
+
+def _gradients(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
+    run, objective = setup.runs[setup.length(step)], setup.corpus.task.name
+
+    @jax.jit
+    def finite(state: TrainState, batch: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(run.run.seed), step)
+        loss = run_loss(run, objective)
+        grads, _ = gradients(loss, state, batch, key, run.train.microbatches)
+        return _are_finite(setup, grads)
+
+    bad = _bad_leaves(setup, jax.device_get(finite(state, batch)))
+    if bad:
+        return f"gradients that are not finite: {bad}"
+    return (
+        f"gradients: the same batch gives finite ones with the parameters of step {int(state.step)}"
+    )

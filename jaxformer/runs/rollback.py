@@ -1,0 +1,93 @@
+"""Rollbacks of a run: after a step that is not finite, the newest checkpoint and the batches after
+the bad one."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.data.rows import NumpyBatch
+from jaxformer.files import read_object, write_text
+from jaxformer.runs.directory import ROLLBACKS
+from jaxformer.runs.setup import RunSetup, first_state
+from jaxformer.settings import ConfigError, Log
+from jaxformer.training.loop import Diverged
+from jaxformer.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """From step `at` on (steps that were done then), batches are taken `skip` later than before."""
+
+    at: int
+    skip: int
+
+
+def read_rollbacks(run_dir: str) -> list[Rollback]:
+    """The rollbacks of a run in their order. Raises ConfigError for a file that was altered."""
+    path = Path(run_dir) / ROLLBACKS
+    if not path.is_file():
+        return []
+    advice = "restore it: without it the run cannot be continued with the batches that it had"
+    entries = read_object(path, advice).get("rollbacks")
+    try:
+        found = [Rollback(**entry) for entry in entries]  # type: ignore[union-attr]
+        if all(type(n) is int and n >= 0 for one in found for n in (one.at, one.skip)):
+            return found
+    except TypeError:
+        pass
+    raise ConfigError(f"{path} holds no list of rollbacks: {advice}.")
+
+
+def shift(rollbacks: list[Rollback], step: int) -> int:
+    """How many batches were left out before the batch of a step, counted from 0."""
+    return sum(rollback.skip for rollback in rollbacks if rollback.at <= step)
+
+
+class ShiftedBatches:
+    """The batches of a run with rollbacks: `batches[step]` is batch step + `shift`."""
+
+    def __init__(self, batches: Any, rollbacks: list[Rollback]) -> None:
+        self._batches, self._rollbacks = batches, rollbacks
+
+    def __getitem__(self, step: int) -> NumpyBatch:
+        batch: NumpyBatch = self._batches[step + shift(self._rollbacks, step)]
+        return batch
+
+    def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
+        """The batches from step `start` on, prepared ahead between two rollbacks."""
+        later = sorted({rollback.at for rollback in self._rollbacks if rollback.at > start})
+        for first, stop in itertools.pairwise([start, *later, None]):
+            ahead = self._batches.iterate(first + shift(self._rollbacks, first))
+            yield from itertools.islice(ahead, None if stop is None else stop - first)
+
+
+def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:
+    """The state of the newest checkpoint, or the first one, after the batch of the bad step was
+    recorded as left out. `error.state` is freed."""
+    run_dir = setup.run.run.dir
+    jax.tree.map(lambda leaf: leaf.delete(), error.state)
+    checkpoints.wait()
+    state = checkpoints.restore(setup.target, log)
+    if state is None:
+        state = first_state(setup, log)
+    rollbacks, at = read_rollbacks(run_dir), int(state.step)
+    bad = error.step - 1  # counted from 0
+    skip = bad + shift(rollbacks, bad) + 1 - (at + shift(rollbacks, at))
+    rollbacks.append(Rollback(at, skip))
+    if jax.process_index() == 0:
+        table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
+        write_text(Path(run_dir) / ROLLBACKS, json.dumps(table, indent=2) + "\n")
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("rollback")
+    log(
+        f"WARNING: {str(error).partition('. ')[0]}. Rolled back to step {at}, and the next {skip}"
+        f" batches are left out (rollback {len(rollbacks)} of at most {setup.run.train.nan_limit})."
+    )
+    return state
