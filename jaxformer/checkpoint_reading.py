@@ -23,7 +23,7 @@ from jaxformer.params import dotted
 from jaxformer.settings import ConfigError, Log
 from jaxformer.versions import versions
 
-FORMAT = 2  # of the manifest; format 1 was the table of shapes and dtypes alone
+MANIFEST_FORMAT = 2  # of the manifest; format 1 was the table of shapes and dtypes alone
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
 
@@ -44,7 +44,12 @@ def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
     """The manifest of a state, with the digests of its arrays; `run` says who saved it."""
     sums = jax.device_get(digests(leaves))
     table = {path: [*row, as_text(sums[path])] for path, row in shapes_of(leaves).items()}
-    manifest = {"format": FORMAT, "run": dict(run), "versions": versions(), "leaves": table}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "run": dict(run),
+        "versions": versions(),
+        "leaves": table,
+    }
     return manifest | {"sha256": _checksum(manifest)}
 
 
@@ -124,10 +129,10 @@ def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
         return {"format": 1, "run": {}, "versions": {}, "leaves": saved}
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
-    if saved["format"] != FORMAT:
+    if saved["format"] != MANIFEST_FORMAT:
         raise ConfigError(
             f"the checkpoint {place} was saved by jaxformer {saved['versions']['jaxformer']}, whose"
-            f" manifest has format {saved['format']}; this one reads formats 1 to {FORMAT}. Upgrade"
+            f" manifest has format {saved['format']}; this one reads formats 1 to {MANIFEST_FORMAT}. Upgrade"
             " jaxformer to read it."
         )
     return saved
@@ -150,10 +155,10 @@ def read_back(place: Path) -> None:
             for path, row in manifest["leaves"].items()
             if not row[1].startswith("key<")
         }
-        room, wanted = READ_BACK, {}
+        left, wanted = READ_BACK, {}
         for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
-            room -= math.prod(shape.shape) * shape.dtype.itemsize
-            if room >= 0:
+            left -= math.prod(shape.shape) * shape.dtype.itemsize
+            if left >= 0:
                 wanted[path] = shape
         kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in wanted}
         args = ocp.args.PyTreeRestore(wanted, restore_args=kinds, partial_restore=True)

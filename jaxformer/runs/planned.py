@@ -5,11 +5,19 @@ from pathlib import Path
 from jaxformer.config import RunConfig
 from jaxformer.config_file import read_config
 from jaxformer.optim import make_schedule
-from jaxformer.settings import ConfigError
+from jaxformer.settings import ConfigError, Log
 
 JUMP = (
     0.01  # relative change of the learning rate from which a continued run has to be asked for it
 )
+
+
+def check_schedule(run: RunConfig, saved: int, log: Log) -> None:
+    """Says how the schedule of a run has changed whose newest checkpoint is of step `saved`, as
+    `changed_schedule` does."""
+    begun = (Path(run.run.dir) / "config.json").is_file()
+    if begun and saved < run.train.steps and (text := changed_schedule(run, saved)):
+        log(text)
 
 
 def changed_schedule(run: RunConfig, step: int) -> str:

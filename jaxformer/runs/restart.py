@@ -7,7 +7,7 @@ from jaxformer.report import read_metrics
 from jaxformer.settings import ConfigError
 
 # What a run writes into its directory.
-WRITTEN = (
+FILES_OF_A_RUN = (
     *("config.json", "data.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl"),
     *("checkpoints", "loss.png", "profile", "tensorboard"),
 )
@@ -16,7 +16,7 @@ WRITTEN = (
 def move_away(folder: Path) -> None:
     """Moves what a run has written in a directory into a directory there, `before-1` or the next
     free number. Nothing is removed."""
-    found = [name for name in WRITTEN if (folder / name).exists()]
+    found = [name for name in FILES_OF_A_RUN if (folder / name).exists()]
     number = 1
     while (folder / f"before-{number}").exists():
         number += 1

@@ -23,7 +23,7 @@ from jaxformer.report.format import escaped
 from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.metric_logger import MetricLogger, logged_before
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.setup import RunSetup, batches_of, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, batches_of, checkpoints_of, first_state, make_setup
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
@@ -66,10 +66,8 @@ def train(run: RunConfig) -> Result:
         begun = is_begun(run)
         setup = make_setup(run, log)
         log(banner(summary(setup)))
-        with _checkpoints(setup) as checkpoints:
+        with checkpoints_of(setup, log) as checkpoints:
             try:
-                if begun:
-                    _check_schedule(run, checkpoints.steps(), log)
                 state, programs = _begin(setup, checkpoints, log)
                 claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 with doing("between two steps; the same command continues."):
@@ -87,27 +85,6 @@ def train(run: RunConfig) -> Result:
             with doing("after the last step, which is saved; the same command shows the sample."):
                 log(close_run(setup, state.params, last, time.monotonic() - begin))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
-
-
-def _checkpoints(setup: RunSetup) -> Checkpoints:
-    train = setup.run.train
-    identity = {name: value for name, value in setup.record.items() if name != "labels"}
-    return Checkpoints(
-        setup.run.run.dir,
-        train.keep_checkpoints,
-        train.checkpoint_every,
-        keep_every=train.keep_every,
-        keep_best=train.keep_best,
-        run=identity | {"seed": setup.run.run.seed},
-    )
-
-
-def _check_schedule(run: RunConfig, saved: list[int], log: Log) -> None:
-    """Says how the schedule differs from the one planned when the run was last started."""
-    from jaxformer.runs.planned import changed_schedule
-
-    if saved and saved[-1] < run.train.steps and (text := changed_schedule(run, saved[-1])):
-        log(text)
 
 
 def _with_advice(

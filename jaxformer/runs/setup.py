@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer import data
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
@@ -151,6 +152,26 @@ def batches_of(setup: RunSetup) -> Any:
     from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks
 
     return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
+
+
+def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
+    """The checkpoints of a run, which refuse those of another one. Says how the schedule of a run
+    that continues from them has changed; raises ConfigError where it would jump unasked."""
+    train = setup.run.train
+    identity = {name: value for name, value in setup.record.items() if name != "labels"}
+    checkpoints = Checkpoints(
+        setup.run.run.dir,
+        train.keep_checkpoints,
+        train.checkpoint_every,
+        keep_every=train.keep_every,
+        keep_best=train.keep_best,
+        run=identity | {"seed": setup.run.run.seed},
+    )
+    if steps := checkpoints.steps():
+        from jaxformer.runs.planned import check_schedule
+
+        check_schedule(setup.run, steps[-1], log)
+    return checkpoints
 
 
 def first_state(setup: RunSetup, log: Log) -> TrainState:
