@@ -23,7 +23,7 @@ from jaxformer.params import dotted
 from jaxformer.settings import ConfigError, Log
 from jaxformer.versions import versions
 
-MANIFEST_FORMAT = 2  # of the manifest; format 1 was the table of shapes and dtypes alone
+LATEST = 2  # of the manifest; format 1 was the table of shapes and dtypes alone
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
 
@@ -44,12 +44,7 @@ def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
     """The manifest of a state, with the digests of its arrays; `run` says who saved it."""
     sums = jax.device_get(digests(leaves))
     table = {path: [*row, as_text(sums[path])] for path, row in shapes_of(leaves).items()}
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "run": dict(run),
-        "versions": versions(),
-        "leaves": table,
-    }
+    manifest = {"format": LATEST, "run": dict(run), "versions": versions(), "leaves": table}
     return manifest | {"sha256": _checksum(manifest)}
 
 
@@ -115,7 +110,6 @@ def _read(
     sums = jax.device_get(digests(found))
     _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
     return found, True
-    return found
 
 
 def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
@@ -129,10 +123,10 @@ def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
         return {"format": 1, "run": {}, "versions": {}, "leaves": saved}
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
-    if saved["format"] != MANIFEST_FORMAT:
+    if saved["format"] != LATEST:
         raise ConfigError(
             f"the checkpoint {place} was saved by jaxformer {saved['versions']['jaxformer']}, whose"
-            f" manifest has format {saved['format']}; this one reads formats 1 to {MANIFEST_FORMAT}. Upgrade"
+            f" manifest has format {saved['format']}; this one reads formats 1 to {LATEST}. Upgrade"
             " jaxformer to read it."
         )
     return saved
