@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import json
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,39 +23,54 @@ DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
 UNDECODABLE = ("compressed stream", "Error decoding")
 
 
-def quiet_logs() -> None:
-    """Keeps what Orbax's threads log beside an error, which is told by who waits for them, and its
-    advice to save less often from the terminal."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_news)
+@functools.cache
+def quiet_threads() -> None:
+    """Keeps off the terminal what is printed on the threads of Orbax and TensorStore about an error
+    that is raised as well, and Orbax's advice to save less often.
+
+    The first error ends Orbax's event loop, and each callback that comes later fails in its turn.
+    """
+    logging.getLogger("absl").addFilter(_is_news_of_orbax)
+    logging.getLogger("asyncio").addFilter(_is_news_of_asyncio)
+    on_error, on_unraisable = sys.excepthook, sys.unraisablehook
+
+    def report(kind: Any, error: Any, trace: Any) -> None:
+        if not _is_late(error):
+            on_error(kind, error, trace)
+
+    def report_unraisable(found: Any) -> None:
+        if not _is_late(found.exc_value):
+            on_unraisable(found)
+
+    sys.excepthook, sys.unraisablehook = report, report_unraisable
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    repeated = "never retrieved" in text and ("tensorstore" in text.lower() or "OCDBT" in text)
-    return not repeated and "Waiting for previous save" not in text
+def _is_late(error: BaseException | None) -> bool:
+    """Whether a callback came after the end of the event loop that it was for."""
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+
+def _is_news_of_orbax(record: logging.LogRecord) -> bool:
+    return not record.exc_info and "Waiting for previous save" not in record.getMessage()
+
+
+def _is_news_of_asyncio(record: logging.LogRecord) -> bool:
+    text = record.getMessage().lower()
+    return "never retrieved" not in text or not ("tensorstore" in text or "ocdbt" in text)
 
 
 @contextlib.contextmanager
 def quiet_reads() -> Iterator[None]:
-    """Keeps the terminal clean while Orbax reads.
+    """Keeps the terminal clean while Orbax reads: of `quiet_threads`, and of the coroutines that
+    its event loop throws away after an error."""
+    quiet_threads()
+    before = sys.unraisablehook
 
-    The first error of a read ends Orbax's event loop. What then still runs there fails in its turn,
-    in coroutines that are thrown away and in callbacks of TensorStore, and each of these errors
-    would be printed with its traceback.
-    """
-    quiet_logs()
-    hook, unraisable = sys.excepthook, sys.unraisablehook
+    def report(found: Any) -> None:
+        if not asyncio.iscoroutine(found.object):
+            before(found)
 
-    def on_error(kind: Any, error: Any, trace: Any) -> None:
-        if "Event loop is closed" not in str(error):
-            hook(kind, error, trace)
-
-    def on_unraisable(found: Any) -> None:
-        if not asyncio.iscoroutine(found.object) and "Event loop" not in str(found.exc_value):
-            unraisable(found)
-
-    sys.excepthook, sys.unraisablehook = on_error, on_unraisable
+    sys.unraisablehook = report
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
@@ -64,10 +79,9 @@ def quiet_reads() -> Iterator[None]:
                 yield
             except Exception:
                 gc.collect()
-                time.sleep(0.2)  # in which the callbacks come
                 raise
     finally:
-        sys.excepthook, sys.unraisablehook = hook, unraisable
+        sys.unraisablehook = before
 
 
 def require_damage(place: Path, error: Exception) -> None:

@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxformer.checkpoint_faults import quiet_logs
+from jaxformer.checkpoint_faults import quiet_threads
 from jaxformer.files import sync
 
 
@@ -47,7 +47,7 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
         cleanup_tmp_directories=True,
         async_options=ocp.AsyncOptions(post_finalization_callback=sync_drafts),
     )
-    quiet_logs()
+    quiet_threads()
     return ocp.CheckpointManager(folder, options=options)
 
 

@@ -13,6 +13,7 @@ from stored import PACKINGS, SIZES, assert_shared, data, rows_of, same, stored, 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import Batches, EvaluationBatches, TokenStore
 from jaxformer.data import evaluation_batches as batches_of_rows
+from jaxformer.runs.rollback import Rollback, ShiftedBatches
 
 
 def batches_of(made: TokenStore, data: DataConfig, *rest: int) -> Batches:
@@ -114,6 +115,29 @@ def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(
         for start in (0, 5, 1_000_003):
             found = list(islice(batches.iterate(start), 6))
             assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
+
+
+def test_the_rows_of_a_batch_are_those_that_row_numbers_names() -> None:
+    with stored([40] * 10) as made:
+        rows = rows_of(made, data(8))
+        batches = batches_of(made, data(8), 4, 7)
+        for step in (0, 5, 1_003):
+            for at, number in enumerate(batches.row_numbers(step)):
+                row = {name: array[at] for name, array in batches[step].items()}
+                assert same(row, rows[number])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_rollback_moves_all_later_batches(prefetch: int) -> None:
+    rollbacks = [Rollback(at=3, skip=2), Rollback(at=3, skip=1), Rollback(at=6, skip=4)]
+    with stored([40] * 10) as made:
+        batches = batches_of(made, data(8, prefetch=prefetch), 4, 7)
+        shifted = ShiftedBatches(batches, rollbacks)
+        expected = [0, 1, 2, 6, 7, 8, 13, 14, 15]
+        for start in (0, 3, 4, 8):
+            found = islice(shifted.iterate(start), len(expected) - start)
+            for step, batch in enumerate(found, start):
+                assert same(batch, batches[expected[step]]) and same(batch, shifted[step])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -256,6 +256,56 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path):
     assert jf.Checkpoints(tmp_path).steps() == [EVERY]
 
 
+def test_a_step_that_is_not_finite_changes_only_the_number_of_the_step():
+    step, state = jf.make_step(loss, OPTIMIZER), jf.init_state(params_of(), OPTIMIZER)
+    state, _ = step(state, Points()[0])
+    before = jax.tree.map(np.array, state)
+    for bad in (np.nan, np.inf):
+        state, metrics = step(state, Points()[1] | {"y": Points()[1]["y"] * bad})
+        assert not np.isfinite(metrics["grad_norm"])
+        assert_equal((state.params, state.optimizer), (before.params, before.optimizer))
+    assert int(state.step) == 3
+    state, _ = step(state, Points()[3])
+    assert not np.array_equal(state.params[0]["w"], before.params[0]["w"])
+
+
+def test_steps_that_are_not_finite_are_skipped_up_to_a_limit():
+    class Bad(Points):
+        def __getitem__(self, step):
+            batch = super().__getitem__(step)
+            return batch | {"y": batch["y"] * np.nan} if step in (2, 5, 7) else batch
+
+    def run(skips):
+        step, state = jf.make_step(loss, OPTIMIZER), jf.init_state(params_of(), OPTIMIZER)
+        return jf.fit(step, state, Bad(), steps=9, hooks=[skips])
+
+    skips = jf.SkipSteps(limit=3)
+    state = run(skips)
+    assert skips.skipped == 3 and int(state.step) == 9
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    with pytest.raises(jf.Diverged, match=r"step 8: .*2 steps were skipped before"):
+        run(jf.SkipSteps(limit=2))
+
+
+def test_parameters_that_are_not_finite_are_neither_saved_nor_returned(tmp_path):
+    def poison(updates, count, params=None):
+        factor = jnp.where(count == 5, jnp.inf, 1.0)
+        return jax.tree.map(lambda leaf: leaf * factor, updates), count + 1
+
+    whole = optax.GradientTransformation(lambda params: jnp.int32(0), poison)
+    optimizer = optax.chain(OPTIMIZER, whole)
+    for directory in (tmp_path, None):
+        with pytest.raises(jf.Diverged, match="step 6: its parameters are not finite"):
+            jf.fit(
+                jf.make_step(loss, optimizer),
+                jf.init_state(params_of(), optimizer),
+                Points(),
+                steps=6,
+                checkpoints=directory and jf.Checkpoints(directory, every=EVERY),
+            )
+    assert jf.Checkpoints(tmp_path).steps() == [EVERY]
+
+
 def test_a_learning_rate_by_step_is_logged_and_moments_follow_another_optimizer():
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     step = jf.make_step(

@@ -73,7 +73,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 " lines are kept until they can be.",
                 stacklevel=2,
             )
-        if has_tensorboard():
+        if has_tensorboard() and not self._unwritten and self._board_is_written():
             self._log_to_tensorboard(int(step), finite)
 
     def _write(self) -> str:
@@ -85,6 +85,11 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             return error.strerror or str(error)
         self._missing.clear()
         return ""
+
+    def _board_is_written(self) -> bool:
+        """Whether TensorBoard's thread lives; a full disk ends it, and then no event is taken."""
+        thread = self._board and getattr(self._board.file_writer.event_writer, "_worker", None)
+        return thread is None or thread.is_alive()
 
     def _log_to_tensorboard(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._board is None:
@@ -103,8 +108,9 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 stacklevel=2,
             )
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._board is not None and self._board_is_written():
+            with contextlib.suppress(OSError):  # the disk of metrics.jsonl
+                self._board.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -179,13 +179,14 @@ def _trained(
     setup: RunSetup, state: TrainState, programs: Programs, checkpoints: Checkpoints, began: float
 ) -> tuple[TrainState, Evaluation]:
     """`_steps`, and again after each rollback."""
+    log: Log = _ignore if setup.run.run.progress == "none" else _print
     while True:
         try:
             return _steps(setup, state, programs, checkpoints, began)
         except Diverged as error:
             from jaxformer.runs.diverged import recovered
 
-            state = recovered(setup, error, checkpoints, _print)
+            state = recovered(setup, error, checkpoints, log)
 
 
 def _steps(
