@@ -39,6 +39,9 @@ class RunSettings(Section):
     init_from: str = ""
     """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
     settings and tokenizer. A different head is initialized anew."""
+    restart: Volatile[bool] = False
+    """Begin anew in a directory that holds a run. Its files are kept, in before-1/ or the next free
+    number there. Leave it out of the command that continues."""
     seed: Annotated[int, Bounds(0, most=2**32 - 1)] = 1337
     """Seed of the initial parameters, the order of the data and dropout."""
     compilation_cache: Volatile[str] = "~/.cache/jaxformer/xla"
@@ -142,6 +145,9 @@ class DataConfig(Section):
     skip omits them."""
     cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
     """Directory in which tokenized text is stored and found again."""
+    verify: Volatile[Literal["first", "always"]] = "first"
+    """When stored tokens are compared with their checksums: first compares each file when a process
+    first reads it, always compares all files before the first step."""
     prefetch: Volatile[Annotated[int, Bounds(0, most=1024)]] = 2
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 
@@ -189,8 +195,12 @@ class OptimizerConfig(Section):
     """Learning-rate schedule after the warm-up."""
     warmup_steps: Natural = 100
     """Number of steps of linear warm-up from 0."""
-    decay_steps: Natural = 0
-    """Step at which the decay ends; 0 uses train.steps."""
+    decay_steps: Volatile[Natural] = 0
+    """Step at which the decay ends; 0 uses train.steps. The rate then stays at its final value,
+    unless rewarm_steps is set."""
+    rewarm_steps: Volatile[Natural] = 0
+    """Steps after decay_steps in which the rate rises to its peak again, linearly, before the
+    schedule decays once more until train.steps; 0: it stays at its final value."""
     final_fraction: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     wsd_decay_fraction: Rate = 0.2

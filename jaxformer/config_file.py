@@ -90,7 +90,9 @@ def _registry() -> Any:
 
 def read_config(path: str | Path) -> RunConfig:
     """The config as its file states it, not yet checked as a whole."""
-    file, _, name = str(path).partition(":")
+    file, _, name = str(path).rpartition(":")
+    if not name.isidentifier() or Path(path).exists():  # the path itself has colons, or none
+        file, name = str(path), ""
     source = Path(file)
     if not os.path.isfile(source):
         raise ConfigError(

@@ -41,6 +41,11 @@ class TrainConfig(Section):
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Volatile[Count] = 2
     """Number of most recent checkpoints that are kept."""
+    keep_every: Volatile[Natural] = 0
+    """Number of steps between checkpoints that are kept for good; 0 keeps none for that."""
+    keep_best: Volatile[Natural] = 0
+    """Number of checkpoints kept for the lowest validation loss, of those saved at a step with an
+    evaluation."""
     on_nan: Volatile[Literal["stop", "skip", "rollback"]] = "stop"
     """What follows a step whose loss or gradient is not finite, whose update is never applied: stop
     ends the run, skip goes on, rollback goes on after that batch from the newest checkpoint."""

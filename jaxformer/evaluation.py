@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import data
-from jaxformer.config import ConfigError, ModelConfig, ObjectiveName, RunConfig
+from jaxformer.config import ConfigError, DataConfig, ModelConfig, ObjectiveName, RunConfig
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.params import Params
 from jaxformer.settings import Log
@@ -67,18 +68,20 @@ def evaluate_run(
     validation: str = "",
     step: int | None = None,
     objective: ObjectiveName = "auto",
+    cache_dir: str | Path = "",
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
     the text that the run held out.
 
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
-    that of its family. Raises ConfigError if there is no readable model at `path`, or no text to
-    evaluate on.
+    that of its family. Tokenized text is kept in `cache_dir`, by default that of this user
+    (`own_cache`), and never where the run says, which may be a stranger's. Raises ConfigError if
+    there is no readable model at `path`, or no text to evaluate on.
     """
     from jaxformer.loading import load, run_of
 
     model = load(path, step)
-    run = _on_text(run_of(path), Path(path), validation, objective)
+    run = _on_text(run_of(path), Path(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
@@ -96,7 +99,11 @@ class Translations(NamedTuple):
 
 
 def translate_run(
-    path: str | Path, validation: str = "", step: int | None = None, **search: Any
+    path: str | Path,
+    validation: str = "",
+    step: int | None = None,
+    cache_dir: str | Path = "",
+    **search: Any,
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
 
@@ -106,7 +113,7 @@ def translate_run(
     from jaxformer.generation.translate import translate
     from jaxformer.loading import load, run_of
 
-    run = _on_text(run_of(path), Path(path), validation)
+    run = _on_text(run_of(path), Path(path), validation, cache_dir=cache_dir)
     objective = objective_of(run.model, run.data)
     if objective != "seq2seq":
         raise ConfigError(
@@ -147,11 +154,21 @@ def corpus_of(
     )
 
 
+def own_cache() -> str:
+    """The directory in which this user keeps tokenized text: that of the environment variable
+    JAXFORMER_DATA_CACHE, else the default of data.cache_dir."""
+    return os.environ.get("JAXFORMER_DATA_CACHE") or DataConfig.cache_dir
+
+
 def _on_text(
-    run: RunConfig, path: Path, validation: str, objective: ObjectiveName = "auto"
+    run: RunConfig,
+    path: Path,
+    validation: str,
+    objective: ObjectiveName = "auto",
+    cache_dir: str | Path = "",
 ) -> RunConfig:
-    """`run` with the tokenizer it was trained with, and without its training text where the text to
-    evaluate on is separate."""
+    """`run` with the tokenizer it was trained with and a cache of this user, and without its
+    training text where the text to evaluate on is separate."""
     text = validation or run.data.validation
     if objective != "auto" and run.data.train:
         trained = objective_of(run.model, run.data)
@@ -161,7 +178,7 @@ def _on_text(
         )
     if not text and not run.data.train:
         raise _nothing_held_out(path)
-    settings = run.data
+    settings = dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache()))
     if objective != "auto":
         settings = dataclasses.replace(settings, objective=objective)
     if text:

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and JSON files that hold an object."""
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -32,6 +33,7 @@ def replacing(path: Path, advice: str = "make room, or choose another path") -> 
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, place)
+        sync(place.parent)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}): {advice}."
@@ -40,6 +42,19 @@ def replacing(path: Path, advice: str = "make room, or choose another path") -> 
         with contextlib.suppress(OSError):
             if draft is not None:
                 draft.unlink(missing_ok=True)
+
+
+def sync(*paths: Path) -> None:
+    """Puts files, and the names in directories, on the disk, where their file system can."""
+    for path in paths:
+        held = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(held)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+        finally:
+            os.close(held)
 
 
 def _kind_of(place: Path) -> str:

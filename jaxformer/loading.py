@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.checkpoints import Checkpoints, Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.checkpoint_reading import Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import (
     ConfigError,
     DataConfig,
@@ -78,6 +81,8 @@ def _load_run(
     run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str
 ) -> Loaded:
     config = read_config(run_dir / "config.json").model
+    record = _record(run_dir)
+    _require_tokenizer(run_dir, tokenizer, record)
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         held = f"it holds steps {steps}" if steps else "training has not saved one yet"
@@ -94,7 +99,7 @@ def _load_run(
     errors, folder = [], run_dir.absolute() / "checkpoints"
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            leaves = read_checkpoint(folder, candidate, wanted, whole=False)
+            leaves = read_checkpoint(folder, candidate, wanted, whole=False, run=record)
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
             said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
@@ -102,7 +107,7 @@ def _load_run(
             continue
         typed = [leaf.astype(dtype) for leaf in leaves.values()]
         params = jax.tree.unflatten(jax.tree.structure(shapes), typed)
-        return Loaded(params, config, tokenizer, _labels(run_dir))
+        return Loaded(params, config, tokenizer, tuple(record.get("labels", ())))
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
 
 
@@ -143,10 +148,27 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
     write_text(target / "config.json", to_json(run))
 
 
-def _labels(run_dir: Path) -> tuple[str, ...]:
-    record = run_dir / "data.json"
-    labels = read_object(record).get("labels", []) if record.exists() else []
+def _record(run_dir: Path) -> dict[str, Any]:
+    """What data.json of a run directory holds; nothing where there is none. Raises ConfigError."""
+    path = run_dir / "data.json"
+    record = read_object(path) if path.exists() else {}
+    labels = record.get("labels", [])
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         shown = json.dumps(labels)[:80]
-        raise ConfigError(f"{record}: labels={shown} must be a list of names: restore the file.")
-    return tuple(labels)
+        raise ConfigError(f"{path}: labels={shown} must be a list of names: restore the file.")
+    return record
+
+
+def _require_tokenizer(
+    run_dir: Path, tokenizer: Tokenizer | None, record: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError if the tokenizer is not the one that the run was trained with."""
+    wanted = record.get("tokenizer")
+    found = tokenizer.fingerprint() if tokenizer is not None else None
+    if wanted is not None and found is not None and wanted != found:
+        raise ConfigError(
+            f"{run_dir}/tokenizer.json is not the one that the run was trained with: its"
+            f" fingerprint is {found}, and data.json has {wanted}. Restore the file: the same train"
+            " command writes it again. To use this tokenizer with the model all the same, convert"
+            " the run to a Hugging Face directory first, and replace it there."
+        )

@@ -18,16 +18,30 @@ Mask = dict[str, Any]
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up from zero, then `config.schedule` until `decay_steps`
-    (default `steps`)."""
+    (default `steps`).
+
+    With `rewarm_steps`, it rises from there to the peak again and decays until `steps`, as in
+    continued pre-training (arXiv:2403.08763).
+    """
     end = config.decay_steps or steps
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup, rewarm = config.learning_rate, config.warmup_steps, config.rewarm_steps
     after = SCHEDULES[config.schedule](config, max(end - warmup, 1))
 
     def schedule(step: Any) -> jax.Array:
         ramp = peak * (step + 1) / (warmup + 1)
         return jnp.where(step < warmup, ramp, after(jnp.maximum(step - warmup, 0)))
 
-    return schedule
+    if not rewarm or end >= steps:
+        return schedule
+    tail = SCHEDULES[config.schedule](config, max(steps - end - rewarm, 1))
+    low = schedule(end)
+
+    def rewarmed(step: Any) -> jax.Array:
+        rise = low + (peak - low) * (step - end + 1) / (rewarm + 1)
+        again = jnp.where(step < end + rewarm, rise, tail(jnp.maximum(step - end - rewarm, 0)))
+        return jnp.where(step < end, schedule(step), again)
+
+    return rewarmed
 
 
 def _linear(config: OptimizerConfig, steps: int) -> optax.Schedule:

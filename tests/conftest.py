@@ -10,6 +10,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 CACHE = os.environ.setdefault(
     "JAXFORMER_TEST_CACHE", os.path.join(tempfile.gettempdir(), "jaxformer-test-cache")
 )
+os.environ.setdefault("JAXFORMER_DATA_CACHE", os.path.join(CACHE, "data"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(CACHE, "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Most of the time goes to the compiler, and these flags take three quarters off it: the code of a

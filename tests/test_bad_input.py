@@ -115,6 +115,28 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model.attention_kernel": "cudnn"},
         ["attention_kernel='cudnn'", "'auto'"],
     ),
+    "a batch beyond any memory": (
+        {"train.batch_size": 10**18},
+        ["train.batch_size=1000000000000000000 must be at least 1 and at most 16777216"],
+    ),
+    "batches ahead beyond any memory": (
+        {"data.prefetch": 10**9},
+        ["data.prefetch=1000000000 must be at least 0 and at most 1024"],
+    ),
+    "a seed of more than 32 bits": (
+        {"run.seed": 2**63},
+        ["run.seed=9223372036854775808 must be at least 0 and at most 4294967295"],
+    ),
+    "a number of more than 31 bits": (
+        {"model.d_ff": 10**18},
+        ["model.d_ff=1000000000000000000 must be at least 0 and at most 2147483647"],
+    ),
+    "a million layers": ({"model.n_layers": 10**6}, ["n_layers=1000000", "at most 10000"]),
+    "a width whose divisors are many": (
+        {"model.d_model": 2 * 3 * 5 * 7 * 11 * 13 * 17 * 19, "model.n_heads": 2**20},
+        ["model.n_heads=1048576", "choose heads that divide it (1, 2, 3, 5, 6, 7,", "9699690)"],
+    ),
+    "a span without end": ({"data.span_length": "inf"}, ["data.span_length=inf"]),
     "no run directory": ({"run.dir": ""}, ["run.dir is empty"]),
 }
 
@@ -358,6 +380,8 @@ def test_what_is_neither_python_nor_a_runs_json_is_no_config(
         (["--top_p", "2"], ["top_p=2.0", "at most 1"]),
         (["--top_k", "-2"], ["top_k=-2", "at least 0"]),
         (["--max_new_tokens", "0"], ["max_new_tokens=0", "at least 1"]),
+        (["--seed", str(2**63)], ["--seed 9223372036854775808", "64 bits"]),
+        (["--beams", "1000000"], ["beams=1000000 must be from 1 to 1,024"]),
         (["--step", "3"], ["no checkpoint of step 3", "it holds steps [4, "]),
         (["--promt", "a"], ["--promt", "--prompt"]),
     ],

@@ -21,7 +21,7 @@ from jaxformer.cli import main
 from jaxformer.cli.prompts import text_of, tokens_of
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.translate import translate
-from jaxformer.runs.directory import claim
+from jaxformer.runs.directory import check_data, claim
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer, train_bpe_tokenizer
 from jaxformer.training.state import TrainState
 
@@ -66,7 +66,7 @@ def write_run(folder: Path, name: str) -> Path:
     config = jf.ModelConfig(**(SHAPE | RUNS[name]))
     run = replace(base, run=replace(base.run, dir=str(folder)), model=config, data=data)
     folder.mkdir()
-    claim(run, TOKENIZER, {}, LABELS if config.n_classes else ())
+    claim(run, TOKENIZER, check_data(run, TOKENIZER, {}, LABELS if config.n_classes else ()))
     params = strong(jf.init(config, jax.random.key(0)), size=0.3)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(TrainState(jnp.int32(1), params, {}), 1)

@@ -8,7 +8,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer import config_json
-from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, RunConfig
+from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, RunConfig, RunSettings
 from jaxformer.config_file import parse_fields
 from jaxformer.config_json import VERSION, from_json, to_json
 
@@ -102,3 +102,9 @@ def test_the_former_name_of_an_objective_is_read_and_said(former: str, tmp_path:
             assert read().data.objective == name, where
     config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
     assert jf.loss_of(former, config).__wrapped__ is jf.loss_of(name, config).__wrapped__
+
+
+def test_the_compilation_cache_of_a_config_json_is_not_used(tmp_path: Path) -> None:
+    theirs = RunConfig(run=RunSettings(dir="x", compilation_cache=str(tmp_path / "theirs")))
+    found = from_json(to_json(theirs), "config.json")
+    assert found.run.compilation_cache == RunSettings().compilation_cache and found.run.dir == "x"

@@ -3,6 +3,7 @@ of them lose none."""
 
 import gzip
 import json
+import os
 import tempfile
 import time
 from collections import Counter
@@ -392,3 +393,26 @@ def test_examples_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     (tmp_path / "manifest.json").unlink()
     assert ExampleStore.open(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "bounds.npy"])
+def test_examples_that_were_altered_without_a_trace_are_refused(name: str, tmp_path: Path) -> None:
+    stored(tmp_path, [("ab", "x"), ("", "yz")], run_of(sequence_length=16))
+    path = tmp_path / name
+    raw, found = bytearray(path.read_bytes()), path.stat()
+    raw[-3] ^= 1
+    path.write_bytes(bytes(raw))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(ConfigError, match=rf"{name} was altered since it was written"):
+        ExampleStore.open(tmp_path)
+
+
+def test_examples_of_a_version_without_checksums_are_made_again(tmp_path: Path) -> None:
+    stored(tmp_path, [("ab", "x")], run_of(sequence_length=16))
+    path = tmp_path / "manifest.json"
+    path.write_text(
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "files"})
+    )
+    assert ExampleStore.open(tmp_path) is None
+    assert len(stored(tmp_path, [("ab", "x")], run_of(sequence_length=16))) == 1
+    assert ExampleStore.open(tmp_path) is not None

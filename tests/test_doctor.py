@@ -40,7 +40,7 @@ def test_each_problem_is_named_and_the_status_is_one(
     text: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "file").write_text("")
-    changes = {"data.cache_dir": tmp_path / "file/cache", "train.batch_size": 10**9}
+    changes = {"data.cache_dir": tmp_path / "file/cache", "train.batch_size": 2**24}
     assert main(["doctor", *line(tmp_path / "file/run", text, changes)]) == 1
     out = printed(capsys)
     assert "problem run.dir: " in out and "problem data.cache_dir: " in out

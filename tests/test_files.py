@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.config import ConfigError
-from jaxformer.files import replacing, write_text
+from jaxformer.files import read_text, replacing, write_text
 
 
 def names(folder: Path) -> set[str]:
@@ -69,3 +69,18 @@ def test_a_place_that_cannot_be_is_one_message(name: str, said: str, tmp_path: P
     with pytest.raises(ConfigError, match=said):
         write_text(path, "text")
     assert names(tmp_path) <= {"loop"}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "nothing", "not UTF-8", "a name with NUL"])
+def test_what_cannot_be_read_is_one_message(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "place"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "not UTF-8":
+        path.write_bytes(b"a\xff")
+    elif kind == "a name with NUL":
+        path = tmp_path / "a\0b"
+    with pytest.raises(ConfigError, match=r"(?s)(is|does not|cannot be) .*: fetch it again\."):
+        read_text(path, "fetch it again")

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -217,3 +218,48 @@ def test_shards_say_what_they_hold(tmp_path: Path) -> None:
         and set(table[1]) == {9}
         and table[2].view(np.float64).tolist() == [n / 20 for n in range(20)]
     )
+
+
+def test_what_was_altered_without_a_trace_is_found_when_it_is_first_read(tmp_path: Path) -> None:
+    built(tmp_path)
+    path = tmp_path / "00000.tokens"
+    raw = bytearray(path.read_bytes())
+    raw[7] ^= 4
+    altered(path, bytes(raw))
+    store = TokenStore.open(tmp_path)
+    assert store is not None  # nothing is read yet
+    for read in (lambda: store.read(0, 3), store.verify):
+        with pytest.raises(ConfigError, match=r"00000\.tokens was altered .*its checksum is anoth"):
+            read()
+
+
+def test_a_file_is_compared_once_in_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path)
+    reads, digest = [], shards.digest
+    monkeypatch.setattr(shards, "digest", lambda path: reads.append(path.name) or digest(path))
+    for _ in range(3):
+        store = TokenStore.open(tmp_path)
+        assert store is not None and len(store.read(0, 20)) == 20
+        store.boundaries(0, 50)
+    assert sorted(reads) == ["00000.documents", "00000.tokens"]
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_run_asks_for_all_checksums_before_its_first_step(verify: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a text of some words\n" * 40)
+    run = run_of(tmp_path, str(text))
+    prepare(run)
+    (path,) = tmp_path.glob("cache/stores/*/00000.tokens")
+    raw = path.read_bytes()
+    altered(path, raw[:-2] + bytes(2))
+    changed = replace(run, data=replace(run.data, verify=verify))
+    if verify == "always":
+        with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
+            prepare(changed)
+    else:
+        corpus = prepare(changed)
+        with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
+            corpus.train[0]

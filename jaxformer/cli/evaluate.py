@@ -31,6 +31,10 @@ class EvaluateArguments(ModelArguments):
     objective: Annotated[ObjectiveName, tyro.conf.arg(name="data.objective")] = "auto"
     """Objective of a Hugging Face model; auto selects pairs for an encoder-decoder, and the
     objective of its head otherwise."""
+    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
+    """Directory in which tokenized text is stored and found again. If empty, that of the
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data; never that which the
+    run names."""
     beams: int = 0
     """Beam width for translating the sources, which are compared with the targets; 0 translates
     nothing."""
@@ -49,7 +53,8 @@ def run(arguments: Sequence[str]) -> int:
 
     if asked.beams:
         _translate(asked)
-    found = evaluate_run(asked.path, asked.validation, asked.step, asked.objective)
+    place = (asked.path, asked.validation, asked.step)
+    found = evaluate_run(*place, asked.objective, cache_dir=asked.cache_dir)
     print(told(found))
     if math.isfinite(found["val_loss"]):
         return 0
@@ -79,7 +84,7 @@ def _translate(asked: EvaluateArguments) -> None:
 
     metric = bleu_metric()
     search = {"beams": asked.beams, "length_penalty": asked.length_penalty}
-    made = translate_run(asked.path, asked.validation, asked.step, **search)
+    made = translate_run(asked.path, asked.validation, asked.step, asked.cache_dir, **search)
     score = metric.corpus_score(made.outputs, [made.references]).score
     print(
         f"BLEU {score:.2f} of {len(made.outputs):,} texts with {asked.beams} beams"

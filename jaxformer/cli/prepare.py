@@ -12,6 +12,7 @@ import tyro
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 from jaxformer.config import ConfigError
+from jaxformer.report.format import escaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +55,11 @@ def run(arguments: Sequence[str]) -> int:
     for text in texts:
         rate = text.bytes / max(1, text.tokens - text.documents)
         print(
-            f"{text.name}: {text.documents:,} documents, {text.tokens:,} tokens, {rate:.3f} bytes"
-            f" per token, longest document {text.longest:,} tokens"
+            f"{escaped(text.name)}: {text.documents:,} documents, {text.tokens:,} tokens,"
+            f" {rate:.3f} bytes per token, longest document {text.longest:,} tokens"
         )
         for line in text.skipped:
-            print(f"  {line}")
+            print(f"  {escaped(line)}")
     if asked.verify:
         print("all checksums match")
     if output:
@@ -74,4 +75,4 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(escaped(line), file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from jaxformer.cli.prompts import (
     written,
 )
 from jaxformer.config import ConfigError
+from jaxformer.report.format import escaped, printable
 
 SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
@@ -105,8 +106,9 @@ def _write(model: Model, asked: SampleArguments) -> None:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
     print("" if source else asked.prompt or "", end="")
     pieces, made = itertools.tee(_pieces(model, asked, start, source))
+    shown = printable if sys.stdout.isatty() else str  # a pipe or a file gets what is written
     for text in _growing(functools.partial(text_of, model.tokenizer), start, pieces):
-        print(text, end="", flush=True)
+        print(shown(text), end="", flush=True)
     print(flush=True)
     space, ended = context - len(start), not {*itertools.chain(*made)}.isdisjoint(end)
     if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
@@ -185,7 +187,7 @@ def _tag(model: Model, asked: SampleArguments) -> None:
     tags = _probabilities(model, row)[row["weights"] > 0].argmax(-1)
     width = max(map(len, words))
     for word, tag in zip(words, tags, strict=True):
-        print(f"{word:<{width}}  {model.labels[tag]}")
+        print(f"{word:<{width}}  {escaped(model.labels[tag])}")
 
 
 def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
@@ -204,7 +206,7 @@ def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
 def _print_likeliest(title: str, names: Sequence[str], probabilities: np.ndarray) -> None:
     print(title)
     for index in np.argsort(-probabilities, kind="stable")[:SHOWN_CANDIDATES]:
-        print(f"{probabilities[index]:8.1%}  {names[index]}")
+        print(f"{probabilities[index]:8.1%}  {escaped(names[index])}")
 
 
 ANSWERS: dict[str, Callable[[Model, SampleArguments], None]] = {

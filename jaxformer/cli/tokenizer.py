@@ -111,7 +111,7 @@ def _train(asked: Train) -> None:
 def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     from jaxformer.data.sources import find_source
     from jaxformer.data.sources.records import RecordField
-    from jaxformer.tokenizer.bpe import train_bpe, train_on
+    from jaxformer.tokenizer.bpe import blocks_of, train_on
 
     field = RecordField("--text_field", asked.text_field, "text")
     source = find_source(asked.source, "SOURCE", (field,))
@@ -119,10 +119,11 @@ def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]
     rules: dict[str, Any] = {"special_tokens": asked.special_tokens, "pattern": asked.pattern}
     packed = first.path.suffix.lower() in (".gz", ".zst")
     if first.format == "text" and not packed and not others:
-        return train_bpe(first.path, asked.vocab_size, **rules)
+        texts = _noted([blocks_of(first.path)], _size(str(first.path)))
+        return train_on(texts, asked.vocab_size, **rules)
     documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
     texts = ((piece.text for piece in document) for _, document in documents)
-    return train_on(texts, asked.vocab_size, **rules)
+    return train_on(_noted(texts, 0), asked.vocab_size, **rules)
 
 
 def _encode(asked: Encode) -> None:
@@ -144,10 +145,12 @@ class TextReader:
 
     def __iter__(self) -> Iterator[str]:
         from jaxformer.data.sources.reading import READ_BYTES, read_blocks
+        from jaxformer.data.tokenizing import ProgressNotes
 
         # A pipe is read with os.read, which returns as soon as there is anything.
         piped = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
         blocks: Iterable[bytes] = piped if self._name == "-" else read_blocks(Path(self._name))
+        notes = ProgressNotes(_log, _size(self._name), f"{self._name}: encoded")
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in itertools.chain(blocks, [b""]):
             start = self.bytes - len(decoder.getstate()[0])
@@ -160,6 +163,33 @@ class TextReader:
                     " convert it to UTF-8."
                 ) from None
             self.bytes += len(block)
+            notes.done = self.bytes
+            notes.tell()
+
+
+def _size(name: str) -> int:
+    """Bytes of a file that is read as it is; 0 where that is not known."""
+    packed = name.lower().endswith((".gz", ".zst"))
+    return os.path.getsize(name) if os.path.isfile(name) and not packed else 0
+
+
+def _noted(texts: Iterable[Iterable[str]], size: int) -> Iterator[Iterator[str]]:
+    """The same texts, with notes of how much of `size` bytes (0: unknown) was read."""
+    from jaxformer.data.tokenizing import ProgressNotes
+
+    notes = ProgressNotes(_log, size, "read")
+
+    def counted(blocks: Iterable[str]) -> Iterator[str]:
+        for block in blocks:
+            notes.done += len(block.encode("utf-8", "replace"))
+            notes.tell()
+            yield block
+
+    return map(counted, texts)
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _print_ids(ids: Iterator[int]) -> int:
@@ -189,6 +219,7 @@ def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
 
 
 def _inspect(asked: Inspect) -> None:
+    from jaxformer.report.format import escaped
     from jaxformer.tokenizer import Tokenizer
     from jaxformer.tokenizer.files import ROLES
 
@@ -199,7 +230,7 @@ def _inspect(asked: Inspect) -> None:
     print("special tokens")
     for token in np.setdiff1d(np.arange(tokenizer.vocab_size), ordinary).tolist():
         roles = ", ".join(role for role, index in known if index == token)
-        print(f"{token:8d}  {tokenizer.shown(token)}  {roles}".rstrip())
+        print(f"{token:8d}  {escaped(tokenizer.shown(token))}  {roles}".rstrip())
     print("longest entries")
     longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:SHOWN_ENTRIES]
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))

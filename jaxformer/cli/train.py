@@ -16,6 +16,7 @@ class TrainArguments(ConfigArguments):
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
     with signals.importing():
+        from jaxformer.checkpoints import NotSaved
         from jaxformer.cli.streams import lasting
         from jaxformer.runs.out_of_memory import OutOfMemory
         from jaxformer.runs.run import train
@@ -27,6 +28,9 @@ def run(arguments: Sequence[str]) -> int:
         except (Diverged, Interrupted) as stop:
             print(f"{type(stop).__name__.lower()}: {stop}", file=sys.stderr)
             return 1 if isinstance(stop, Diverged) else 128 + stop.signal
+        except NotSaved as stop:
+            print(f"error: {stop}", file=sys.stderr)
+            return 1
         except OutOfMemory as stop:
             print(f"out of memory: {stop}", file=sys.stderr)
             return 1

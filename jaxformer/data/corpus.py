@@ -100,7 +100,7 @@ def prepare(
             pairs = zip(splits, examples[side], strict=True)
             rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
     else:
-        stores = text_stores(sides, tokenizer, cache / "stores", log)
+        stores = text_stores(sides, tokenizer, cache / "stores", log, data.verify == "always")
         for side, several in stores.items():
             rows[side] = [task.rows(store, data, task.format, tokenizer) for store in several]
     train = _mixed(sides["train"], rows["train"], data)
@@ -170,15 +170,18 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
 
 
 def text_stores(
-    sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log
+    sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log, verify: bool = False
 ) -> dict[SideName, list[TokenStore]]:
-    """The tokens of each side's texts. A text that is on both sides is tokenized once."""
+    """The tokens of each side's texts. A text that is on both sides is tokenized once. `verify`
+    compares all files with their digests now, and not when each is first read."""
     whole: dict[int, TokenStore] = {}
     found: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             source, key = split.source, id(split.source)
             whole[key] = whole.get(key) or store_of(source, split.scan, tokenizer, folder, log)
+            if verify:
+                whole[key].verify()
             store = split.of(whole[key])
             found[side].append(store)
             counts = f"{store.tokens:,} tokens, {store.documents:,} documents"

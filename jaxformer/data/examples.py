@@ -3,7 +3,7 @@ label), by number.
 
 <store>/tokens.npy        int32: all sequences, one after the other
 <store>/bounds.npy        int64 [examples x parts + 1]: where each begins, and where the last ends
-<store>/manifest.json     written last: the store is complete when it is there
+<store>/manifest.json     counts and checksums, written last: the store is complete when it is there
 """
 
 import itertools
@@ -11,17 +11,20 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxformer.config import ConfigError
 from jaxformer.data.directories import claimed
-from jaxformer.data.shards import MANIFEST, WRONG_RECORD
+from jaxformer.data.shards import MANIFEST, WRONG_RECORD, Written, digest
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import in_batches
 from jaxformer.files import read_object, replacing, write_text
 from jaxformer.settings import Log
+
+ARRAY_FILES = ("tokens.npy", "bounds.npy")
 
 # The sequences of one example; the last part of one with a label, or with tags, is their numbers.
 Parts = tuple[Sequence[int], ...]
@@ -34,13 +37,14 @@ EncodeRecords = Callable[[list[Record], Labels], Iterable[Parts]]
 @dataclass(frozen=True)
 class ExampleCounts:
     """The manifest: tokens, examples, bytes of text, sequences of each example, and the labels in
-    the order in which they were met."""
+    the order in which they were met, and the two other files as they were written."""
 
     tokens: int
     documents: int
     bytes: int
     parts: int
     labels: tuple[str, ...]
+    files: dict[str, dict[str, Any]]
 
 
 class ExampleStore:
@@ -59,12 +63,17 @@ class ExampleStore:
 
     @classmethod
     def open(cls, directory: Path) -> "ExampleStore | None":
-        """The store in a directory, or None where it is not complete."""
+        """The store in a directory, or None where it is not complete, or of an earlier version,
+        which wrote no digests. Raises ConfigError where a file was altered since."""
         try:
-            found = cls(directory, ExampleCounts(**read_object(directory / MANIFEST)))
+            counts = ExampleCounts(**read_object(directory / MANIFEST))
+            found = cls(directory, counts)
+            written = {name: Written(**counts.files[name]) for name in ARRAY_FILES}
+            whole = len(found._tokens) == found.tokens and len(found) == found.documents
         except (OSError, *WRONG_RECORD):
             return None
-        whole = len(found._tokens) == found.tokens and len(found) == found.documents
+        for name, file in written.items() if whole else ():
+            file.verify(directory / name)
         return found if whole else None
 
     def __len__(self) -> int:
@@ -123,10 +132,12 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         size += sum(len(piece.text.encode()) for piece in batch)
         documents, parts = documents + len(batch), len(examples[0])
     ids, bounds = np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
-    for name, each in (("tokens", ids), ("bounds", bounds)):
-        with replacing(directory / f"{name}.npy") as file:
+    files = {}
+    for name, each in zip(ARRAY_FILES, (ids, bounds), strict=True):
+        with replacing(directory / name) as file:
             np.save(file, each)
-    counts = ExampleCounts(len(ids), documents, size, max(parts, 1), tuple(labels))
+        files[name] = asdict(Written.now(directory / name, digest(directory / name)))
+    counts = ExampleCounts(len(ids), documents, size, max(parts, 1), tuple(labels), files)
     write_text(directory / MANIFEST, json.dumps(asdict(counts), indent=1))
     return ExampleStore(directory, counts)
 

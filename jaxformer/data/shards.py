@@ -11,6 +11,7 @@ joins them.
                             are then never written again
 """
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
@@ -57,6 +58,12 @@ class Written:
             how = "its checksum is another"
         remedy = "restore it, or remove it to have it made again from the text"
         raise ConfigError(f"{path} was altered since it was written ({how}): {remedy}.")
+
+    @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
+    def verify(self, path: Path) -> None:
+        """Compares the whole file with its digest, the first time that this process asks. Raises
+        ConfigError where its content has changed, whatever its size and time."""
+        self.checked(path, thorough=True)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class TokenStore:
 
     A part is a list of runs of tokens: run r holds the tokens of shard `_runs[r]` from `_lows[r]`
     on, and they are places `_starts[r]` to `_starts[r + 1]` of the part. `fingerprint` is equal for
-    equal tokens.
+    equal tokens. A file is compared with its digest when it is first read in a process.
     """
 
     def __init__(self, shards: Sequence[Shard], dtype: np.dtype, fingerprint: str) -> None:
@@ -60,6 +60,12 @@ class TokenStore:
             for shard, low, high, _ in self._spans(start, stop)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def verify(self) -> None:
+        """Compares every file with its digest. Raises ConfigError for one that was altered."""
+        for shard in self._shards:
+            for kind, written in shard.files.items():
+                written.verify(shard.file(kind))
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
@@ -165,6 +171,8 @@ class TokenStore:
             return shard.ids.mapped()
         dtype, shape = (self._dtype, (-1,)) if kind == "tokens" else (np.dtype(np.int64), (3, -1))
         path = shard.file(kind)
+        if kind in shard.files:
+            shard.files[kind].verify(path)
         if not path.stat().st_size:  # an empty file cannot be mapped
             return np.zeros([max(0, length) for length in shape], dtype)
         # A plain view: slices of np.memmap itself are several times slower to make.

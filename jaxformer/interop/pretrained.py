@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.checkpoints import flat_leaves
+from jaxformer.checkpoint_reading import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.files import first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from jaxformer.report.format import human_time
+from jaxformer.report.format import escaped, human_time
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -69,6 +69,7 @@ class ProgressBar:
     def log(self, text: str) -> None:
         """Prints a line above the bar, or among the lines; characters that the output cannot encode
         become `?`."""
+        text = escaped(text)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return

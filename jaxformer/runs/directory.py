@@ -2,14 +2,19 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
+import os
+import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxformer.checkpoints import require_savable
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config
 from jaxformer.config_json import to_json
@@ -31,14 +36,16 @@ def lock(run: RunConfig) -> Iterator[None]:
     if not run.run.dir:
         raise ConfigError("run.dir is empty: name the directory of the run, for example runs/mine.")
     if jax.process_index():
-        check_config(run)
+        if not run.run.restart:
+            check_config(run)
         yield
         return
     folder, name = Path(run.run.dir), f"run.dir={run.run.dir!r}"
+    require_savable(folder.absolute())
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        held = (folder / LOCK).open("w")
+        held = _opened(folder / LOCK)
     except OSError as error:
         raise ConfigError(
             f"{name} cannot be written ({error.strerror}): choose another run.dir."
@@ -51,13 +58,40 @@ def lock(run: RunConfig) -> Iterator[None]:
                 f"{name} is in use by another process: wait for it, or choose another run.dir."
             ) from error
         try:
+            if run.run.restart:
+                from jaxformer.runs.restart import move_away
+
+                move_away(folder)
             check_config(run)
+            if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
+                from jaxformer.runs.restart import require_checkpoints
+
+                require_checkpoints(folder)
             yield
         finally:
-            if missing and [entry.name for entry in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()
-                for path in missing:
-                    path.rmdir()
+            if missing:
+                _remove_empty(folder, missing)
+
+
+def _opened(path: Path) -> Any:
+    """The lock file, which is made where it is missing. A link is not followed, and nothing that is
+    there is changed."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(held).st_mode):
+        os.close(held)
+        raise OSError(errno.EINVAL, f"{path} is not a regular file")
+    return os.fdopen(held, "r+")
+
+
+def _remove_empty(folder: Path, missing: list[Path]) -> None:
+    """Removes the directories that `lock` has made, where nothing was written there."""
+    if {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}:
+        with contextlib.suppress(OSError):  # checkpoints that hold something stay
+            if (folder / "checkpoints").exists():
+                (folder / "checkpoints").rmdir()
+            (folder / LOCK).unlink()
+            for path in missing:
+                path.rmdir()
 
 
 def check_config(run: RunConfig) -> None:
@@ -79,31 +113,42 @@ def check_config(run: RunConfig) -> None:
         )
 
 
-def claim(
+def check_data(
     run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str], labels: tuple[str, ...]
-) -> None:
-    """Writes config.json, tokenizer.json and data.json, or compares them with those of the
-    directory.
+) -> dict[str, Any]:
+    """What data.json holds: the fingerprints of tokenizer and text, and the id of the run, which
+    one that is begun now gets.
 
     `texts` maps each split to its fingerprint; `labels` are the names of its classes, if any.
-    Raises ConfigError if the text or the tokenizer has changed.
+    Raises ConfigError if the text or the tokenizer has changed since the run was begun.
     """
-    folder = Path(run.run.dir)
-    path, named = folder / "data.json", {"labels": list(labels)} if labels else {}
+    path, named = Path(run.run.dir) / "data.json", {"labels": list(labels)} if labels else {}
     now: dict[str, Any] = {"tokenizer": tokenizer.fingerprint(), **texts, **named}
     before = read_object(path) if path.is_file() else now
-    if before != now:
-        changed = [name for name in before | now if before.get(name) != now.get(name)]
+    identity = {"run_id": before.get("run_id") or uuid.uuid4().hex}
+    changed = [
+        name for name in {**before, **now} if before.get(name) != now.get(name) and name != "run_id"
+    ]
+    if changed:
         raise ConfigError(
             f"run.dir={run.run.dir!r} was begun with other text ({', '.join(changed)} changed), so"
             " it cannot be continued exactly; nothing was changed. Restore the text, or choose"
             " another run.dir."
         )
     check_config(run)
-    if jax.process_index() == 0:
-        tokenizer.save(folder / "tokenizer.json")
-        write_text(folder / "config.json", to_json(run))
-        write_text(path, json.dumps(now, indent=2) + "\n")
+    return now | identity
+
+
+def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
+    """Writes config.json, tokenizer.json and data.json, which holds `record`, from `check_data`.
+    The run directory belongs to the run from here on."""
+    if jax.process_index():
+        return
+    folder = Path(run.run.dir)
+    own = dataclasses.replace(run.run, restart=False)
+    tokenizer.save(folder / "tokenizer.json")
+    write_text(folder / "config.json", to_json(dataclasses.replace(run, run=own)))
+    write_text(folder / "data.json", json.dumps(record, indent=2) + "\n")
 
 
 def profile_dir(run_dir: str) -> Path:

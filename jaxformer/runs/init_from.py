@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.checkpoints import flat_leaves
+from jaxformer.checkpoint_reading import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, rows

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.checkpoints import Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.checkpoint_reading import Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.config_file import read_config
 from jaxformer.head_loss import head_loss

@@ -19,7 +19,8 @@ from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
-from jaxformer.runs.directory import is_begun, lock, profile_dir, release
+from jaxformer.report.format import escaped
+from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.metric_logger import MetricLogger, logged_before
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, batches_of, first_state, make_setup
@@ -65,10 +66,12 @@ def train(run: RunConfig) -> Result:
         begun = is_begun(run)
         setup = make_setup(run, log)
         log(banner(summary(setup)))
-        keep, every = run.train.keep_checkpoints, run.train.checkpoint_every
-        with Checkpoints(run.run.dir, keep, every) as checkpoints:
+        with _checkpoints(setup) as checkpoints:
             try:
+                if begun:
+                    _check_schedule(run, checkpoints.steps(), log)
                 state, programs = _begin(setup, checkpoints, log)
+                claim(setup.asked, setup.corpus.tokenizer, setup.record)
                 with doing("between two steps; the same command continues."):
                     state, last = _trained(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
@@ -84,6 +87,27 @@ def train(run: RunConfig) -> Result:
             with doing("after the last step, which is saved; the same command shows the sample."):
                 log(close_run(setup, state.params, last, time.monotonic() - begin))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _checkpoints(setup: RunSetup) -> Checkpoints:
+    train = setup.run.train
+    identity = {name: value for name, value in setup.record.items() if name != "labels"}
+    return Checkpoints(
+        setup.run.run.dir,
+        train.keep_checkpoints,
+        train.checkpoint_every,
+        keep_every=train.keep_every,
+        keep_best=train.keep_best,
+        run=identity | {"seed": setup.run.run.seed},
+    )
+
+
+def _check_schedule(run: RunConfig, saved: list[int], log: Log) -> None:
+    """Says how the schedule differs from the one planned when the run was last started."""
+    from jaxformer.runs.planned import changed_schedule
+
+    if saved and saved[-1] < run.train.steps and (text := changed_schedule(run, saved[-1])):
+        log(text)
 
 
 def _with_advice(
@@ -289,7 +313,7 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)
+    print(escaped(text), flush=True)
 
 
 def _ignore(text: str) -> None:

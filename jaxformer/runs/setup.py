@@ -25,7 +25,7 @@ from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
 from jaxformer.plan.abstract import step_of, with_kernel, with_rows_of
 from jaxformer.report import human_bytes
-from jaxformer.runs.directory import ROLLBACKS, claim
+from jaxformer.runs.directory import ROLLBACKS, check_data
 from jaxformer.runs.out_of_memory import memory_of
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
@@ -40,6 +40,8 @@ class RunSetup:
     `runs` is the run with each length of its rows, of which data.length_warmup makes several, and
     `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
     a device, None if it is unknown. `undivided` are the lines of `check_split`.
+    `asked` is the run before automatic choices, and `record` a fingerprint of its data: what
+    config.json and data.json hold.
     """
 
     run: RunConfig
@@ -54,6 +56,8 @@ class RunSetup:
     peak: float | None
     kernels: dict[int, str]
     undivided: list[str]
+    asked: RunConfig
+    record: dict[str, Any]
 
     @property
     def tokens_per_step(self) -> int:
@@ -92,8 +96,8 @@ class RunSetup:
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
-    """Prepares text, tokenizer and optimizer, selects the attention kernel, and then claims the run
-    directory. Raises ConfigError for settings or input that cannot work."""
+    """Prepares text, tokenizer and optimizer, and selects the attention kernel. Raises ConfigError
+    for settings or input that cannot work, or that are not those of the run directory."""
     run = check(run)
     if run.run.init_from:
         from jaxformer.runs.init_from import check_base
@@ -121,7 +125,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     lengths = dict(batches.lengths).values()
     chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
-    setup = RunSetup(
+    fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
+    return RunSetup(
         run=runs[run.data.sequence_length],
         runs=runs,
         corpus=corpus,
@@ -134,10 +139,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         peak=published_peak(run, mesh),
         kernels={length: reason for length, (_, reason) in chosen.items()},
         undivided=split,
+        asked=run,
+        record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels),
     )
-    fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
-    claim(run, corpus.tokenizer, fingerprints, corpus.labels)
-    return setup
 
 
 def batches_of(setup: RunSetup) -> Any:

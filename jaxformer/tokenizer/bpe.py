@@ -43,7 +43,7 @@ def train_bpe(
     count words, which does not change the result; None takes all cores where that is faster.
     Raises ConfigError.
     """
-    texts, specials = [_read(path)], special_tokens or ()
+    texts, specials = [blocks_of(path)], special_tokens or ()
     return train_on(texts, vocab_size, specials, pattern=pattern, processes=processes)
 
 
@@ -76,8 +76,8 @@ def train_on(
     return dict(enumerate(entries)), merges
 
 
-def _read(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The text of a file in blocks, its line ends as they are."""
+def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The text of a UTF-8 file in blocks, its line ends as they are. Raises ConfigError."""
     name, decoder, end = os.fspath(path), codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open(path, "rb", buffering=0) as file:

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.pieces import ANY_CHARACTER
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 PART_CHARACTERS = 1 << 16  # characters of a part, where the text has a place to cut
+MOST_HELD = 1 << 28  # characters of a stream that are held without a place to cut
 
 SPACES = r"(?<=\S)(?=[ \t\r\n])"
 
@@ -68,6 +70,11 @@ class Cuts:
                 *parts, rest = self.parts("".join(held))
                 yield from parts
                 held, size = [rest], len(rest)
+                if size > MOST_HELD:
+                    raise ConfigError(
+                        f"the text has no place to cut it, such as a space, in {size:,} characters:"
+                        " give it in parts."
+                    )
                 # A text without a place to cut is searched again only when it has doubled, so that
                 # the time stays linear in its length.
                 enough = max(2 * PART_CHARACTERS, 2 * size)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.settings import ConfigError
-from jaxformer.tokenizer.bounds import without_panic
 from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
 from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
+from jaxformer.tokenizer.pieces import without_panic
 
 if TYPE_CHECKING:
     import tokenizers

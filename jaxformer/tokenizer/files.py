@@ -2,14 +2,13 @@
 special tokens."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.files import parse_object, read_object, read_text, write_text
 from jaxformer.settings import ConfigError
-from jaxformer.tokenizer.bounds import check_bounds, is_panic
+from jaxformer.tokenizer.pieces import without_panic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -159,16 +158,16 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
     """The tokenizer of a tokenizer.json. Raises ConfigError."""
     import tokenizers
 
+    from jaxformer.tokenizer.bounds import check_bounds
+
     remedy = "set tokenizer.path to a tokenizer.json"
-    if not os.path.lexists(file):
+    if not file.exists():
         raise missing(file)
     text = read_text(file, remedy)
     check_bounds(parse_object(text, str(file), remedy), file)
     try:
-        return tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:  # the library raises nothing narrower, and panics
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
+        return without_panic(tokenizers.Tokenizer.from_str, text)
+    except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
             f"{file} is not a tokenizer.json of the tokenizers library ({error}): {remedy}."
         ) from None

@@ -1,11 +1,13 @@
 """What the tokens of a vocabulary stand for: their bytes, and whether these are inside a word."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.words import WORD_PATTERNS
+
+ResultT = TypeVar("ResultT")
 
 ANY_CHARACTER = r"[\s\S]"  # the pre-tokenizer of tokenizers whose tokens are characters
 SPACE = "▁"  # SentencePiece's mark for a space (arXiv:1808.06226)
@@ -101,3 +103,13 @@ def _strings(value: Any) -> set[str]:
         return {value}
     inner = value.values() if isinstance(value, dict) else value
     return set().union(*map(_strings, inner)) if isinstance(value, dict | list) else set()
+
+
+def without_panic(call: Callable[..., ResultT], *given: Any, **more: Any) -> ResultT:
+    """The result of a call of a library in Rust, whose panic becomes a RuntimeError."""
+    try:
+        return call(*given, **more)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which is no Exception
+            raise
+        raise RuntimeError(f"its library gave up: {error}") from None

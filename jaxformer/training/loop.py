@@ -108,17 +108,19 @@ def fit(
             last = number == steps
             if not last:
                 batch = feed.next(number)
+            result: Mapping[str, float] = {}
             stop = saving.asked_to_stop(number)
             if evaluate and not stop and (last or _due(number, evaluate_every)):
                 reader.read(number, state, metrics)
                 with reader.paused(), saving.abandoned_on_signal():
-                    reader.tell(number, state, evaluate(state.params))
+                    result = evaluate(state.params)
+                    reader.tell(number, state, result)
                 stop = saving.abandoned
             if last or stop or saving.is_due(number):
                 reader.read(number, state, metrics)
                 require_finite_params(state, number)
                 with reader.paused():
-                    saving.save(state, number)
+                    saving.save(state, number, result)
             if stop:
                 raise saving.interrupted(number)
     return state
@@ -142,9 +144,9 @@ class _Saving:
     def is_due(self, step: int) -> bool:
         return self._checkpoints is not None and _due(step, self._checkpoints.every)
 
-    def save(self, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save(state, step)
+            self._checkpoints.save(state, step, evaluation)
 
     @contextlib.contextmanager
     def abandoned_on_signal(self) -> Iterator[None]:

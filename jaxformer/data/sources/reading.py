@@ -73,6 +73,9 @@ def unreadable(what: Path | str, error: OSError) -> ConfigError:
 def read_blocks(path: Path) -> Iterator[bytes]:
     """The bytes of a file, a block at a time, decompressed by its suffix. Raises ConfigError."""
     suffix = path.suffix.lower()
+    if path.is_char_device():
+        told = "is a device, which may never end: name a file, or - for standard input"
+        raise ConfigError(f"{path} {told}.")
     try:
         with open(path, "rb") as file:
             size = PACKED_BLOCK_BYTES if suffix in PACKED else READ_BYTES

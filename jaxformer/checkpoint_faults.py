@@ -1,0 +1,150 @@
+"""What to make of a checkpoint that cannot be read or saved: damage, or something else."""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import gc
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxformer.digests import Altered
+from jaxformer.settings import ConfigError, Log
+
+# TensorStore's status for files that are truncated, altered or missing, and a part of its message,
+# under another status, for a chunk that cannot be decoded.
+DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
+UNDECODABLE = ("compressed stream", "Error decoding")
+
+
+@functools.cache
+def quiet_threads() -> None:
+    """Keeps off the terminal what is printed on the threads of Orbax and TensorStore about an error
+    that is raised as well, and Orbax's advice to save less often.
+
+    The first error ends Orbax's event loop, and each callback that comes later fails in its turn.
+    """
+    logging.getLogger("absl").addFilter(_is_news_of_orbax)
+    logging.getLogger("asyncio").addFilter(_is_news_of_asyncio)
+    on_error, on_unraisable = sys.excepthook, sys.unraisablehook
+
+    def report(kind: Any, error: Any, trace: Any) -> None:
+        if not _is_late(error):
+            on_error(kind, error, trace)
+
+    def report_unraisable(found: Any) -> None:
+        if not _is_late(found.exc_value):
+            on_unraisable(found)
+
+    sys.excepthook, sys.unraisablehook = report, report_unraisable
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Whether a callback came after the end of the event loop that it was for."""
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+
+def _is_news_of_orbax(record: logging.LogRecord) -> bool:
+    return not record.exc_info and "Waiting for previous save" not in record.getMessage()
+
+
+def _is_news_of_asyncio(record: logging.LogRecord) -> bool:
+    text = record.getMessage().lower()
+    return "never retrieved" not in text or not ("tensorstore" in text or "ocdbt" in text)
+
+
+@contextlib.contextmanager
+def quiet_reads() -> Iterator[None]:
+    """Keeps the terminal clean while Orbax reads: of `quiet_threads`, and of the coroutines that
+    its event loop throws away after an error."""
+    quiet_threads()
+    before = sys.unraisablehook
+
+    def report(found: Any) -> None:
+        if not asyncio.iscoroutine(found.object):
+            before(found)
+
+    sys.unraisablehook = report
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
+            warnings.simplefilter("ignore", ResourceWarning)
+            try:
+                yield
+            except Exception:
+                gc.collect()
+                raise
+    finally:
+        sys.unraisablehook = before
+
+
+def require_damage(place: Path, error: Exception) -> None:
+    """Raises ConfigError where an error does not show that a checkpoint is damaged."""
+    if not _shows_damage(error):
+        raise ConfigError(
+            f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
+            " that it is damaged; nothing was changed. Check memory, file system and permissions,"
+            " and run the same command again. To continue from an earlier step, move"
+            f" {place} elsewhere."
+        ) from error
+
+
+def _shows_damage(error: BaseException) -> bool:
+    """Whether an error, or one of its causes, says that a file of a checkpoint is missing,
+    truncated or altered."""
+    chain = _causes(error)
+    if any(isinstance(one, (MemoryError, PermissionError)) for one in chain):
+        return False
+    missing = (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError, Altered)
+    if any(isinstance(one, missing) for one in chain):
+        return True
+    # TensorStore raises ValueError, and its message begins with the status.
+    messages = [str(one) for one in chain if isinstance(one, ValueError)]
+    return any(
+        text.startswith(DAMAGE) or any(part in text for part in UNDECODABLE) for text in messages
+    )
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def in_short(error: BaseException) -> str:
+    cause = error.__cause__ or error  # Orbax puts a long message around that of TensorStore
+    name = "" if isinstance(cause, Altered) else f"{type(cause).__name__}: "
+    return f"{name}{' '.join(str(cause).split())[:200]}"
+
+
+def set_aside(folder: Path, damaged: Mapping[int, str], log: Log) -> None:
+    """Renames damaged checkpoints, so that their steps can be saved again."""
+    for step in damaged:
+        place, number = folder / f"damaged-{step}", 1
+        while place.exists():
+            number += 1
+            place = folder / f"damaged-{step}-{number}"
+        (folder / str(step)).rename(place)
+        (place / "damage.txt").write_text(damaged[step] + "\n", encoding="utf-8")
+        log(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
+
+
+def why_not_saved(error: BaseException) -> str:
+    """Why a save failed: in a word where the disk is full or a limit is reached, and else as Orbax
+    says it."""
+    chain = _causes(error)
+    codes = {one.errno for one in chain if isinstance(one, OSError)}
+    text = " ".join(str(one) for one in chain)
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+        if code in codes or os.strerror(code) in text:
+            return os.strerror(code)
+    return in_short(chain[-1])

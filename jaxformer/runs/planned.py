@@ -1,0 +1,54 @@
+"""A run that is continued with another number of steps, or another end of its schedule."""
+
+from pathlib import Path
+
+from jaxformer.config import RunConfig
+from jaxformer.config_file import read_config
+from jaxformer.optim import make_schedule
+from jaxformer.settings import ConfigError
+
+JUMP = (
+    0.01  # relative change of the learning rate from which a continued run has to be asked for it
+)
+
+
+def changed_schedule(run: RunConfig, step: int) -> str:
+    """A sentence about the learning rate of a run that continues after `step` steps with another
+    schedule than its directory was last started with; empty where it is the same.
+
+    Raises ConfigError where the rate would jump at the next step, and no setting of the optimizer
+    says so: the schedule follows train.steps alone.
+    """
+    planned = read_config(Path(run.run.dir) / "config.json")
+    if (planned.optimizer, planned.train.steps) == (run.optimizer, run.train.steps):
+        return ""
+    before = make_schedule(planned.optimizer, planned.train.steps)
+    now = make_schedule(run.optimizer, run.train.steps)
+    ends = {planned.train.steps, run.train.steps, planned.optimizer.decay_steps, step + 1}
+    seen = {step, *(end - 1 for end in ends if end > step)}
+    if all(float(before(at)) == float(now(at)) for at in seen):
+        return ""
+    then, rate = float(before(step)), float(now(step))
+    change = (
+        f"the learning rate of step {step + 1} is {rate:.3g}, and was planned to be {then:.3g}"
+        f" (train.steps={planned.train.steps} before, {run.train.steps} now)"
+    )
+    optimizer = run.optimizer
+    if abs(rate - then) <= JUMP * max(rate, then) or optimizer.decay_steps:
+        return f"The schedule has changed: {change}."
+    end = planned.optimizer.decay_steps or planned.train.steps
+    tail = max(min(optimizer.warmup_steps, (run.train.steps - end) // 2), 1)
+    offers = [
+        f"--optimizer.decay_steps {end}: the schedule as it was planned"
+        + (", and its final rate after that" if run.train.steps > end else "")
+    ]
+    if run.train.steps > end:
+        offers.append(
+            f"--optimizer.decay_steps {end} --optimizer.rewarm_steps {tail}: after step {end} the"
+            f" rate rises again to {optimizer.learning_rate:.3g} and decays until train.steps"
+        )
+    offers.append(f"--optimizer.decay_steps {run.train.steps}: the new schedule, with that jump")
+    raise ConfigError(
+        f"the schedule follows train.steps, so {change}; nothing was changed. Choose one of these:"
+        "\n  " + "\n  ".join(offers)
+    )

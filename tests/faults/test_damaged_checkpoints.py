@@ -1,0 +1,210 @@
+"""Checkpoints that were damaged, or are those of another run: what is kept, and what the command
+says."""
+
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import (
+    EVERY,
+    STEPS,
+    assert_same_run,
+    contents,
+    copy_until,
+    finish,
+    launch,
+    line,
+    reference,
+    saved,
+    train_here,
+)
+
+import jaxformer as jf
+from jaxformer.checkpoint_reading import Damaged, read_checkpoint
+from jaxformer.settings import ConfigError
+
+NEWEST = STEPS - EVERY
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return reference(tmp_path_factory)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path, seed: int = 0) -> None:
+    """Changes one bit."""
+    content, rng = bytearray(path.read_bytes()), random.Random(seed)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def array_files(checkpoint: Path) -> list[Path]:
+    """Those that a read needs, the largest first."""
+    files = [path for path in (checkpoint / "state").rglob("*") if path.parent.name == "d"]
+    return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+def manifest(checkpoint: Path) -> Path:
+    return checkpoint / "manifest/metadata"
+
+
+DAMAGES = {
+    "array file cut": lambda place: cut(array_files(place)[0]),
+    "array file flipped": lambda place: flip(array_files(place)[0]),
+    "array file removed": lambda place: array_files(place)[0].unlink(),
+    "manifest flipped": lambda place: flip(manifest(place)),
+    "manifest removed": lambda place: manifest(place).unlink(),
+}
+LONG = pytest.mark.faults
+
+
+@pytest.mark.fault(
+    "newest checkpoint with a file that is cut, removed, or has one bit flipped",
+    kept="It is set aside whole as `damaged-<step>`. The run goes on from the checkpoint before it"
+    " and is the uninterrupted one.",
+    status="0",
+)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "array file flipped",
+        *(pytest.param(d, marks=LONG) for d in DAMAGES if "array file fl" not in d),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(
+    damage: str, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir = copy_until(NEWEST, expected, tmp_path / "run")
+    place = run_dir / "checkpoints" / str(NEWEST)
+    DAMAGES[damage](place)
+    before = contents(place)
+    out, error = finish(launch(line(run_dir, text)))
+    assert f"WARNING: the checkpoint of step {NEWEST} cannot be read" in out
+    assert f"from step {NEWEST - EVERY}" in out and not error
+    aside = place.with_name(f"damaged-{NEWEST}")
+    reason = (aside / "damage.txt").read_text()
+    assert str(place) in reason
+    (aside / "damage.txt").unlink()
+    assert contents(aside) == before
+    assert_same_run(run_dir, expected)
+
+
+def wanted_of(checkpoint: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rows = json.loads(manifest(checkpoint).read_text())["leaves"]
+    return {path: jax.ShapeDtypeStruct(row[0], row[1], sharding=here) for path, row in rows.items()}
+
+
+@pytest.mark.fault(
+    "each file of a checkpoint with one bit flipped, cut and removed",
+    kept="What is read is what was saved, to the bit, or it is refused and an array is named.",
+    status="0 or 2",
+)
+@pytest.mark.parametrize("flips", [3, pytest.param(50, marks=LONG)])
+def test_no_damage_of_any_file_changes_what_is_read(
+    flips: int, whole: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    place = folder / str(STEPS)
+    shutil.copytree(whole[0] / "checkpoints" / str(STEPS), place)
+    wanted = wanted_of(place)
+    whole_state = read_checkpoint(folder, STEPS, wanted)
+    arrays = array_files(place)
+    cases: list[tuple[Path, Callable[[Path], None]]] = [
+        (arrays[seed % len(arrays)], lambda path, seed=seed: flip(path, seed))  # type: ignore[misc]
+        for seed in range(flips)
+    ]
+    if flips > 3:
+        files = [path for path in sorted(place.rglob("*")) if path.is_file()]
+        cases += [(path, change) for path in files for change in (cut, Path.unlink, flip)]
+    refused = 0
+    for path, change in cases:
+        content = path.read_bytes()
+        change(path)
+        try:
+            found = read_checkpoint(folder, STEPS, wanted)
+        except (Damaged, ConfigError) as error:
+            refused += 1
+            assert str(place) in str(error)
+        else:
+            for name, leaf in found.items():
+                np.testing.assert_array_equal(leaf, whole_state[name], err_msg=f"{path}: {name}")
+        path.write_bytes(content)
+    assert refused
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.fault(
+    "newest checkpoint with a file that cannot be read",
+    kept="Nothing is changed; the message says how to go on.",
+    status="2",
+)
+def test_a_checkpoint_that_cannot_be_read_for_another_reason_stops_the_run(
+    whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, text = whole
+    run_dir = copy_until(NEWEST, expected, tmp_path / "run")
+    unreadable = manifest(run_dir / "checkpoints" / str(NEWEST))
+    unreadable.unlink()
+    unreadable.mkdir()
+    before = contents(run_dir)
+    assert train_here(line(run_dir, text)) == 2
+    error = capsys.readouterr().err
+    assert "does not show that it is damaged" in error and "To continue from an earlier" in error
+    assert contents(run_dir) == before
+
+
+@pytest.mark.fault(
+    "checkpoint of another run of the same shapes",
+    kept="It is refused with what differs; nothing is changed.",
+    status="2",
+)
+def test_the_checkpoint_of_another_run_is_refused(
+    whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, text = whole
+    other = tmp_path / "other"
+    assert train_here(line(other, text, {"run.seed": 7, "train.steps": EVERY})) == 0
+    run_dir = copy_until(EVERY, expected, tmp_path / "run")
+    shutil.copytree(other / f"checkpoints/{EVERY}", run_dir / f"checkpoints/{2 * EVERY}")
+    before = contents(run_dir)
+    assert train_here(line(run_dir, text)) == 2
+    error = capsys.readouterr().err
+    assert "is of another run" in error and "run_id: " in error
+    assert "seed: 7 in the checkpoint, 1337 here" in error
+    with pytest.raises(ConfigError, match="is of another run"):
+        jf.load(run_dir)
+    assert contents(run_dir) == before
+
+
+def test_a_checkpoint_without_digests_is_read_and_said_to_be_unverified(
+    whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run_dir = copy_until(STEPS, whole[0], tmp_path / "run")
+    for step in saved(run_dir):
+        path = manifest(run_dir / "checkpoints" / str(step))
+        leaves = json.loads(path.read_text())["leaves"]
+        path.write_text(json.dumps({name: row[:2] for name, row in leaves.items()}))
+    path = run_dir / "data.json"
+    record = json.loads(path.read_text())
+    del record["run_id"]
+    path.write_text(json.dumps(record))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = jf.load(run_dir)
+    assert any("are not verified" in str(warning.message) for warning in seen)
+    for a, b in zip(
+        jax.tree.leaves(found.params), jax.tree.leaves(jf.load(whole[0]).params), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,144 @@
+"""Commands with flags and files that nobody would write on purpose: each ends within 20 s with a
+documented status and without a traceback, and touches nothing outside its own directory.
+
+A case is a number; `CASES=1025 pytest -n 0 tests/faults/test_fuzz.py -m "faults or not faults" -k
+0` runs that one alone, and prints what it did.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz_cases import Case, Template, make_case
+from tiny_run import contents, finish, launch, line, write_text
+
+import jaxformer
+
+SECONDS = 20
+BATCHES, SIZE, SHORT = 10, 50, 60  # 500 cases, of which `pytest` runs the first 60
+PACKAGE = Path(jaxformer.__file__).parent
+STATUSES = {0, 1, 2}
+TINY = {
+    "data.cache_dir": "cache",
+    "model.d_model": 16,
+    "model.n_layers": 1,
+    "optimizer.decay_steps": 0,
+    "optimizer.name": "adamw",
+    "optimizer.warmup_steps": 1,
+    "run.dir": "run",
+    "run.sample_tokens": 0,
+    "train.batch_size": 4,
+    "train.checkpoint_every": 1,
+    "train.eval_every": 0,
+    "train.microbatches": 1,
+    "train.steps": 2,
+}
+CONFIG = """from jaxformer.config_file import read_config
+
+config = read_config("base.json")
+"""
+
+
+class Server:
+    """The process that runs cases, which `with` ends."""
+
+    def __enter__(self) -> "Server":
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parents[1] / "fuzz_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(self, case: Case) -> dict:
+        """What a case did: its status (None: it did not end), what it printed, and its seconds."""
+        asked = {"arguments": case.arguments, "folder": str(case.folder), "seconds": SECONDS}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        if not select.select([self._process.stdout], [], [], 6 * SECONDS)[0]:
+            pytest.fail(f"the server of cases does not answer after {case}")
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    """A run of two steps, the same as a Hugging Face directory, its text, its cache, and a config
+    that makes such a run; the paths in them are relative."""
+    folder = tmp_path_factory.mktemp("fuzz") / "template"
+    folder.mkdir()
+    write_text(folder / "text.txt", documents=30)
+    here = Path.cwd()
+    try:
+        os.chdir(folder)
+        finish(launch(line(Path("run"), Path("text.txt"), TINY)))
+        from jaxformer.cli import main
+
+        assert main(["convert", "run", "hf"]) == 0
+    finally:
+        os.chdir(here)
+    shutil.rmtree(folder / "run/tensorboard", ignore_errors=True)
+    shutil.copy(folder / "run/config.json", folder / "base.json")
+    (folder / "tiny.py").write_text(CONFIG)
+    return Template(folder)
+
+
+def problems_of(case: Case, answer: dict) -> list[str]:
+    """What a case must not do. A traceback is one that leads through jaxformer: threads of other
+    libraries may print theirs, which nobody can prevent."""
+    status, printed = answer["status"], answer["printed"]
+    found = []
+    if status is None:
+        found.append(f"did not end within {SECONDS} s")
+    elif status not in STATUSES:
+        found.append(f"exit status {status}")
+    if f'File "{PACKAGE}' in printed or "\nfailed: " in f"\n{printed}":
+        found.append("an error that nobody foresaw")
+    if "\x1b[" in printed and not any("\x1b[" in argument for argument in case.arguments):
+        found.append("a control sequence")
+    return found
+
+
+@pytest.mark.fault(
+    "Flags and files made from a seed: huge numbers, nan, control characters, deep JSON, truncated"
+    " and altered files, pipes and directories in place of files",
+    kept="One message, no traceback; nothing outside the command's own directory is touched.",
+    status="0, 1 or 2",
+)
+@pytest.mark.parametrize(
+    "first",
+    [0, *(pytest.param(n, marks=pytest.mark.faults) for n in range(SHORT, BATCHES * SIZE, SIZE))],
+)
+def test_whatever_is_given_a_command_ends_with_a_message(
+    first: int, template: Template, tmp_path: Path
+) -> None:
+    stop = SHORT if not first else min(first + SIZE, BATCHES * SIZE)
+    asked = os.environ.get("CASES")
+    numbers = [int(asked)] if asked else range(first, stop)
+    sibling = tmp_path / "sibling"
+    sibling.mkdir()
+    write_text(sibling / "theirs.txt")
+    before, bad = contents(sibling), []
+    with Server() as server:
+        for number in numbers:
+            case = make_case(number, template, tmp_path / "own" / "case")
+            answer = server.run(case)
+            if asked:
+                print(case, json.dumps(answer, indent=1).replace("\\n", "\n"))
+            problems = problems_of(case, answer)
+            if {path.name for path in tmp_path.iterdir()} != {"own", "sibling"}:
+                problems.append("a file outside of its directory")
+            if contents(sibling) != before or os.listdir(tmp_path / "own") != ["case"]:
+                problems.append("a change beside its directory")
+            if problems:
+                bad.append(f"{case.name}: {case.arguments}: {problems}\n{answer['printed'][-800:]}")
+            shutil.rmtree(case.folder)
+    assert not bad, "\n\n".join(bad)

@@ -1,0 +1,136 @@
+"""A digest of an array says what its bits are, wherever and however it lies."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxformer.files
+import jaxformer.retention
+from jaxformer.checkpoint_reading import read_back
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.digests import Altered, as_text, digest_on_host, digests
+
+KINDS = ("float32", "bfloat16", "float16", "int32", "int8", "uint16", "bool", "float8_e4m3fn")
+MESHES = """
+import sys, jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxformer.digests import as_text, digests
+array = jnp.sin(jnp.arange(96.0)).reshape(4, 8, 3).astype(sys.argv[1])
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+    for place in (P(), P("fsdp"), P(None, ("tensor", "fsdp")), P("tensor", "data")):
+        leaf = jax.device_put(array, NamedSharding(mesh, place))
+        print(as_text(digests({"leaf": leaf})["leaf"]))
+"""
+
+
+def digest(array: jax.Array) -> str:
+    return as_text(digests({"leaf": array})["leaf"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_digest_is_that_of_numpy_and_changes_with_every_bit(kind: str) -> None:
+    array = jnp.sin(jnp.arange(60.0)).reshape(3, 4, 5).astype(kind)
+    whole = digest(array)
+    assert whole == digest_on_host(np.asarray(array))
+    content = np.asarray(array).tobytes()
+    for index in range(0, 8 * len(content), 7):
+        if kind == "bool" and index % 8:  # a bool has one bit
+            continue
+        changed = bytearray(content)
+        changed[index // 8] ^= 1 << index % 8
+        other = np.frombuffer(bytes(changed), np.asarray(array).dtype).reshape(array.shape)
+        assert digest_on_host(other) != whole
+        assert {a == b for a, b in zip(whole, digest_on_host(other), strict=True)}
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_digest_does_not_depend_on_the_sharding(kind: str) -> None:
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    out = subprocess.run(
+        [sys.executable, "-c", MESHES, kind],
+        env=os.environ | {"XLA_FLAGS": flags},
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    ).stdout
+    here = digest(jnp.sin(jnp.arange(96.0)).reshape(4, 8, 3).astype(kind))
+    assert out.split() == [here] * 8
+
+
+def test_values_that_are_exchanged_change_the_digest() -> None:
+    array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    found = {digest_on_host(array), digest_on_host(array.T), digest_on_host(-array)}
+    found |= {digest_on_host(np.roll(array, shift)) for shift in range(1, 100)}
+    assert len(found) == 102
+
+
+def test_keys_and_empty_arrays_have_digests() -> None:
+    assert digest(jax.random.key(1)) != digest(jax.random.key(2))
+    assert digest(jnp.zeros((0, 3))) == "0" * 16
+
+
+def test_the_first_save_is_read_back(tmp_path: Path) -> None:
+    state = {"w": jnp.arange(6.0), "b": jnp.ones((2, 3), jnp.bfloat16)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, 1)
+    place = tmp_path / "checkpoints/1"
+    read_back(place)
+    path = place / "manifest/metadata"
+    path.write_text(path.read_text().replace('"w"', '"v"'))
+    with pytest.raises(Altered):
+        read_back(place)
+
+
+def test_best_regular_and_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 4.0, 6: 5.0, 7: 6.0}
+    for steps in ((1, 2, 3, 4), (5, 6, 7)):  # by two processes, as it were
+        with Checkpoints(tmp_path, keep=1, keep_every=5, keep_best=2) as checkpoints:
+            for step in steps:
+                evaluation = {"val_loss": losses[step]} if step != 6 else None
+                checkpoints.save({"w": jnp.full(3, step)}, step, evaluation)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [2, 4, 5, 7]
+
+
+def test_a_reader_removes_nothing_of_a_save_in_progress(tmp_path: Path) -> None:
+    draft = tmp_path / "checkpoints/3.orbax-checkpoint-tmp"
+    draft.mkdir(parents=True)
+    (draft / "part").write_text("being written")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [] and checkpoints.restore({"w": jnp.ones(3)}, print) is None
+    assert (draft / "part").exists()
+    with Checkpoints(tmp_path) as checkpoints:  # who saves tidies up
+        checkpoints.save({"w": jnp.ones(3)}, 1)
+    assert not draft.exists()
+
+
+def test_what_a_save_wrote_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = set[str]()
+
+    def sync(*paths: Path) -> None:
+        for path in paths:
+            if path.is_file():
+                synced.add(hashlib.sha256(path.read_bytes()).hexdigest())
+        jaxformer.files.sync(*paths)
+
+    monkeypatch.setattr(jaxformer.retention, "sync", sync)
+    monkeypatch.setattr("jaxformer.checkpoints.sync", sync)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"w": jnp.ones(3)}, 1)
+    written = [path for path in (tmp_path / "checkpoints/1").rglob("*") if path.is_file()]
+    # Orbax marks the items of a checkpoint as complete afterwards.
+    left = [
+        path.name for path in written if hashlib.sha256(path.read_bytes()).hexdigest() not in synced
+    ]
+    assert len(written) > 8 and set(left) <= {"commit_success.txt"}
