@@ -152,7 +152,7 @@ class DataConfig(Section):
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
 
     def __post_init__(self) -> None:
-        if self.objective in FORMER_OBJECTIVES:
+        if isinstance(self.objective, str) and self.objective in FORMER_OBJECTIVES:
             name = FORMER_OBJECTIVES[self.objective]
             message = f"data.objective={self.objective!r} is now called {name!r}."
             warnings.warn(message, FutureWarning, stacklevel=3)

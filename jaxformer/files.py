@@ -102,6 +102,9 @@ def parse_object(text: str | bytes, where: str, advice: str) -> dict[str, Any]:
     """The object that a JSON text holds; `where` names the text in the message of ConfigError."""
     try:
         found = json.loads(text)
+        raw = text.encode() if isinstance(text, str) else text
+        if b"\\ud" in raw.lower():  # half of a surrogate pair is no text
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON ({error}): {advice}.") from error
     if not isinstance(found, dict):

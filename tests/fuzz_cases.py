@@ -1,5 +1,6 @@
 """Command lines and files that nobody would write on purpose, made from a seed."""
 
+import copy
 import json
 import random
 import shutil
@@ -212,7 +213,7 @@ def _values(path: Path, rng: random.Random) -> None:
     found = json.loads(path.read_text())
     for _ in range(rng.choice([1, 1, 2, 3])):
         holder, key = rng.choice(list(_places(found)) or [(found, "new")])
-        holder[key] = rng.choice(ODD)
+        holder[key] = copy.deepcopy(rng.choice(ODD))
     path.write_text(json.dumps(found))
 
 
@@ -224,7 +225,9 @@ def _keys(path: Path, rng: random.Random) -> None:
         holder, key = rng.choice(places)
         holder.pop(key, None)
     elif isinstance(found, dict):
-        found[rng.choice(["x", "\x1b[1m", "model_type", "layer_types", ""])] = rng.choice(ODD)
+        found[rng.choice(["x", "\x1b[1m", "model_type", "layer_types", ""])] = copy.deepcopy(
+            rng.choice(ODD)
+        )
     path.write_text(json.dumps(found))
 
 

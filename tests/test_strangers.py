@@ -117,6 +117,10 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         ({"vocab_size": 10**9}, "the two do not belong together"),
         ({"hidden_size": 2**20, "intermediate_size": 2**22}, "the two do not belong together"),
         ({"eos_token_id": -5}, "eos_token_id is -5"),
+        ({"eos_token_id": 10**18}, "eos_token_id is 1000000000000000000"),
+        ({"architectures": 1.5}, "architectures is 1.5, and must be a list of names"),
+        ({"rope_theta": "x"}, "could not convert string to float"),
+        ({"torch_dtype": "\ud800"}, "is not JSON"),
     ],
 )
 def test_sizes_that_the_files_do_not_have_are_refused_before_anything_is_made(

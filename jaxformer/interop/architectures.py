@@ -33,6 +33,9 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
     """The architecture as which a model is read, from the keys of its config.json. Raises
     ConfigError where there is none."""
     kind, named = values.get("model_type"), values.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        told = "and must be a list of names: download the file again"
+        raise ConfigError(f"{path}: architectures is {json.dumps(named)[:80]}, {told}.")
     alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
     known = [BASES.get(name, name) for name in named or alike if name in (*ARCHITECTURES, *BASES)]
     if known and (named or len(known) == 1):

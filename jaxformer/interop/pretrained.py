@@ -95,7 +95,7 @@ def _opened(directory: Path) -> Opened:
     try:
         config = family.read(hf, architecture)
         model_specs(config)
-    except (ConfigError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:  # of a wrong type
         said = str(error)
         keys = [f"model.{f} is {key} there" for f, key in family.keys().items() if f"{f}=" in said]
         raise ConfigError(f"{path}: {said}" + (f"\n({', '.join(keys)})" if keys else "")) from None

@@ -290,7 +290,7 @@ def _ids(
         values = found[key] if isinstance(found.get(key), list) else [found.get(key)]
         for value in values:
             # Old configs write -1 for no token.
-            if value is not None and (type(value) is not int or value < -1):
+            if value is not None and (type(value) is not int or not -1 <= value < 2**32):
                 raise ConfigError(
                     f"{file}: {key} is {found[key]!r}, and must be the id of a token, at least 0."
                 )
