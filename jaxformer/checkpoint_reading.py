@@ -110,7 +110,6 @@ def _read(
     sums = jax.device_get(digests(found))
     _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
     return found, True
-    return found
 
 
 def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:

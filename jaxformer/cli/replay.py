@@ -85,8 +85,8 @@ def _lines(found: "Replay", worst: int) -> Iterator[str]:
         tokens = [(token["nats"], row["row"], token) for row in rows for token in row["tokens"]]
         ranked = sorted(tokens, key=lambda entry: math.inf if entry[0] is None else entry[0])
         for nats, row, token in ranked[::-1][:worst]:
-            value = "not a number" if nats is None else f"{nats:.4f}"
-            yield f"  {value}  row {row}, position {token['position']}: {token['target']!r}"
+            loss = "not a number" if nats is None else f"{nats:.4f}"
+            yield f"  {loss}  row {row}, position {token['position']}: {token['target']!r}"
 
 
 def _against_the_log(found: "Replay") -> str:

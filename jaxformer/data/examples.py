@@ -133,7 +133,8 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         documents, parts = documents + len(batch), len(examples[0])
     ids, bounds = np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
     files = {}
-    for name, each in zip(ARRAY_FILES, (ids, bounds), strict=True):
+    arrays: tuple[np.ndarray, ...] = (ids, bounds)
+    for name, each in zip(ARRAY_FILES, arrays, strict=True):
         with replacing(directory / name) as file:
             np.save(file, each)
         files[name] = asdict(Written.now(directory / name, digest(directory / name)))

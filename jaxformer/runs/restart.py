@@ -4,12 +4,13 @@ from pathlib import Path
 
 from jaxformer.config_file import read_config
 from jaxformer.report import read_metrics
+from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.settings import ConfigError
 
 # What a run writes into its directory.
 WRITTEN = (
     *("config.json", "data.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl"),
-    *("checkpoints", "loss.png", "profile", "tensorboard"),
+    *(ROLLBACKS, "checkpoints", "loss.png", "profile", "tensorboard"),
 )
 
 

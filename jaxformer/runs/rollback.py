@@ -63,9 +63,15 @@ class ShiftedBatches:
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
         """The batches from step `start` on, prepared ahead between two rollbacks."""
         later = sorted({rollback.at for rollback in self._rollbacks if rollback.at > start})
-        for first, stop in itertools.pairwise([start, *later, None]):
-            ahead = self._batches.iterate(first + shift(self._rollbacks, first))
-            yield from itertools.islice(ahead, None if stop is None else stop - first)
+        first = start
+        for stop in later:
+            yield from itertools.islice(self._ahead(first), stop - first)
+            first = stop
+        yield from self._ahead(first)
+
+    def _ahead(self, first: int) -> Iterator[NumpyBatch]:
+        ahead: Iterator[NumpyBatch] = self._batches.iterate(first + shift(self._rollbacks, first))
+        return ahead
 
 
 def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # A cluster ends a job by SIGTERM, announces it by SIGUSR1 (Slurm's --signal), and a terminal that
 # closes sends SIGHUP.
@@ -118,9 +119,12 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
         yield _current or StopRequest()
         return
     request, first = StopRequest(), 0.0
-    kept = {number: signal.getsignal(number) for number in STOPPING}
-    # None is a handler that is no Python function, and could not be put back.
-    before = {n: kept[n] for n in STOPPING if kept[n] not in (signal.SIG_IGN, None)}
+    before: dict[int, Any] = {}
+    for stopping in STOPPING:
+        handler = signal.getsignal(stopping)
+        # None is a handler that is no Python function, and could not be put back.
+        if handler not in (signal.SIG_IGN, None):
+            before[stopping] = handler
 
     def handle(number: int, _: object) -> None:
         nonlocal first
@@ -175,7 +179,7 @@ def doing(what: str) -> Iterator[None]:
 class _Watch:
     """A thread that Python's own handler wakes, whatever the main thread is doing."""
 
-    def __init__(self, request: StopRequest, heeded: list[signal.Signals]) -> None:
+    def __init__(self, request: StopRequest, heeded: list[int]) -> None:
         self._request, self._heeded = request, heeded
         self._read, write = os.pipe()
         os.set_blocking(write, False)

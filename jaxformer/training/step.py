@@ -140,8 +140,16 @@ def make_step(
 
 
 def _kept_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where a step is finite, else `old`: a select within the update, without a copy."""
-    return jax.tree.map(lambda a, b: jax.lax.select(finite, a, b), new, old)
+    """`new` where a step is finite, else `old`, without a copy: a select that is fused with the
+    update. On a CPU a branch, since there a select changes how the update is rounded."""
+
+    def branch(finite: jax.Array, new: Any, old: Any) -> Any:
+        return jax.lax.cond(finite, lambda new, old: new, lambda new, old: old, new, old)
+
+    def select(finite: jax.Array, new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jax.lax.select(finite, a, b), new, old)
+
+    return jax.lax.platform_dependent(finite, new, old, cpu=branch, default=select)
 
 
 def gradients(

@@ -95,7 +95,7 @@ def test_stop_names_the_step_its_rows_and_what_is_not_finite(bad: Any, tmp_path:
     " Continued after the kill, the run is the uninterrupted one.",
     "137",
 )
-@pytest.mark.parametrize("on_nan", ["skip", "rollback"])
+@pytest.mark.parametrize("on_nan", [pytest.param("skip", marks=pytest.mark.faults), "rollback"])
 def test_a_run_killed_after_a_bad_step_continues_bitwise(
     on_nan: str, bad: Any, tmp_path: Path
 ) -> None:
@@ -126,7 +126,7 @@ def test_a_run_killed_after_a_bad_step_continues_bitwise(
 
 
 @fault("more bad steps than train.nan_limit", "The run stops as with train.on_nan=stop.", "1")
-@pytest.mark.parametrize("on_nan", ["skip", "rollback"])
+@pytest.mark.parametrize("on_nan", ["skip", pytest.param("rollback", marks=pytest.mark.faults)])
 def test_bad_steps_are_capped(on_nan: str, bad: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = arguments_of(run_dir, bad, on_nan=on_nan, nan_limit=1)

@@ -1,0 +1,122 @@
+"""What a save costs a run, and what its digests cost a save. `python benchmarks/checkpoints.py`
+
+The state of a config is saved with and without digests, in turns, each until it is on the disk. A
+step waits for the part of a save that copies the state; its share is of the steps between two saves
+(`train.checkpoint_every`), whose time is measured on random tokens.
+"""
+
+from jaxformer.cli import keep_memory
+
+keep_memory()  # as train.py does, before JAX is imported
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import statistics  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from pairing import HERE, add_smoke, print_table, save  # noqa: E402
+from steps import Ready, ready_on_random_tokens  # noqa: E402
+from workloads import SMOKE_FIELDS  # noqa: E402
+
+import jaxformer as jf  # noqa: E402
+from jaxformer import checkpoint_reading  # noqa: E402
+from jaxformer.config_file import with_vocabulary  # noqa: E402
+from jaxformer.versions import versions  # noqa: E402
+
+DIGESTS = checkpoint_reading.digests
+
+
+def no_digests(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: np.zeros(2, np.uint32) for path in leaves}
+
+
+def save_seconds(state: Any, folder: str, digests: bool) -> tuple[float, float]:
+    """Seconds that the caller waits for a save, and until it is on the disk."""
+    checkpoint_reading.digests = DIGESTS
+    with jf.Checkpoints(folder, keep=1) as checkpoints:
+        step = max(checkpoints.steps(), default=0)
+        checkpoints.save(state, step + 1)  # makes Orbax's manager, and is read back
+        checkpoints.wait()
+        checkpoint_reading.digests = DIGESTS if digests else no_digests  # type: ignore[assignment]
+        begin = time.perf_counter()
+        checkpoints.save(state, step + 2)
+        blocked = time.perf_counter() - begin
+        checkpoints.wait()
+        return blocked, time.perf_counter() - begin
+
+
+def step_seconds(bare: Ready, steps: int) -> tuple[Any, float]:
+    """The state after some steps, and the median time of one."""
+    state, batch, taken = bare.state(), bare.batch(0), []
+    with jax.set_mesh(bare.mesh):
+        for _ in range(steps + 1):  # the first compiles
+            begin = time.perf_counter()
+            state, _ = jax.block_until_ready(bare.step(state, batch))
+            taken.append(time.perf_counter() - begin)
+    return state, statistics.median(taken[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="steps whose time is measured")
+    parser.add_argument("--config", default=str(HERE.parent / "configs/quickstart.py"))
+    add_smoke(parser)
+    options = parser.parse_args()
+    fields: dict[str, object] = {}
+    if options.smoke:
+        options.pairs, options.steps, fields = 1, 1, SMOKE_FIELDS
+    run = jf.load_config(options.config, [f"{name}={value}" for name, value in fields.items()])
+    run = with_vocabulary(run, run.tokenizer.vocab_size)
+    load = os.getloadavg()[0]
+    state, step = step_seconds(ready_on_random_tokens(run)[0], options.steps)
+    leaves = checkpoint_reading.flat_leaves(state)
+    begin = time.perf_counter()
+    jax.block_until_ready(DIGESTS(leaves))
+    first = time.perf_counter() - begin
+    digest, blocked, whole = [], {True: [], False: []}, {True: [], False: []}  # type: ignore[var-annotated]
+    with tempfile.TemporaryDirectory(prefix="jaxformer-checkpoints-") as scratch:
+        for pair in range(options.pairs + 1):  # the first is a warm-up
+            begin = time.perf_counter()
+            jax.block_until_ready(DIGESTS(leaves))
+            taken = time.perf_counter() - begin
+            for on in (True, False) if pair % 2 else (False, True):
+                waited, seconds = save_seconds(state, scratch, on)
+                if pair:
+                    blocked[on].append(waited)
+                    whole[on].append(seconds)
+            digest += [taken] * bool(pair)
+    every = run.train.checkpoint_every
+    found = {
+        "bytes": sum(leaf.nbytes for leaf in leaves.values()),
+        "first_digests": first,
+        "digests": statistics.median(digest),
+        "save": statistics.median(whole[True]),
+        "save_without_digests": statistics.median(whole[False]),
+        "blocked": statistics.median(blocked[True]),
+        "step": step,
+        "checkpoint_every": every,
+        "blocked_share": statistics.median(blocked[True]) / (every * step),
+        "digest_share": statistics.median(digest) / statistics.median(whole[True]),
+        "load_before": load,
+    }
+    rows = [[name, f"{value:.4g}"] for name, value in found.items()]
+    print_table(["measure (seconds, bytes, shares)", options.config.rsplit("/", 1)[-1]], rows)
+    print(
+        f"blocked: {found['blocked_share']:.3%} of {every} steps, must be under 2 %; digests:"
+        f" {found['digest_share']:.1%} of a save, must be under 5 %; medians of {options.pairs}"
+        f" pairs; {versions()}, {platform.processor() or platform.machine()}"
+    )
+    save("checkpoints", found, options.smoke)
+
+
+if __name__ == "__main__":
+    main()
