@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import CACHE
 from tiny_run import ROOT, STEPS, copy, line, logged, reference
 
 import jaxformer as jf
@@ -183,10 +182,11 @@ def test_evaluating_on_other_text_reads_that_text_alone_with_the_tokenizer_of_th
     run_dir = copy(trained[0], tmp_path / "run")
     config = run_dir / "config.json"
     settings = config.read_text().replace(str(trained[1]), str(tmp_path / "gone.txt"))
-    config.write_text(settings.replace(f"{CACHE}/data", str(tmp_path / "cache")))
+    config.write_text(settings)
+    cache = ["--data.cache_dir", str(tmp_path / "cache")]
     other = tmp_path / "other.txt"
     other.write_text("Zebras quarrel; vexed wizards jump. " * 20)
-    assert main(["evaluate", str(run_dir), "--data.validation", str(other)]) == 0
+    assert main(["evaluate", str(run_dir), "--data.validation", str(other), *cache]) == 0
     loss = float(capsys.readouterr().out.partition("loss ")[2].partition(" ")[0])
     assert loss > logged(trained[0])[-1]["val_loss"] + 0.5
     assert (tmp_path / "cache/stores").exists() and not (
