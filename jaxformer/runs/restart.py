@@ -7,16 +7,16 @@ from jaxformer.report import read_metrics
 from jaxformer.settings import ConfigError
 
 # What a run writes into its directory.
-WRITTEN = (
+RUN_FILES = (
     *("config.json", "data.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl"),
-    *("checkpoints", "loss.png", "profile", "tensorboard"),
+    *("checkpoints", "loss.png", "profile", "rollbacks.json", "tensorboard"),
 )
 
 
 def move_away(folder: Path) -> None:
     """Moves what a run has written in a directory into a directory there, `before-1` or the next
     free number. Nothing is removed."""
-    found = [name for name in WRITTEN if (folder / name).exists()]
+    found = [name for name in RUN_FILES if (folder / name).exists()]
     number = 1
     while (folder / f"before-{number}").exists():
         number += 1
