@@ -1,11 +1,9 @@
 """A whole run: turns its settings into a step, batches and hooks, and passes them to `fit`."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +18,17 @@ from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.format import escaped
-from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
+from jaxformer.runs.directory import claim, is_begun, lock, release
 from jaxformer.runs.metric_logger import MetricLogger, logged_before
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, batches_of, checkpoints_of, first_state, make_setup
+from jaxformer.runs.step_by_length import Programs, StepByLength, traced
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
-from jaxformer.training.loop import Advance, Diverged, Hook, fit
+from jaxformer.training.loop import Diverged, Hook, fit
 from jaxformer.training.signals import doing
 from jaxformer.training.state import TrainState
-from jaxformer.training.step import Batch, Metrics
-
-# By the length of the rows: (state, batch) -> (state, metrics), compiled.
-Programs = dict[int, Any]
-
 
 # What is said where a signal ends a command that has nothing to save.
 PREPARING = "before a step was made, so nothing was to be saved; the same command starts again."
@@ -196,7 +190,7 @@ def _steps(
 def _fit(
     setup: RunSetup,
     state: TrainState,
-    step: "StepByLength",
+    step: StepByLength,
     checkpoints: Checkpoints,
     before: Evaluation,
     hooks: list[Hook],
@@ -235,40 +229,6 @@ def is_evaluated(step: int, train: TrainConfig) -> bool:
     """Whether a run is evaluated after a step."""
     on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
     return on_the_way or step == train.steps
-
-
-class StepByLength:
-    """The step that `fit` calls: for each batch, the program for the length of its rows."""
-
-    def __init__(self, setup: RunSetup, first: int, programs: Programs, log: Log) -> None:
-        self.setup, self.done, self._programs, self._log = setup, first, programs, log
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        before, now = self.setup.length(max(self.done - 1, 0)), self.setup.length(self.done)
-        if before != now:
-            self._log(f"From step {self.done + 1} on, rows have {now} tokens instead of {before}.")
-        self.done += 1
-        return self._programs[now](state, batch)  # type: ignore[no-any-return]
-
-    def next_program(self) -> Any:
-        """The compiled program of the next step."""
-        return self._programs[self.setup.length(self.done)]
-
-
-@contextlib.contextmanager
-def traced(setup: RunSetup, step: StepByLength) -> Iterator[Advance]:
-    """The step, which traces the steps of run.profile into the run directory."""
-    run = setup.run.run
-    if not run.profile:
-        yield step
-        return
-    from jaxformer.training.profile import Profile
-
-    profile = Profile(step, run.profile, profile_dir(run.dir), program=step.next_program)
-    try:
-        yield profile
-    finally:
-        profile.close()
 
 
 def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
