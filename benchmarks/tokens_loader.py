@@ -26,6 +26,7 @@ from workloads import SMOKE_FIELDS, words_file  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
 from jaxformer import data  # noqa: E402
+from jaxformer.data.mixture import Mixture  # noqa: E402
 from jaxformer.objectives import task_of  # noqa: E402
 
 TIMES = 20  # that of training, which the loader must give
@@ -65,7 +66,7 @@ def batches_of(run: jf.RunConfig) -> dict[str, data.Batches]:
         task = task_of(run.model, configs[way])
         rows[way] = data.prepare(configs[way], run.tokenizer, task, seed=run.run.seed).train
     configs[MIXED] = dataclasses.replace(configs["documents"], weights="0.7 0.3; 1000: 0.5 0.5")
-    rows[MIXED] = data.Mixture(
+    rows[MIXED] = Mixture(
         [("once", rows["documents"]), ("again", rows["documents"])], configs[MIXED]
     )
     return {

@@ -4,6 +4,7 @@ Its manifest lists the path, shape, dtype and digest of every array, the run tha
 versions of the packages that did.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -94,22 +95,53 @@ def _read(
     place: Path, wanted: dict[str, Any], whole: bool, run: Mapping[str, Any]
 ) -> tuple[dict[str, jax.Array], bool]:
     """The leaves, and whether the manifest has digests of them."""
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        manifest = read_manifest(place, reader)
-        _compare(place, manifest["leaves"], shapes_of(wanted), whole)
-        _require_run(place, manifest["run"], run)
-        args = ocp.args.PyTreeRestore(
-            wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-            partial_restore=not whole,
-        )
-        leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
-    found = {path: leaves[path] for path in wanted}
+    read = functools.partial(_read_files, place, wanted, whole, run)
+    if all(leaf.sharding.is_fully_addressable for leaf in wanted.values()):
+        found, manifest = read()
+    else:  # of several processes, one may find damage where another finds none
+        from jaxformer.processes import together
+
+        found, manifest = together(read, Altered)
     if manifest["format"] == 1:
         return found, False
     sums = jax.device_get(digests(found))
     _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
     return found, True
+
+
+def _read_files(
+    place: Path, wanted: dict[str, Any], whole: bool, run: Mapping[str, Any]
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """The leaves as this process's devices hold them, and the manifest. Raises Altered for any
+    damage."""
+    try:
+        with reader_of_one_process() as reader:
+            manifest = read_manifest(place, reader)
+            _compare(place, manifest["leaves"], shapes_of(wanted), whole)
+            _require_run(place, manifest["run"], run)
+            args = ocp.args.PyTreeRestore(
+                wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                partial_restore=not whole,
+            )
+            leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
+    except ConfigError:
+        raise
+    except Exception as error:
+        require_damage(place, error)
+        raise Altered(in_short(error)) from None
+    return {path: leaves[path] for path in wanted}, manifest
+
+
+def reader_of_one_process() -> ocp.Checkpointer:
+    """Reads checkpoints without waiting for the other processes of a run."""
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"reader_{index}"
+    )
+    composite = ocp.CompositeOptions(multiprocessing_options=alone)
+    handler = ocp.CompositeCheckpointHandler(composite_options=composite)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
@@ -142,7 +174,7 @@ def _require_digests(manifest: Mapping[str, Any], found: Mapping[str, str]) -> N
 def read_back(place: Path) -> None:
     """Reads a checkpoint that was just saved into this process's memory, its smallest arrays first
     and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax raises."""
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    with reader_of_one_process() as reader:
         manifest = read_manifest(place, reader)
         shapes = {
             path: jax.ShapeDtypeStruct(row[0], np.dtype(row[1]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxformer.config_model import ModelConfig
+from jaxformer.config_train import LaunchConfig as LaunchConfig
 from jaxformer.config_train import MeshConfig as MeshConfig
 from jaxformer.config_train import TrainConfig as TrainConfig
 from jaxformer.settings import (
@@ -231,6 +232,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The settings of training and of the device mesh."""
+"""The settings of training, of the device mesh, and of how several processes join."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -74,3 +74,20 @@ class MeshConfig(Section):
     """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
     tensor: Volatile[Count] = 1
     """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Section):
+    """How the processes of a run join. One process needs none of it; Slurm, Kubernetes, Cloud TPU
+    and Open MPI say it by their environment."""
+
+    section = "launch"
+
+    coordinator: Volatile[str] = ""
+    """Host and port of process 0, for example node1:12345, where the processes of a run meet."""
+    process: Volatile[Annotated[int, Bounds(-1)]] = -1
+    """Index of this process, from 0; -1 takes it from the launcher's environment."""
+    processes: Volatile[Natural] = 0
+    """Number of processes; 0 takes it from the launcher's environment, 1 joins no others."""
+    timeout: Volatile[Annotated[float, Bounds(1)]] = 300.0
+    """Seconds to wait for the other processes; those that did not come are then named."""

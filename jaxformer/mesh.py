@@ -65,6 +65,16 @@ def batch_devices(mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
 
 
+def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
+    """(numbers, count): the blocks of rows of a batch that the devices of this process hold, of the
+    `count` that the mesh has. With a tensor axis over processes, several hold the same."""
+    count = batch_devices(mesh)
+    if jax.process_count() == 1:
+        return tuple(range(count)), count
+    places = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    return tuple(sorted({(rows or [slice(None)])[0].start or 0 for rows in places})), count
+
+
 def undivided(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> list[str]:
     """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257
     by tensor 2"."""
@@ -99,19 +109,29 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
     rows, whole = batch_sharding(mesh), replicated(mesh)
-    split = batch_devices(mesh)
+    held, split = held_blocks(mesh)
 
     def place(path: Any, array: Any) -> jax.Array:
         if isinstance(array, jax.Array) and array.sharding in (rows, whole):
             return array
-        length = np.shape(array)[0] * jax.process_count() if np.ndim(array) else 0
-        if length % split:
+        local = np.asarray(array)
+        if not local.ndim:
+            return jax.make_array_from_process_local_data(whole, local)
+        if len(local) % len(held):
             raise ConfigError(
-                f"batch{jax.tree_util.keystr(path)} has {length} rows, not divisible among the"
-                f" {split} devices that {' x '.join(ACTIVATION_RULES['batch'])} of the mesh counts:"
-                f" make it a multiple of {split}."
+                f"batch{jax.tree_util.keystr(path)} has {len(local)} rows, not divisible among the"
+                f" {len(held)} devices that {' x '.join(ACTIVATION_RULES['batch'])} of the mesh"
+                f" counts{' in this process' * (len(held) < split)}: make it a multiple of"
+                f" {len(held)}."
             )
-        sharding = rows if np.ndim(array) else whole
-        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+        if jax.process_count() == 1:
+            return jax.make_array_from_process_local_data(rows, local)
+        size = len(local) // len(held)
+
+        def block(index: Any) -> np.ndarray:
+            at = held.index((index[0].start or 0) // size)
+            return local[at * size : (at + 1) * size]
+
+        return jax.make_array_from_callback((split * size, *local.shape[1:]), rows, block)
 
     return jax.tree.map_with_path(place, batch)

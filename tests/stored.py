@@ -13,7 +13,15 @@ from corpora import cut_rows
 from hypothesis import strategies as st
 
 from jaxformer.config import DataConfig, RunConfig
-from jaxformer.data import Batches, NumpyBatch, Rows, TokenStore, open_or_build, tokenizing
+from jaxformer.data import (
+    Batches,
+    NumpyBatch,
+    RowBlocks,
+    Rows,
+    TokenStore,
+    open_or_build,
+    tokenizing,
+)
 from jaxformer.data.sources import Piece
 from jaxformer.data.task import causal_rows
 from jaxformer.tokenizer import byte_tokenizer
@@ -56,14 +64,11 @@ def same(left: NumpyBatch, right: NumpyBatch) -> bool:
 def assert_shared(
     make: Callable[..., Batches], steps: list[int], counts: tuple[int, ...] = (2, 4)
 ) -> None:
-    """Processes read together, row by row in turn, what one reads alone."""
+    """Processes read together, each its blocks of rows, what one reads alone."""
     for step in steps:
         whole = make()[step]
         for count in counts:
-            shares = [make(index, count)[step] for index in range(count)]
-            joined = {name: np.empty_like(array) for name, array in whole.items()}
-            for index, share in enumerate(shares):
-                assert share.keys() == joined.keys()
-                for name in joined:
-                    joined[name][index::count] = share[name]
+            shares = [make(RowBlocks((index,), count))[step] for index in range(count)]
+            assert all(share.keys() == whole.keys() for share in shares)
+            joined = {name: np.concatenate([share[name] for share in shares]) for name in whole}
             assert same(joined, whole)

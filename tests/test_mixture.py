@@ -12,7 +12,8 @@ from stored import PACKINGS, assert_shared, rows_of, same, stored, targets
 from stored import data as settings_of
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data import Batches, Mixture, NumpyBatch, Rows, check_shares, evaluation_batches
+from jaxformer.data import Batches, NumpyBatch, Rows, evaluation_batches
+from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.mixture import counts
 from jaxformer.data.phases import phases
 

@@ -1,8 +1,9 @@
 """The command line: `jaxformer COMMAND ...`.
 
 Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), 128 + the number
-of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), anything else a failure. One that
-nobody foresaw is told in one line, and its traceback is in a file.
+of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), 3 where another process of the run
+was lost, anything else a failure. One that nobody foresaw is told in one line, and its traceback is
+in a file.
 """
 
 import ctypes
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = f"error: there is no command {arguments[0]!r}.\n" if arguments else ""
         print(unknown + _usage(), file=sys.stderr)
         return 2
-    return guarded(lambda: _run(arguments))
+    status = guarded(lambda: _run(arguments))
+    joined = sys.modules.get("jaxformer.runs.launch")  # JAX would wait for the others in vain
+    return int(joined.leave(status)) if joined else status
 
 
 def _run(arguments: Sequence[str]) -> int:

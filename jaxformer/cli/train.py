@@ -18,6 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     with signals.importing():
         from jaxformer.checkpoints import NotSaved
         from jaxformer.cli.streams import lasting
+        from jaxformer.processes import LOST, LostProcess
         from jaxformer.runs.out_of_memory import OutOfMemory
         from jaxformer.runs.run import train
         from jaxformer.training.loop import Diverged, Interrupted
@@ -31,6 +32,9 @@ def run(arguments: Sequence[str]) -> int:
         except NotSaved as stop:
             print(f"error: {stop}", file=sys.stderr)
             return 1
+        except LostProcess as stop:
+            print(f"lost process: {stop}", file=sys.stderr)
+            return LOST
         except OutOfMemory as stop:
             print(f"out of memory: {stop}", file=sys.stderr)
             return 1

@@ -1,9 +1,8 @@
 """Files to batches: find and read the sources, split them, tokenize once into a store, compute any
 batch from its step."""
 
-from jaxformer.data.batches import Batches, EvaluationBatches, evaluation_batches
+from jaxformer.data.batches import Batches, EvaluationBatches, RowBlocks, evaluation_batches
 from jaxformer.data.corpus import Corpus, gzip_bits_per_byte, prepare
-from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.phases import length_at
 from jaxformer.data.rows import NumpyBatch, RowFormat, Rows
 from jaxformer.data.sources import Source, find_source
@@ -17,15 +16,14 @@ __all__ = [
     "Batches",
     "Corpus",
     "EvaluationBatches",
-    "Mixture",
     "NumpyBatch",
+    "RowBlocks",
     "RowFormat",
     "Rows",
     "Source",
     "Task",
     "Template",
     "TokenStore",
-    "check_shares",
     "evaluation_batches",
     "find_source",
     "find_texts",

@@ -2,8 +2,9 @@
 memory."""
 
 import itertools
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,9 +13,30 @@ from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.data.rows import NumpyBatch, Rows
 
 
+class RowBlocks(NamedTuple):
+    """The rows that a process makes of each batch: of `count` equal blocks of rows, one after the
+    other, those with the numbers `held`."""
+
+    held: tuple[int, ...] = (0,)
+    count: int = 1
+
+    def rows(self, batch_size: int) -> list[int]:
+        """Their numbers in a batch. Raises ConfigError where it is not divisible."""
+        if batch_size % self.count:
+            raise ConfigError(
+                f"train.batch_size={batch_size} is not divisible by the {self.count} blocks of rows"
+                f" that the devices of the run hold: set it to a multiple of {self.count}."
+            )
+        size = batch_size // self.count
+        return [block * size + row for block in self.held for row in range(size)]
+
+
+ALL = RowBlocks()
+
+
 class Batches:
-    """`batches[step]` is this process's part of the global batch of that step: its rows
-    process_index::process_count.
+    """`batches[step]` is this process's part of the global batch of that step: its rows in the
+    order of the batch, which is the same for any number of processes.
 
     Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. While
     data.length_warmup makes rows shorter, a batch has as many more of them. Raises ConfigError
@@ -22,13 +44,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        data: DataConfig,
-        batch_size: int,
-        seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, rows: Rows, data: DataConfig, batch_size: int, seed: int, blocks: RowBlocks = ALL
     ) -> None:
         for name, part in rows.sources(data.train):
             if part.tokens < part.window:
@@ -38,21 +54,19 @@ class Batches:
                     f" data.sequence_length={data.sequence_length:,} takes {part.window:,}: give"
                     f" more text, or set data.sequence_length to at most {most:,}."
                 )
-        share = _share(batch_size, process_count)
-        self.examples = len(rows)
+        blocks.rows(batch_size)
+        self.examples, self.lengths = len(rows), row_lengths(data)
         self.steps_per_epoch = -(-self.examples // batch_size)
-        self._prefetch = data.prefetch
+        self._prefetch, self._batch_size, self._blocks = data.prefetch, batch_size, blocks
         # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
         # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
-        self._order, self._batch_size = rows.order(order, batch_size), batch_size
-        made = self._order.random_map(rows.row, seed=chance)
-        made = made[process_index::process_count]
-        # Without drop_remainder grain divides the endless length, sys.maxsize, as a float: a batch
-        # of one row then overflows. No step is near enough to that length to have a remainder.
-        made = made.batch(share, drop_remainder=True, batch_fn=_stacked)
-        self.lengths = row_lengths(data)
-        self._dataset: Any = made.map_with_index(self._cut) if len(self.lengths) > 1 else made
+        self._order = rows.order(order, batch_size)
+        self._made: Any = self._order.random_map(rows.row, seed=chance)
+        import grain
+
+        steps = grain.MapDataset.range(sys.maxsize // batch_size)
+        self._dataset: Any = steps.map(self._batch)
 
     def __getitem__(self, step: int) -> NumpyBatch:
         batch: NumpyBatch = self._dataset[step]
@@ -73,30 +87,36 @@ class Batches:
         iterator: Iterator[NumpyBatch] = iter(self._dataset[start:].to_iter_dataset(options))
         return iterator
 
-    def _cut(self, step: int, batch: NumpyBatch) -> NumpyBatch:
-        """Arrays [B, T] as [B T / t, t] for the row length t of a step.
+    def _batch(self, step: int) -> NumpyBatch:
+        """The arrays [B, T] of a step, or [B T / t, t] while its rows have t tokens.
 
-        Part c of row b becomes row c B + b. So a process, which has every n-th row, and a
-        microbatch hold parts of the same rows as without the cut.
+        Part c of row b becomes row c B + b. So a microbatch holds parts of the same rows as without
+        the cut.
         """
-        length = length_at(self.lengths, step)
+        size, first = self._batch_size, step * self._batch_size
+        if len(self.lengths) == 1:
+            return _stacked([self._made[first + row] for row in self._blocks.rows(size)])
+        whole: dict[int, NumpyBatch] = {}
+        cut, length, parts = [], length_at(self.lengths, step), self._parts(step)
+        for number in self._blocks.rows(parts * size):
+            part, row = divmod(number, size)
+            if row not in whole:
+                whole[row] = self._made[first + row]
+            here = slice(part * length, (part + 1) * length)
+            cut.append({name: array[here] for name, array in whole[row].items()})
+        return _stacked(cut)
 
-        def cut(array: np.ndarray) -> np.ndarray:
-            parts = array.reshape(len(array), -1, length).swapaxes(0, 1)  # [T / t, B, t]
-            return np.ascontiguousarray(parts.reshape(-1, length))
-
-        return {name: cut(array) for name, array in batch.items()}
+    def _parts(self, step: int) -> int:
+        """How many rows a whole row is cut into in the batch of a step."""
+        return self.lengths[-1][1] // length_at(self.lengths, step)
 
 
 class EvaluationBatches:
     """Batches of all rows in order; the last is filled with rows of zeros, which have weight 0."""
 
-    def __init__(
-        self, rows: Rows, batch_size: int, process_index: int = 0, process_count: int = 1
-    ) -> None:
+    def __init__(self, rows: Rows, batch_size: int, blocks: RowBlocks = ALL) -> None:
         self._rows, self._batch_size = rows, batch_size
-        self._share = _share(batch_size, process_count)
-        self._process, self._processes = process_index, process_count
+        self._here = blocks.rows(batch_size)
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
@@ -105,17 +125,17 @@ class EvaluationBatches:
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = index * self._batch_size
-        mine = range(first + self._process, first + self._batch_size, self._processes)
+        mine = [first + row for row in self._here]
         rows = [self._rows[row] for row in mine if row < len(self._rows)]
         padding = {name: np.zeros_like(array) for name, array in self._rows[first].items()}
-        return _stacked(rows + [padding] * (self._share - len(rows)))
+        return _stacked(rows + [padding] * (len(mine) - len(rows)))
 
     def __iter__(self) -> Iterator[NumpyBatch]:
         return (self[index] for index in range(len(self)))
 
 
 def evaluation_batches(
-    rows: Rows, data: DataConfig, batch_size: int, process_index: int = 0, process_count: int = 1
+    rows: Rows, data: DataConfig, batch_size: int, blocks: RowBlocks = ALL
 ) -> EvaluationBatches:
     """All rows as batches of one shape, in order. Raises ConfigError where there is none."""
     if not len(rows):
@@ -124,16 +144,8 @@ def evaluation_batches(
             name = f"data.validation={data.validation}"
         told = "at least 2 are needed to predict one. Give more text"
         raise ConfigError(f"{name} has {rows.tokens} tokens: {told}.")
-    return EvaluationBatches(rows, batch_size, process_index, process_count)
+    return EvaluationBatches(rows, batch_size, blocks)
 
 
 def _stacked(rows: list[NumpyBatch]) -> NumpyBatch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _share(batch_size: int, processes: int) -> int:
-    if batch_size % processes:
-        told = f"is not divisible by the {processes} processes of the run"
-        remedy = f"set it to a multiple of {processes}"
-        raise ConfigError(f"train.batch_size={batch_size} {told}: {remedy}.")
-    return batch_size // processes

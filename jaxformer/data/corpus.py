@@ -12,7 +12,6 @@ from typing import get_args
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.ids import IdFiles
-from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint
@@ -139,7 +138,10 @@ def find_named(
     Raises ConfigError where there are token ids, and tokenizer.path names no tokenizer.
     """
     sources = find_texts(data, "data.train", task.fields)
-    check_shares([source.spec for source in sources], data)
+    if data.weights or data.epochs:
+        from jaxformer.data.mixture import check_shares  # which a run without shares does without
+
+        check_shares([source.spec for source in sources], data)
     held = find_held(data, sources, task.fields)
     if any(isinstance(source, IdFiles) for source in [*sources, *held]):
         given = given_tokenizer(settings, ()) if settings.path else None
@@ -252,4 +254,6 @@ def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | No
     if len(rows) < 2:
         return rows[0] if rows else None
     named = [(split.source.spec, each) for split, each in zip(splits, rows, strict=True)]
+    from jaxformer.data.mixture import Mixture
+
     return Mixture(named, data)

@@ -12,17 +12,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.phases import phases
-from jaxformer.data.rows import NumpyBatch, Rows
-
-
-class Drawn(NamedTuple):
-    """What a run draws of a source: rows, their share of all, and how often that is each of its
-    rows."""
-
-    name: str
-    rows: int
-    share: float
-    epochs: float
+from jaxformer.data.rows import Drawn, NumpyBatch, Rows
 
 
 class Phase(NamedTuple):

@@ -38,6 +38,16 @@ class RowFormat(NamedTuple):
         }
 
 
+class Drawn(NamedTuple):
+    """What a run draws of a source: rows, their share of all, and how often that is each of its
+    rows."""
+
+    name: str
+    rows: int
+    share: float
+    epochs: float
+
+
 class Rows(abc.ABC):
     """Rows by number, and the counts of the text that they are made of.
 
@@ -76,6 +86,10 @@ class Rows(abc.ABC):
     def sources(self, name: str) -> "list[tuple[str, Rows]]":
         """The rows of each source by its name; `name` is that of a single source."""
         return [(name, self)]
+
+    def shares(self, steps: int, batch_size: int) -> list[Drawn]:
+        """What a run of so many steps draws of each source, where there are several."""
+        return []
 
     def order(self, seed: int, batch_size: int) -> Any:
         """The numbers of the rows that a run reads, as an endless grain dataset: all rows in each

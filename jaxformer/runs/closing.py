@@ -29,7 +29,9 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
         next_command=f'jaxformer sample {run.dir} --prompt "{prompt}"',
     )
-    return "\n\n".join([*_profile(setup), end])
+    several = jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language"
+    alone = ["There is no sample, which one process alone would write: see the command above."]
+    return "\n\n".join([*_profile(setup), end, *(alone if several else [])])
 
 
 def _profile(setup: RunSetup) -> list[str]:

@@ -1,5 +1,6 @@
 """A whole run: turns its settings into a step, batches and hooks, and passes them to `fit`."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxformer.checkpoints import Checkpoints
-from jaxformer.config import RunConfig, TrainConfig
+from jaxformer.config import LaunchConfig, RunConfig, TrainConfig
 from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
@@ -46,19 +47,36 @@ class Result:
 def train(run: RunConfig) -> Result:
     """Trains as `run` says, as train.py does, and continues what its run directory holds.
 
-    Of several processes, only the first one writes the files of the run directory and prints.
+    Of several processes, which join as run.launch or their launcher says, only the first one prints
+    and writes files besides checkpoints.
 
-    Raises ConfigError for a setting or input that cannot work, Diverged if the loss is not a
-    number, OutOfMemory if a device has not enough memory for the run, and Interrupted after a
-    signal that asks the run to stop, with the state saved.
+    Raises ConfigError for a setting or input that cannot work, LostProcess where another process
+    does not come or has ended, Diverged if the loss is not a number, OutOfMemory if a device has
+    not enough memory for the run, and Interrupted after a signal that asks the run to stop, with
+    the state saved.
     """
+    from jaxformer.runs.launch import joined
+
     begin = time.monotonic()
+    with joined(run.launch, _ignore if run.run.progress == "none" else _print):
+        return _train(dataclasses.replace(run, launch=LaunchConfig()), begin)
+
+
+def _train(run: RunConfig, begin: float) -> Result:
+    from jaxformer.processes import together
+    from jaxformer.runs.launch import same_run
+
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
     log: Log = _ignore if run.run.progress == "none" else _print
-    with lock(run), doing(PREPARING):
-        begun = is_begun(run)
-        setup = make_setup(run, log)
+    with contextlib.ExitStack() as stack, doing(PREPARING):
+
+        def open_directory() -> bool:
+            stack.enter_context(lock(run))
+            return is_begun(run)
+
+        begun = together(open_directory)
+        setup = same_run(together(lambda: make_setup(run, log)))
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
@@ -73,12 +91,16 @@ def train(run: RunConfig) -> Result:
                 f"all {run.train.steps} steps are done and saved, but the validation loss is"
                 f" {last['val_loss']}: the model or its validation data is of no use."
             )
-        if jax.process_index() == 0:
-            from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
-
-            with doing("after the last step, which is saved; the same command shows the sample."):
-                log(close_run(setup, state.params, last, time.monotonic() - begin))
+        with doing("after the last step, which is saved; the same command shows the sample."):
+            together(lambda: _close(setup, state.params, last, begin, log))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
+
+
+def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log: Log) -> None:
+    if jax.process_index() == 0:
+        from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
+
+        log(close_run(setup, params, last, time.monotonic() - begin))
 
 
 def _with_advice(

@@ -18,7 +18,7 @@ from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
 from jaxformer.layers.kernels import MOST_SEGMENTS
-from jaxformer.mesh import check_batch_size, make_mesh, parameter_sharding, undivided
+from jaxformer.mesh import check_batch_size, held_blocks, make_mesh, parameter_sharding, undivided
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
@@ -111,13 +111,13 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if run.run.sample_tokens:
         corpus.tokenizer.encode(run.run.sample_prompt)  # raises now rather than at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
-    size, place = run.train.batch_size, (jax.process_index(), jax.process_count())
-    batches = data.Batches(corpus.train, run.data, size, run.run.seed, *place)
+    size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))
+    batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
     texts = {"train": corpus.train}
     heldout = None
     if corpus.validation:
         texts["validation"] = corpus.validation
-        heldout = data.evaluation_batches(corpus.validation, run.data, size, *place)
+        heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
     specs = model_specs(run.model)
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)

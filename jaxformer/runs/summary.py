@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jaxformer.config import ModelConfig
-from jaxformer.data import Mixture
 from jaxformer.models.stack import compute_dtype
 from jaxformer.optim import decay_groups
 from jaxformer.params import count
@@ -60,10 +59,10 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
             f" ({train.documents:,} documents), {held_out}"
         )
     }
-    if isinstance(train, Mixture):
+    if shares := train.shares(settings.steps, settings.batch_size):
         found["mixture"] = [
             f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
-            for drawn in train.shares(settings.steps, settings.batch_size)
+            for drawn in shares
         ]
     if rows := _rows(setup):
         found["rows"] = rows

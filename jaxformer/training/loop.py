@@ -99,7 +99,7 @@ def fit(
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
     with contextlib.ExitStack() as stack:
-        saving = _Saving(checkpoints, stack)
+        saving = _Saving(checkpoints, stack, steps)
         batch = feed.next(first)
         for number in range(first + 1, steps + 1):
             previous = metrics
@@ -130,11 +130,17 @@ class _Saving:
     """When the state is saved, and what a signal has to do with it; nothing where there are no
     checkpoints. Signals are noted until `stack` ends, which waits for the last save."""
 
-    def __init__(self, checkpoints: Checkpoints | None, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints | None, stack: contextlib.ExitStack, steps: int
+    ) -> None:
         self._checkpoints, self.abandoned = checkpoints, False
         if checkpoints is not None:
             self._request = stack.enter_context(watched())
             stack.enter_context(self._request.hold())
+            if jax.process_count() > 1:
+                from jaxformer.processes import StopAgreement  # which one process does not need
+
+                self._request.agree = StopAgreement(steps).after
             stack.callback(checkpoints.wait)
 
     def asked_to_stop(self, step: int) -> bool:

@@ -40,10 +40,16 @@ class StopRequest:
         self.signal: int | None = None
         self.while_doing = ""
         self._held, self.imports = 0, False
+        self.agree: Callable[[int, int | None], int | None] | None = None
 
     def asked(self, step: int) -> bool:
-        """Whether the run has to save and stop after this step. `fit` asks once a step."""
-        return self.signal is not None
+        """Whether the run has to save and stop after this step. `fit` asks once a step, when it is
+        dispatched and the one before has ended. `agree` is set where processes have to agree."""
+        if self.agree is None:
+            return self.signal is not None
+        agreed = self.agree(step, self.signal)
+        self.signal = self.signal or agreed
+        return agreed is not None
 
     @property
     def name(self) -> str:

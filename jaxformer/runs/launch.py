@@ -1,0 +1,121 @@
+"""Joins the processes of a run, and watches over them while it lasts."""
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator
+
+import jax
+
+from jaxformer.checkpoints import NotSaved
+from jaxformer.config import ConfigError, flat
+from jaxformer.config_train import LaunchConfig
+from jaxformer.processes import LOST, LostProcess, exchange, require_same
+from jaxformer.runs.launchers import ProcessPlace, find_place
+from jaxformer.runs.out_of_memory import OutOfMemory
+from jaxformer.runs.roll_call import RollCall
+from jaxformer.runs.setup import RunSetup
+from jaxformer.settings import Log
+from jaxformer.training.loop import Diverged, Interrupted
+
+SERVICE_SECONDS = 60  # for JAX's own service, once all have come
+EXPECTED = (
+    *(ConfigError, LostProcess, Diverged, Interrupted, NotSaved, OutOfMemory),
+    *(KeyboardInterrupt, SystemExit),
+)
+# Settings that may differ between the processes of a run, which compare the texts themselves.
+OF_A_PROCESS = {
+    *("run.progress", "run.compilation_cache", "data.cache_dir", "data.prefetch"),
+    *("data.train", "data.validation", "tokenizer.path"),
+}
+
+_joined: list[RollCall] = []  # that of this process, if it has joined others
+
+
+@contextlib.contextmanager
+def joined(settings: LaunchConfig, log: Log) -> Iterator[None]:
+    """Joins the other processes of the run, if there are any, and watches over them meanwhile.
+
+    A process that has called `jax.distributed.initialize` itself stays as it is. Raises ConfigError
+    for settings that contradict each other or the environment, and LostProcess where a process does
+    not come within launch.timeout, or ends before the run does.
+    """
+    if jax.distributed.is_initialized():
+        if not _joined and (settings.coordinator or settings.processes):
+            raise ConfigError(
+                "launch.coordinator and launch.processes are set, but this process has called"
+                " jax.distributed.initialize already: leave out one of the two."
+            )
+        describe(log)
+        yield
+        return
+    place = find_place(settings, os.environ, log)
+    if place.count == 1:
+        yield
+        return
+    try:
+        call = RollCall(place.index, place.count, place.coordinator, settings.timeout)
+        _joined.append(call)
+        try:
+            _initialize(place, call)
+            describe(log)
+            yield
+        except BaseException as error:
+            call.verdict(error, EXPECTED)
+            raise
+        finally:
+            call.close()
+    except LostProcess:
+        atexit.register(leave, LOST)  # JAX would wait for the lost process at its end
+        raise
+
+
+def leave(status: int) -> int:
+    """The exit status of the process, which ends here, at once, where it has joined others and
+    something failed."""
+    if status and _joined:
+        _joined[-1].leave(status)
+    return status
+
+
+def _initialize(place: ProcessPlace, call: RollCall) -> None:
+    # Its handler of SIGTERM would take the place of ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.index,
+            local_device_ids=place.devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=SERVICE_SECONDS,
+            shutdown_timeout_seconds=SERVICE_SECONDS,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"this process cannot join the others ({error}): join them before any array is made, by"
+            " train.py, or by jax.distributed.initialize() at the beginning of the program."
+        ) from error
+    call.catch_aborts()
+
+
+def describe(log: Log) -> None:
+    """Prints the world: each process, its host and its devices."""
+    devices = jax.local_devices()
+    own = f"{socket.gethostname()}, {len(devices)} x {devices[0].device_kind}"
+    for index, text in enumerate(exchange(f"{own} ({devices[0].platform})")):
+        if jax.process_index() == 0:
+            log(f"process {index} of {jax.process_count()}: {text}")
+
+
+def same_run(setup: RunSetup) -> RunSetup:
+    """The setup with the run id of the first process. Raises ConfigError, in every process, where
+    one has other settings, text or JAX."""
+    settings = {name: repr(value) for name, value in flat(setup.run).items()}
+    compared = {name: text for name, text in settings.items() if name not in OF_A_PROCESS}
+    compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+    drawn = compared.pop("data.json: run_id")
+    require_same(compared | {"the version of jax": jax.__version__})
+    return dataclasses.replace(setup, record=setup.record | {"run_id": exchange(drawn)[0]})

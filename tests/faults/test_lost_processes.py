@@ -1,0 +1,130 @@
+"""Runs of several processes of which one does not come, dies or is told to stop."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from several import SMALL, ends, launch_all
+from tiny_run import assert_same_run, finish, launch, line, lines_logged, logged, saved, wait_until
+from tiny_run import write_text as write_documents
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = 80
+LONGER = SMALL | {
+    "train.steps": STEPS,
+    "optimizer.decay_steps": STEPS,
+    "train.eval_every": 40,
+    "train.checkpoint_every": 10,
+}
+MINUTE = 60.0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(run directory, text) of a run of two processes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = write_documents(folder / "text.txt")
+    found = ends(launch_all(2, folder / "run", text, LONGER))
+    assert [status for status, _, _ in found.values()] == [0, 0], found
+    return folder / "run", text
+
+
+@pytest.mark.fault(
+    "SIGKILL to one process of several",
+    kept="The others end within a minute and name it. Continued, the run is the uninterrupted one.",
+    status="3; 137 for the process itself",
+)
+@pytest.mark.parametrize(
+    "victim, lines",
+    [
+        (1, 25),
+        pytest.param(0, 14, marks=pytest.mark.faults),
+        pytest.param(1, 60, marks=pytest.mark.faults),
+    ],
+)
+def test_where_one_process_is_killed_the_others_name_it_and_end(
+    victim: int, lines: int, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir = tmp_path / "run"
+    processes = launch_all(2, run_dir, text, LONGER)
+    wait_until(lambda: bool(saved(run_dir)) and lines_logged(run_dir) >= lines, processes[0])
+    processes[victim].kill()
+    began = time.monotonic()
+    found = ends(processes)
+    assert time.monotonic() - began < MINUTE
+    assert found[victim][0] == -signal.SIGKILL
+    status, _, error = found[1 - victim]
+    assert status == 3 and f"lost process: process {victim} (" in error, error
+    assert "has died" in error and "Start the same command in all processes again" in error
+    assert "Traceback" not in error
+    assert saved(run_dir) and max(saved(run_dir)) < STEPS
+    again = ends(launch_all(2, run_dir, text, LONGER))
+    assert [status for status, _, _ in again.values()] == [0, 0], again
+    assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "SIGTERM to one process of several",
+    kept="All stop after the same step, which is saved. Continued, the run is the uninterrupted"
+    " one; another number of processes continues it too.",
+    status="143",
+)
+@pytest.mark.parametrize("told", [1, pytest.param(0, marks=pytest.mark.faults)])
+def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
+    told: int, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir = tmp_path / "run"
+    processes = launch_all(2, run_dir, text, LONGER | {"train.checkpoint_every": 1000})
+    wait_until(lambda: lines_logged(run_dir) >= 12, processes[0])
+    processes[told].terminate()
+    found = ends(processes)
+    (step,) = saved(run_dir)
+    for status, _, error in found.values():
+        assert status == 143 and f"stopped by SIGTERM after step {step} and saved" in error, error
+    assert step < STEPS and logged(run_dir)[-1]["step"] == step
+    if told:
+        again = ends(launch_all(2, run_dir, text, LONGER))
+        assert [status for status, _, _ in again.values()] == [0, 0], again
+        assert_same_run(run_dir, expected)
+        return
+    finish(launch(line(run_dir, text, LONGER)))
+    for here, there in zip(logged(run_dir), logged(expected), strict=True):
+        assert here == pytest.approx(there, rel=1e-4)
+
+
+@pytest.mark.fault(
+    "A process of several never comes",
+    kept="Those that came name the missing ones once launch.timeout has passed.",
+    status="3",
+)
+@pytest.mark.parametrize("absent", [1, pytest.param(0, marks=pytest.mark.faults)])
+def test_a_process_that_does_not_come_is_named(absent: int, tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text.txt")
+    began = time.monotonic()
+    changes = SMALL | {"launch.timeout": 8}
+    found = ends(launch_all(3, tmp_path / "run", text, changes, absent=(absent,)))
+    assert time.monotonic() - began < MINUTE
+    assert len(found) == 2
+    for status, _, error in found.values():
+        assert status == 3 and f"lost process: process {absent} of 3 did not come" in error, error
+        assert "launch.timeout=8" in error and "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault(
+    "A mistake that only one process of several sees",
+    kept="All stop with its message before the first step.",
+    status="2",
+)
+def test_a_mistake_in_one_process_ends_all_with_its_message(tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text.txt")
+    apart = {1: {"data.train": tmp_path / "missing.txt"}}
+    found = ends(launch_all(2, tmp_path / "run", text, SMALL, apart=apart))
+    for status, _, error in found.values():
+        assert status == 2 and "missing.txt" in error and "Traceback" not in error, error
+    assert "process 1: data.train" in found[0][2]
+    assert not saved(tmp_path / "run")
