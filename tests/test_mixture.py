@@ -13,8 +13,7 @@ from stored import data as settings_of
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import Batches, NumpyBatch, Rows, evaluation_batches
-from jaxformer.data.mixture import Mixture, check_shares
-from jaxformer.data.mixture import counts
+from jaxformer.data.mixture import Mixture, check_shares, counts
 from jaxformer.data.phases import phases
 
 WEIGHTS = st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any)
