@@ -114,6 +114,9 @@ def _read_files(
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """The leaves as this process's devices hold them, and the manifest. Raises Altered for any
     damage."""
+    for entry in place.rglob("*"):
+        if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
+            raise Altered(f"{entry.name} is no regular file")
     try:
         with reader_of_one_process() as reader:
             manifest = read_manifest(place, reader)

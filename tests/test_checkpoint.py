@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -129,6 +130,16 @@ def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(
     assert torn > 5
     # what Orbax leaves of a read that failed warns of itself here, not in a later test
     gc.collect()
+
+
+def test_a_pipe_in_a_checkpoint_is_damage_and_not_waited_for(trained: Path, tmp_path: Path) -> None:
+    for name in ("manifest.ocdbt", "_METADATA"):
+        run_dir = copy(trained, tmp_path / name)
+        path = next((run_dir / "checkpoints" / str(STEPS)).rglob(name))
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.warns(UserWarning, match=f"{name} is no regular file"):
+            jf.load(run_dir)
 
 
 def test_a_save_is_untouched_by_the_steps_that_reuse_its_buffers(tmp_path: Path) -> None:

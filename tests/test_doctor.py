@@ -66,3 +66,10 @@ def test_a_kernel_that_is_wrong_on_this_device_is_a_problem(
     assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
     out = printed(capsys)
     assert "problem attention: attention kernel 'blocked' is wrong on this device" in out
+
+
+def test_a_path_below_which_checkpoints_cannot_be_read_again_is_a_problem(
+    text: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert main(["doctor", *line(tmp_path / "a[1]/run", text)]) == 1
+    assert "problem run.dir: " in printed(capsys)

@@ -368,7 +368,7 @@ def test_an_error_that_proves_no_damage_stops_the_run_and_changes_nothing(
     def fails(*_):
         raise error
 
-    monkeypatch.setattr("jaxformer.checkpoints._read", fails)
+    monkeypatch.setattr("jaxformer.checkpoint_reading.read_manifest", fails)
     with pytest.raises(
         jf.ConfigError, match="does not show that it is damaged; nothing was changed"
     ):

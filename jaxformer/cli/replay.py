@@ -39,6 +39,9 @@ class ReplayArguments:
     """Size of that axis of the mesh, if not the run's."""
     tensor: Annotated[int | None, tyro.conf.arg(name="mesh.tensor", metavar="INT")] = None
     """Size of that axis of the mesh, if not the run's."""
+    cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
+    """Directory in which tokenized text is stored and found again. If empty, that of the
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """JSON file for all of it: each row with its tokens and their losses, the norm of each leaf."""
 
@@ -52,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
 
     mesh = {"data": asked.data, "fsdp": asked.fsdp, "tensor": asked.tensor}
     given = {name: size for name, size in mesh.items() if size is not None}
-    found = replay(asked.path, asked.step, print, given)
+    found = replay(asked.path, asked.step, print, given, asked.cache_dir)
     print("\n".join(["", *_lines(found, asked.worst)]))
     if asked.output is not None:
         write_text(asked.output, json.dumps(as_json(found), indent=1) + "\n")

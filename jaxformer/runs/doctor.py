@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from jaxformer.checkpoints import require_savable
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.mesh import place_batch
 from jaxformer.report import human_bytes, human_time
@@ -96,6 +97,10 @@ def directories(run: RunConfig) -> Iterator[Finding]:
         "data.cache_dir": run.data.cache_dir,
         "run.compilation_cache": run.run.compilation_cache,
     }
+    try:
+        require_savable(Path(run.run.dir).absolute())
+    except ConfigError as error:
+        yield Finding("problem", "run.dir", str(error))
     for setting, value in named.items():
         if not value:
             empty = "problem" if setting == "run.dir" else "note"

@@ -14,6 +14,7 @@ import numpy as np
 from jaxformer.checkpoint_reading import Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.config_file import read_config
+from jaxformer.evaluation import own_cache
 from jaxformer.head_loss import head_loss
 from jaxformer.layers.head import logits_of_rows, output_layer, readout
 from jaxformer.logit_loss import gathered
@@ -65,18 +66,30 @@ class Replay(NamedTuple):
         return apart
 
 
-def replay(path: str | Path, step: int, log: Log, mesh: Mapping[str, int] | None = None) -> Replay:
+def replay(
+    path: str | Path,
+    step: int,
+    log: Log,
+    mesh: Mapping[str, int] | None = None,
+    cache_dir: str | Path = "",
+) -> Replay:
     """Does step `step` of the run directory `path` again, from its newest earlier checkpoint or
     from its beginning. Writes nothing.
 
-    `mesh` are sizes of axes of the mesh in place of those of the run. Raises ConfigError where
+    `mesh` are sizes of axes of the mesh in place of those of the run; tokenized text is kept in
+    `cache_dir`, by default that of this user. Raises ConfigError where
     `path` is no run directory, has no such step, its data has changed, or the mesh does not fit the
     devices.
     """
     folder = Path(path)
     run = read_config(folder / "config.json")
     own = dataclasses.replace(run.run, dir=str(folder), profile="")
-    run = dataclasses.replace(run, run=own, mesh=dataclasses.replace(run.mesh, **(mesh or {})))
+    run = dataclasses.replace(
+        run,
+        run=own,
+        mesh=dataclasses.replace(run.mesh, **(mesh or {})),
+        data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
+    )
     setup = make_setup(run, log)
     if not 1 <= step <= run.train.steps:
         raise ConfigError(
@@ -110,7 +123,9 @@ def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     target = setup.target
     for saved in reversed([number for number in saved_steps(folder) if number < step]):
         try:
-            leaves = read_checkpoint(folder / "checkpoints", saved, flat_leaves(target))
+            leaves = read_checkpoint(
+                folder / "checkpoints", saved, flat_leaves(target), run=setup.identity, log=log
+            )
         except Damaged as error:
             log(f"The checkpoint of step {saved} cannot be read; an earlier one is used: {error}")
             continue

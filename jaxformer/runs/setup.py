@@ -90,6 +90,12 @@ class RunSetup:
         """The train state as shapes and shardings."""
         return abstract_state(self.specs, self.optimizer, self.mesh)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the run that saved it."""
+        own = {name: value for name, value in self.record.items() if name != "labels"}
+        return own | {"seed": self.run.run.seed}
+
     def step(self, length: int) -> Step:
         """The train step for rows of this many tokens."""
         run, objective = self.runs[length], self.corpus.task.name
@@ -158,14 +164,13 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
     """The checkpoints of a run, which refuse those of another one. Says how the schedule of a run
     that continues from them has changed; raises ConfigError where it would jump unasked."""
     train = setup.run.train
-    identity = {name: value for name, value in setup.record.items() if name != "labels"}
     checkpoints = Checkpoints(
         setup.run.run.dir,
         train.keep_checkpoints,
         train.checkpoint_every,
         keep_every=train.keep_every,
         keep_best=train.keep_best,
-        run=identity | {"seed": setup.run.run.seed},
+        run=setup.identity,
     )
     if steps := checkpoints.steps():
         from jaxformer.runs.planned import check_schedule
