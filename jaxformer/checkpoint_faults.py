@@ -84,15 +84,17 @@ def quiet_reads() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def require_damage(place: Path, error: Exception) -> None:
-    """Raises ConfigError where an error does not show that a checkpoint is damaged."""
-    if not _shows_damage(error):
-        raise ConfigError(
-            f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
-            " that it is damaged; nothing was changed. Check memory, file system and permissions,"
-            " and run the same command again. To continue from an earlier step, move"
-            f" {place} elsewhere."
-        ) from error
+def failure_of(place: Path, error: Exception) -> Altered | ConfigError:
+    """The error of a read in one sentence: Altered where it shows that the checkpoint is damaged,
+    else ConfigError."""
+    if _shows_damage(error):
+        return Altered(in_short(error))
+    return ConfigError(
+        f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
+        " that it is damaged; nothing was changed. Check memory, file system and permissions,"
+        " and run the same command again. To continue from an earlier step, move"
+        f" {place} elsewhere."
+    )
 
 
 def _shows_damage(error: BaseException) -> bool:

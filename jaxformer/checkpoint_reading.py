@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxformer.checkpoint_faults import in_short, quiet_reads, require_damage
+from jaxformer.checkpoint_faults import failure_of, in_short, quiet_reads
 from jaxformer.digests import Altered, as_text, digest_on_host, digests
 from jaxformer.files import first_of
 from jaxformer.params import dotted
@@ -78,8 +78,7 @@ def read_checkpoint(
                 leaves, verified = _read(place, wanted, whole, run or {})
         except ConfigError:
             raise
-        except Exception as error:  # Orbax and TensorStore raise many kinds
-            require_damage(place, error)
+        except Altered as error:
             cause = error
             continue
         if not verified:
@@ -128,12 +127,14 @@ def _read_files(
                 partial_restore=not whole,
             )
             leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
+        return {path: leaves[path] for path in wanted}, manifest
     except ConfigError:
         raise
     except Exception as error:
-        require_damage(place, error)
-        raise Altered(in_short(error)) from None
-    return {path: leaves[path] for path in wanted}, manifest
+        problem = failure_of(place, error)
+    # Raised here, so that nothing holds the error of Orbax: what it left behind can then be thrown
+    # away within `quiet_reads`.
+    raise problem
 
 
 def reader_of_one_process() -> ocp.Checkpointer:
