@@ -3,6 +3,7 @@
 that passed."""
 
 import json
+import signal
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,18 @@ def row_of(item: pytest.Item) -> Row | None:
 def _row(request: pytest.FixtureRequest, record_property) -> None:
     if row := row_of(request.node):
         record_property("fault", json.dumps([row.fault, row.kept, row.status]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals_reach_children() -> None:
+    """A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP; the
+    commands under test would inherit that."""
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class Passed:

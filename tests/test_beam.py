@@ -164,7 +164,7 @@ def test_padding_ids_of_the_table_are_never_chosen():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"beams": 0}, "beams=0 must be at least 1"),
+        ({"beams": 0}, "beams=0 must be from 1 to 1,024"),
         ({"beams": 2, "keep": 3}, "keep=3 must be from 0 to beams=2"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0 must be from 0 to 10"),
         ({"length_penalty": float("inf")}, "length_penalty=inf must be from 0 to 10"),

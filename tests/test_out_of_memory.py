@@ -11,7 +11,7 @@ import pytest
 from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
-from jaxformer.runs import remedies
+from jaxformer.runs import device, remedies, setup
 from jaxformer.runs import run as composer
 from jaxformer.runs.out_of_memory import is_out_of_memory, shortage_of
 from jaxformer.runs.remedies import is_volatile
@@ -191,27 +191,29 @@ def test_an_evaluation_names_itself_and_what_helps_it(
 def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = line(tmp_path / "run", text, SMALL)
+    checked = {"model.attention_kernel": "blocked", "model.dropout": 0.0}
+    settings = line(tmp_path / "run", text, SMALL | checked)
     pairs = zip(settings[1::2], settings[2::2], strict=True)
     run = jf.load_config(settings[0], [f"{name}={value}" for name, value in pairs])
-    for name, place in {
-        "init_state": "the initial state",
-        "prove_kernel": "the check of the attention kernel",
-    }.items():
+    for owner, name, place in (
+        (setup, "init_state", "the initial state"),
+        (device, "prove_kernel", "the check of the attention kernel"),
+    ):
         with monkeypatch.context() as patched:
-            replace(patched, composer, name, GPU_REQUEST)
+            replace(patched, owner, name, GPU_REQUEST)
             with pytest.raises(jf.OutOfMemory) as caught:
                 jf.train(run)
         assert caught.value.place == place and caught.value.asked == 176 * 2**20
         assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     with monkeypatch.context() as patched:
-        replace(patched, composer, "prove_kernel", VMEM)
+        replace(patched, device, "prove_kernel", VMEM)
         with pytest.raises(jf.OutOfMemory, match=r"on-chip memory(.|\n)*attention_kernel xla"):
             jf.train(run)
     assert not (tmp_path / "run/config.json").exists()
 
 
 def test_other_errors_pass(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, composer, "init_state", "INTERNAL: something else")
+    replace(monkeypatch, setup, "init_state", "INTERNAL: something else")
+    monkeypatch.setenv("JAXFORMER_TRACEBACK", "1")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train_here(line(tmp_path / "run", text, SMALL))

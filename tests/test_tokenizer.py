@@ -238,7 +238,9 @@ def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> Non
         Tokenizer.load(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
+    with pytest.raises(
+        ConfigError, match=r"is not JSON .*: set tokenizer\.path to a tokenizer\.json"
+    ):
         Tokenizer.load(broken)
     BPE.save(broken)
     spec = json.loads(broken.read_text())

@@ -30,6 +30,7 @@ from jaxformer.report.format import human_count
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12
+SMALL = 10**9  # parameters of a model that is read, and its tensors compared, in any case
 MOST_TIMES = 16  # parameters of a config.json by numbers in its files: no mismatch, but nonsense
 
 
@@ -109,7 +110,7 @@ def _check_size(directory: Path, config: ModelConfig, files: TensorFiles) -> Non
     before anything makes room for it."""
     asked = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
     held = sum(math.prod(entry.shape) for entry in files.entries.values())
-    if asked > MOST_TIMES * max(held, 1):
+    if asked > max(MOST_TIMES * held, SMALL):
         raise ConfigError(
             f"{directory}/config.json describes a model of {human_count(asked)} parameters, and"
             f" {files.listing} holds {human_count(held)} numbers: the two do not belong together."
