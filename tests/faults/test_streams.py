@@ -28,7 +28,9 @@ from jaxformer.report import read_metrics
 KEPT = "Training goes on, with one warning. The run is the uninterrupted one."
 
 
-@pytest.mark.fault("the reader of standard output goes away (`| head -1`)", kept=KEPT, status="0")
+@pytest.mark.fault(
+    "the reader of standard output goes away (as with `head -1`)", kept=KEPT, status="0"
+)
 def test_a_reader_that_goes_away(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected, text = reference(tmp_path_factory)
     run_dir = tmp_path / "run"
