@@ -61,7 +61,8 @@ def together(work: Callable[[], AgreedT], *kinds: type[Exception]) -> AgreedT:
     for index, entry in enumerate(map(json.loads, told)):
         if entry:
             name, text = entry
-            same = [kind for kind in (ConfigError, *kinds) if kind.__name__ == name]
+            known: tuple[type[Exception], ...] = (ConfigError, *kinds)
+            same = [kind for kind in known if kind.__name__ == name]
             if same:
                 raise same[0](f"process {index}: {text}")
             raise LostProcess(f"process {index} failed: {name}: {text}")

@@ -42,6 +42,10 @@ ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
 
+def triple(found: Any) -> tuple[int, int, str]:
+    return found.index, found.count, found.coordinator
+
+
 def place(environment: dict[str, str], **settings: Any) -> tuple[Any, list[str]]:
     """The place, and what was said."""
     said: list[str] = []
@@ -59,14 +63,14 @@ def test_one_process_is_the_default_and_joins_nobody() -> None:
 
 def test_settings_and_launchers_give_the_place() -> None:
     found, _ = place({}, coordinator="node1:12345", process=1, processes=4)
-    assert found[:3] == (1, 4, "node1:12345") and found.devices is None
+    assert triple(found) == (1, 4, "node1:12345") and found.devices is None
     found, _ = place(SLURM)
-    assert found[:3] == (5, 8, f"node07:{4100 % 2**12 + 61440}")
+    assert triple(found) == (5, 8, f"node07:{4100 % 2**12 + 61440}")
     assert place(SLURM | {"JAX_COORDINATOR_PORT": "77"})[0].coordinator == "node07:77"
-    assert place(SLURM, coordinator="node9:99")[0][:3] == (5, 8, "node9:99")
+    assert triple(place(SLURM, coordinator="node9:99")[0]) == (5, 8, "node9:99")
     found, _ = place(MPI | ORTE)
-    assert found[:2] == (1, 2) and found.coordinator.startswith("10.96.0.1:")
-    assert place(MPI, coordinator="a:1")[0][:3] == (1, 2, "a:1")  # Open MPI 5
+    assert triple(found)[:2] == (1, 2) and found.coordinator.startswith("10.96.0.1:")
+    assert triple(place(MPI, coordinator="a:1")[0]) == (1, 2, "a:1")  # Open MPI 5
 
 
 def test_the_processes_of_a_machine_share_its_gpus() -> None:

@@ -4,7 +4,8 @@ memory."""
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.data.rows import NumpyBatch, Rows
 
 
-class RowBlocks(NamedTuple):
+@dataclass(frozen=True)
+class RowBlocks:
     """The rows that a process makes of each batch: of `count` equal blocks of rows, one after the
     other, those with the numbers `held`."""
 

@@ -1,17 +1,20 @@
 """Which process of a run this one is, as the settings of `launch` say, or the environment of a
 launcher (Slurm, Kubernetes, Cloud TPU, Open MPI)."""
 
+import dataclasses
 import glob
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from jaxformer.config import ConfigError
 from jaxformer.config_train import LaunchConfig
 from jaxformer.settings import Log
 
 
-class Launcher(NamedTuple):
+@dataclass(frozen=True)
+class Launcher:
     """The environment variables in which a launcher says which process this one is."""
 
     name: str
@@ -42,7 +45,8 @@ LAUNCHERS = (
 )
 
 
-class ProcessPlace(NamedTuple):
+@dataclass(frozen=True)
+class ProcessPlace:
     """A process among those of a run: `coordinator` is where they meet, `devices` are the local
     GPUs that it takes (None: all that it sees), `launcher` is what says so."""
 
@@ -68,7 +72,8 @@ def find_place(settings: LaunchConfig, environment: Mapping[str, str], log: Log)
         found = _of_settings(settings)
     if found.count == 1:
         return found
-    return found._replace(coordinator=_coordinator(settings.coordinator, environment, found))
+    address = _coordinator(settings.coordinator, environment, found)
+    return dataclasses.replace(found, coordinator=address)
 
 
 def _of_environment(

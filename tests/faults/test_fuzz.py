@@ -108,8 +108,8 @@ def problems_of(case: Case, answer: dict) -> list[str]:
 
 
 @pytest.mark.fault(
-    "500 flags and files made from seeds, in groups: huge numbers, nan, control characters, deep JSON, truncated"
-    " and altered files, pipes and directories in place of files",
+    "500 flags and files made from seeds, in groups: huge numbers, nan, control"
+    " characters, deep JSON, truncated and altered files, pipes and directories in place of files",
     kept="One message, no traceback; nothing outside the command's own directory is touched.",
     status="0, 1 or 2",
 )
