@@ -71,6 +71,14 @@ def _signals_reach_children() -> None:
             signal.signal(number, handler)
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(run directory, text) of the run that nothing interrupts."""
+    from tiny_run import reference  # with it comes JAX
+
+    return reference(tmp_path_factory)
+
+
 class Passed:
     """Counts, in the process that reports, the cases that passed."""
 

@@ -20,16 +20,10 @@ from tiny_run import (
     lines_logged,
     logged,
     params_of,
-    reference,
     saved,
     train_here,
     wait_until,
 )
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return reference(tmp_path_factory)
 
 
 def test_a_run_killed_at_any_moment_and_run_again_is_bitwise_the_run_never_interrupted(

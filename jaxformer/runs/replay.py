@@ -103,7 +103,8 @@ def replay(
         length = setup.length(number)
         if length not in programs:
             programs[length] = compile_step(setup, length, log)
-        return programs[length](state, place_batch(batch, setup.mesh))  # type: ignore[no-any-return]
+        placed = place_batch(batch, setup.mesh)
+        return programs[length](state, placed)  # type: ignore[no-any-return]
 
     for number in range(begun, step - 1):
         state, _ = advance(state, number, batches[number])
@@ -134,13 +135,18 @@ def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     return first_state(setup, log)
 
 
+def _layered(specs: Specs) -> set[str]:
+    """The paths of the parameters that have several layers, on their first axis."""
+    return {path for path, spec in rows(specs).items() if spec.axes[:1] == ("layers",)}
+
+
 def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:
     """The Euclidean norm of the gradient of a step by leaf, for a leaf of several layers of each.
     The gradient is the one before it is clipped."""
     run, objective = setup.run, setup.corpus.task.name
     loss, pieces = run_loss(run, objective), run.train.microbatches
     rowwise = OBJECTIVES[objective].rowwise and not run.model.dropout
-    layered = {path for path, spec in rows(setup.specs).items() if spec.axes[:1] == ("layers",)}
+    layered = _layered(setup.specs)
 
     def norms_of(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
@@ -197,7 +203,7 @@ def token_nats(
 def norms_by_layer(norms: Mapping[str, list[float]], specs: Specs) -> dict[str, float]:
     """The norms of `gradient_norms` by layer, as "blocks 3", and by part of the model for the
     parameters outside of the layers."""
-    layered = {path for path, spec in rows(specs).items() if spec.axes[:1] == ("layers",)}
+    layered = _layered(specs)
     squares: dict[str, float] = {}
     for path, found in norms.items():
         if path in layered:

@@ -140,8 +140,9 @@ def make_step(
 
 
 def _kept_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where a step is finite, else `old`, without a copy: a select that is fused with the
-    update. On a CPU a branch, since there a select changes how the update is rounded."""
+    """`new` where a step is finite, else `old`: a select that is fused with the update and needs
+    no copy. On a CPU a branch, which copies, since there a select changes how the update is
+    rounded."""
 
     def branch(finite: jax.Array, new: Any, old: Any) -> Any:
         return jax.lax.cond(finite, lambda new, old: new, lambda new, old: old, new, old)

@@ -20,7 +20,6 @@ from tiny_run import (
     finish,
     launch,
     line,
-    reference,
     saved,
     train_here,
 )
@@ -30,11 +29,6 @@ from jaxformer.checkpoint_reading import Damaged, read_checkpoint
 from jaxformer.settings import ConfigError
 
 NEWEST = STEPS - EVERY
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return reference(tmp_path_factory)
 
 
 def cut(path: Path) -> None:

@@ -21,7 +21,6 @@ from tiny_run import (
     line,
     lines_logged,
     logged,
-    reference,
     saved,
     train_here,
     wait_until,
@@ -30,11 +29,6 @@ from tiny_run import (
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.settings import ConfigError
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return reference(tmp_path_factory)
 
 
 @pytest.mark.fault(
