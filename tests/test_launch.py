@@ -12,11 +12,14 @@ from unittest import mock
 
 import pytest
 import yaml
+from jax.errors import JaxRuntimeError
 from several import free_port
 
+from jaxformer.checkpoints import NotSaved
 from jaxformer.config import ConfigError, LaunchConfig, RunConfig, flat
 from jaxformer.config_file import differences
 from jaxformer.processes import LostProcess
+from jaxformer.runs.launch import EXPECTED
 from jaxformer.runs.launchers import find_place
 from jaxformer.runs.roll_call import RollCall
 
@@ -145,6 +148,25 @@ def test_a_process_that_counts_others_is_refused_and_named() -> None:
         RollCall(0, 2, f"localhost:{port}", 4)
     thread.join()
     assert "it counts 3 processes, and process 0 counts 2" in errors[0]
+
+
+def test_a_save_that_fails_with_a_lost_process_is_told_as_the_lost_process() -> None:
+    coordinator = f"localhost:{free_port()}"
+    others: list[RollCall] = []
+    thread = threading.Thread(target=lambda: others.append(RollCall(1, 2, coordinator, 20)))
+    thread.start()
+    call = RollCall(0, 2, coordinator, 20)
+    thread.join()
+    for joined in (call, *others):
+        joined._ended.set()  # the watches do not end the tests
+    call.verdict(NotSaved("no space left"), EXPECTED)
+    assert others[0]._known.wait(5) and "no space left" in others[0].lost
+    others[0]._lines[0].connection.shutdown(socket.SHUT_RDWR)
+    try:
+        raise NotSaved("could not be saved") from JaxRuntimeError("Gloo all-reduce failed")
+    except NotSaved as error:
+        with pytest.raises(LostProcess, match=r"process 1 .* has died"):
+            call.verdict(error, EXPECTED)
 
 
 def test_a_port_in_use_is_said() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxformer.checkpoints import NotSaved
 from jaxformer.config import ConfigError, flat
 from jaxformer.config_train import LaunchConfig
 from jaxformer.processes import LOST, LostProcess, exchange, require_same
@@ -22,9 +21,9 @@ from jaxformer.training.loop import Diverged, Interrupted
 
 SERVICE_SECONDS = 60  # for JAX's own service, once all have come
 EXPECTED = (
-    *(ConfigError, LostProcess, Diverged, Interrupted, NotSaved, OutOfMemory),
+    *(ConfigError, LostProcess, Diverged, Interrupted, OutOfMemory),
     *(KeyboardInterrupt, SystemExit),
-)
+)  # errors that never come of another process that has ended
 # Settings that may differ between the processes of a run, which compare the texts themselves.
 OF_A_PROCESS = {
     *("run.progress", "run.compilation_cache", "data.cache_dir", "data.prefetch"),

@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any, NoReturn
 
+import jax
+
 from jaxformer.processes import LOST, LostProcess
 from jaxformer.settings import ConfigError
 
@@ -203,10 +205,9 @@ class RollCall:
     def verdict(self, error: BaseException, expected: tuple[type[BaseException], ...]) -> None:
         """Tells the others of an error that ends this process. Raises LostProcess instead where the
         error comes of another that has ended."""
-        if not isinstance(error, expected):
-            wait = VERDICT if isinstance(error, RuntimeError) else 1.0
-            if self._known.wait(wait):
-                raise LostProcess(f"{self.lost} {START_AGAIN}") from error
+        wait = VERDICT if _comes_of_jax(error) else 1.0
+        if not isinstance(error, expected) and self._known.wait(wait):
+            raise LostProcess(f"{self.lost} {START_AGAIN}") from error
         for line in self._lines.values():
             line.send(failed=f"{type(error).__name__}: {error}"[: LONGEST // 8])
 
@@ -240,6 +241,16 @@ class RollCall:
 
 
 START_AGAIN = "Start the same command in all processes again; it continues the run."
+
+
+def _comes_of_jax(error: BaseException | None) -> bool:
+    """Whether JAX raised the error, or one that it was raised from: a save whose collective fails
+    raises NotSaved."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _server(coordinator: str) -> socket.socket:
