@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,10 @@ from jaxformer.settings import ConfigError, Log
 # under another status, for a chunk that cannot be decoded.
 DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
 UNDECODABLE = ("compressed stream", "Error decoding")
+STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")
+
+# What Python code raises where the content of a file is not what the code expects.
+UNEXPECTED = (LookupError, AttributeError, TypeError, ValueError, AssertionError, RecursionError)
 
 
 @functools.cache
@@ -39,7 +44,7 @@ def quiet_threads() -> None:
             on_error(kind, error, trace)
 
     def report_unraisable(found: Any) -> None:
-        if not _is_late(found.exc_value):
+        if not (_is_late(found.exc_value) or _is_thrown_away(found.object)):
             on_unraisable(found)
 
     sys.excepthook, sys.unraisablehook = report, report_unraisable
@@ -48,6 +53,11 @@ def quiet_threads() -> None:
 def _is_late(error: BaseException | None) -> bool:
     """Whether a callback came after the end of the event loop that it was for."""
     return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+
+def _is_thrown_away(found: Any) -> bool:
+    """Whether it is a coroutine of Orbax, whose event loop leaves some behind after an error."""
+    return asyncio.iscoroutine(found) and "orbax" in found.cr_code.co_filename
 
 
 def _is_news_of_orbax(record: logging.LogRecord) -> bool:
@@ -61,33 +71,27 @@ def _is_news_of_asyncio(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quiet_reads() -> Iterator[None]:
-    """Keeps the terminal clean while Orbax reads: of `quiet_threads`, and of the coroutines that
-    its event loop throws away after an error."""
+    """Keeps the terminal clean while Orbax reads: of `quiet_threads`, and of the warnings about
+    coroutines that its event loop throws away after an error."""
     quiet_threads()
-    before = sys.unraisablehook
-
-    def report(found: Any) -> None:
-        if not asyncio.iscoroutine(found.object):
-            before(found)
-
-    sys.unraisablehook = report
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
-            warnings.simplefilter("ignore", ResourceWarning)
-            try:
-                yield
-            except Exception:
-                gc.collect()
-                raise
-    finally:
-        sys.unraisablehook = before
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            yield
+        except Exception:
+            gc.collect()
+            raise
 
 
-def failure_of(place: Path, error: Exception) -> Altered | ConfigError:
+def failure_of(place: Path, error: Exception, own: bool) -> Altered | ConfigError:
     """The error of a read in one sentence: Altered where it shows that the checkpoint is damaged,
-    else ConfigError."""
-    if _shows_damage(error):
+    else ConfigError.
+
+    `own`: this version of Orbax wrote the checkpoint and can therefore read its metadata, unless
+    they were altered.
+    """
+    if _shows_damage(error, own):
         return Altered(in_short(error))
     return ConfigError(
         f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
@@ -97,7 +101,7 @@ def failure_of(place: Path, error: Exception) -> Altered | ConfigError:
     )
 
 
-def _shows_damage(error: BaseException) -> bool:
+def _shows_damage(error: BaseException, own: bool) -> bool:
     """Whether an error, or one of its causes, says that a file of a checkpoint is missing,
     truncated or altered."""
     chain = _causes(error)
@@ -108,9 +112,13 @@ def _shows_damage(error: BaseException) -> bool:
         return True
     # TensorStore raises ValueError, and its message begins with the status.
     messages = [str(one) for one in chain if isinstance(one, ValueError)]
-    return any(
-        text.startswith(DAMAGE) or any(part in text for part in UNDECODABLE) for text in messages
-    )
+    statuses = [text for text in messages if STATUS.match(text)]
+    if statuses:
+        return any(
+            text.startswith(DAMAGE) or any(part in text for part in UNDECODABLE)
+            for text in statuses
+        )
+    return own and isinstance(chain[-1], UNEXPECTED)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

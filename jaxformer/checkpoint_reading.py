@@ -25,6 +25,7 @@ from jaxformer.settings import ConfigError, Log
 from jaxformer.versions import versions
 
 LATEST = 2  # of the manifest; format 1 was the table of shapes and dtypes alone
+ORBAX = "orbax-checkpoint"  # whose version tells whether its metadata can be read
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
 
@@ -116,22 +117,24 @@ def _read_files(
     for entry in place.rglob("*"):
         if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
             raise Altered(f"{entry.name} is no regular file")
+    own = False
+    args = ocp.args.PyTreeRestore(
+        wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=not whole,
+    )
     try:
         with reader_of_one_process() as reader:
             manifest = read_manifest(place, reader)
             _compare(place, manifest["leaves"], shapes_of(wanted), whole)
             _require_run(place, manifest["run"], run)
-            args = ocp.args.PyTreeRestore(
-                wanted,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                partial_restore=not whole,
-            )
+            own = manifest["versions"].get(ORBAX) == versions()[ORBAX]
             leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
         return {path: leaves[path] for path in wanted}, manifest
     except ConfigError:
         raise
     except Exception as error:
-        problem = failure_of(place, error)
+        problem = failure_of(place, error, own)
     # Raised here, so that nothing holds the error of Orbax: what it left behind can then be thrown
     # away within `quiet_reads`.
     raise problem
@@ -155,7 +158,7 @@ def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
     """
     args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
     saved = reader.restore(place, args=args)["manifest"]
-    if isinstance(saved, dict) and all(isinstance(row, list) for row in saved.values()):
+    if isinstance(saved, dict) and saved and all(isinstance(row, list) for row in saved.values()):
         return {"format": 1, "run": {}, "versions": {}, "leaves": saved}
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")

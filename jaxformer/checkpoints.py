@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxformer.files import sync
 from jaxformer.settings import ConfigError, Log
 
 # Characters for which Orbax saves files that nobody can read again: it takes the path of a
@@ -89,11 +88,9 @@ class Checkpoints:
         place = self.folder / str(step)
         with _told(place):
             self._manager.wait_until_finished()
-            if jax.process_index() == 0:
-                sync(*place.glob("*"), place, self.folder)
-                if not self._read_back:
-                    read_back(place)
-                    self._read_back = True
+            if jax.process_index() == 0 and not self._read_back:
+                read_back(place)
+                self._read_back = True
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, ascending."""

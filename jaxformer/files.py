@@ -23,9 +23,7 @@ def replacing(path: Path, advice: str = "make room, or choose another path") -> 
     """
     draft = None
     try:
-        place = Path(os.path.realpath(path)) if path.is_symlink() else path
-        if place.is_symlink() or (place.exists() and not place.is_file()):
-            raise ConfigError(f"{path} is {_kind_of(place)} and not a file: {advice}.")
+        place = place_of(path, advice)
         draft = place.with_name(f"{place.name}.{uuid.uuid4().hex}.tmp")
         place.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "wb") as file:
@@ -42,6 +40,15 @@ def replacing(path: Path, advice: str = "make room, or choose another path") -> 
         with contextlib.suppress(OSError):
             if draft is not None:
                 draft.unlink(missing_ok=True)
+
+
+def place_of(path: Path, advice: str) -> Path:
+    """The file that is written for a path: what it leads to, where it is a link. Raises
+    ConfigError, with `advice`, for something else than a file."""
+    place = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if place.is_symlink() or (place.exists() and not place.is_file()):
+        raise ConfigError(f"{path} is {_kind_of(place)} and not a file: {advice}.")
+    return place
 
 
 def sync(*paths: Path) -> None:

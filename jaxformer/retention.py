@@ -1,6 +1,8 @@
 """Which checkpoints are kept, by Orbax's preservation policies, and the manager that saves them."""
 
+import functools
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,25 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.checkpoint_faults import quiet_threads
-from jaxformer.files import sync
+from jaxformer.checkpoint_reading import saved_steps
+from jaxformer.files import read_object, sync
+from jaxformer.settings import ConfigError
+
+METRICS = "metrics/metrics"  # where Orbax keeps the numbers of an evaluation
+
+
+class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A directory that Orbax writes and then renames, with an fsync before and after: its content
+    is on the disk when it gets its name, and the name is before an older checkpoint is deleted.
+
+    TensorStore syncs arrays alone, and Orbax nothing. All this is done on the thread that saves.
+    """
+
+    async def finalize(self) -> None:
+        draft, place = Path(self.get()), Path(self.get_final())
+        sync(draft, *draft.rglob("*"))
+        await super().finalize()  # which writes the marker of a complete checkpoint
+        sync(*place.glob("*"), place, place.parent)
 
 
 def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.CheckpointManager:
@@ -33,25 +53,36 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
             )
         )
 
-    def sync_drafts() -> None:
-        """Puts what Orbax has written on the disk, on the thread that saves and before the
-        checkpoint gets its name. TensorStore does so for arrays alone."""
-        if jax.process_index() == 0:
-            for draft in folder.glob("*orbax-checkpoint-tmp*"):
-                sync(draft, *draft.rglob("*"))
-
     options = ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(kept),
         best_fn=_validation_loss if best else None,
         best_mode="min",
         cleanup_tmp_directories=True,
-        async_options=ocp.AsyncOptions(post_finalization_callback=sync_drafts),
+        temporary_path_class=DurableDraft,
     )
     quiet_threads()
+    if jax.process_count() == 1:
+        _leave_out_unreadable(folder)
+    else:  # the others read them afterwards
+        from jaxformer.processes import together
+
+        together(functools.partial(_leave_out_unreadable, folder))
     return ocp.CheckpointManager(folder, options=options)
 
 
-def _validation_loss(metrics: Mapping[str, float]) -> float:
+def _leave_out_unreadable(folder: Path) -> None:
+    """Renames evaluations that cannot be read, with which Orbax could not save anything more."""
+    for step in saved_steps(folder.parent) if jax.process_index() == 0 else ():
+        path = folder / str(step) / METRICS
+        try:
+            if path.exists():
+                read_object(path, "it was renamed, and its checkpoint counts as not evaluated")
+        except ConfigError as error:
+            path.rename(path.with_name("damaged-metrics"))
+            warnings.warn(str(error), stacklevel=2)
+
+
+def _validation_loss(metrics: Mapping[str, Any]) -> float:
     """What the best checkpoints have least of; a loss that is no number is that of the worst."""
-    loss = metrics["val_loss"]
-    return math.inf if math.isnan(loss) else loss
+    loss = metrics.get("val_loss")
+    return loss if isinstance(loss, float | int) and not math.isnan(loss) else math.inf

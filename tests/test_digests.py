@@ -1,9 +1,11 @@
 """A digest of an array says what its bits are, wherever and however it lies."""
 
+import errno
 import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -14,7 +16,7 @@ import pytest
 import jaxformer.files
 import jaxformer.retention
 from jaxformer.checkpoint_reading import read_back
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import Checkpoints, NotSaved
 from jaxformer.digests import Altered, as_text, digest_on_host, digests
 
 KINDS = ("float32", "bfloat16", "float16", "int32", "int8", "uint16", "bool", "float8_e4m3fn")
@@ -113,24 +115,52 @@ def test_a_reader_removes_nothing_of_a_save_in_progress(tmp_path: Path) -> None:
     assert not draft.exists()
 
 
-def test_what_a_save_wrote_is_on_the_disk_before_it_has_its_name(
+def test_what_a_save_wrote_is_on_the_disk_before_older_checkpoints_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And before anybody waits for the save: its content before it has its name, then the name."""
     synced = set[str]()
+    folder, threads = tmp_path / "checkpoints", set[threading.Thread]()
+    older, newer, named = folder / "1", folder / "2", threading.Event()
 
     def sync(*paths: Path) -> None:
+        jaxformer.files.sync(*paths)
+        assert older.is_dir()
+        threads.add(threading.current_thread())
         for path in paths:
             if path.is_file():
-                synced.add(hashlib.sha256(path.read_bytes()).hexdigest())
-        jaxformer.files.sync(*paths)
+                synced.add(digest_of(path))
+        if folder in paths:
+            assert (newer / "state").is_dir()
+            named.set()
+        else:
+            assert not newer.exists()
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save({"w": jnp.ones(3)}, 1)
+        checkpoints.wait()
+        monkeypatch.setattr(jaxformer.retention, "sync", sync)
+        checkpoints.save({"w": jnp.ones(3)}, 2)
+        assert named.wait(60)
+    assert threading.main_thread() not in threads
+    written = [path for path in newer.rglob("*") if path.is_file()]
+    left = [str(path) for path in written if digest_of(path) not in synced]
+    assert len(written) > 8 and not left
+    assert not older.exists()
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_save_whose_name_cannot_be_put_on_the_disk_is_not_called_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(*paths: Path) -> None:
+        if tmp_path / "checkpoints" in paths:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(jaxformer.retention, "sync", sync)
-    monkeypatch.setattr("jaxformer.checkpoints.sync", sync)
-    with Checkpoints(tmp_path) as checkpoints:
+    told = pytest.raises(NotSaved, match=r"could not be saved \(Input/output error\)")
+    with told, Checkpoints(tmp_path) as checkpoints:
         checkpoints.save({"w": jnp.ones(3)}, 1)
-    written = [path for path in (tmp_path / "checkpoints/1").rglob("*") if path.is_file()]
-    # Orbax marks the items of a checkpoint as complete afterwards.
-    left = [
-        path.name for path in written if hashlib.sha256(path.read_bytes()).hexdigest() not in synced
-    ]
-    assert len(written) > 8 and set(left) <= {"commit_success.txt"}

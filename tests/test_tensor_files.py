@@ -312,7 +312,49 @@ def test_all_is_on_the_disk_before_a_file_takes_its_name(
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, noted(name))
     write(tmp_path, {name: np.ones(8, np.float32) for name in "abc"}, 40)
-    assert done == ["fsync"] * 4 + ["replace"] * 4
+    assert done == ["fsync"] * 4 + ["replace"] * 4 + ["fsync"]  # the last of the directory
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 40], ids=["one file", "shards"])
+def test_a_link_at_the_place_of_a_file_stays_and_its_file_is_replaced(
+    limit: int, tmp_path: Path
+) -> None:
+    tensors = {name: np.full(8, ord(name), np.float32) for name in "abc"}
+    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    folder.mkdir()
+    names = [path.name for path in write(tmp_path / "plain", tensors, limit)]
+    for number, name in enumerate(names):
+        (folder / name).symlink_to(elsewhere / f"{number}")
+    write(folder, tensors, limit)
+    assert all((folder / name).is_symlink() for name in names)
+    assert names_in(folder) == {*names} and names_in(elsewhere) == {*map(str, range(len(names)))}
+    found = TensorFiles(folder)
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(found.read(name), value)
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX, "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_what_is_no_file_is_neither_replaced_nor_removed(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    place = tmp_path / name
+    place.mkdir() if kind == "directory" else os.mkfifo(place)
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(place))} is .* and not a file: move"):
+        write(tmp_path, {"a": np.ones(8, np.float32)})
+    assert names_in(tmp_path) == {name}
+
+
+def test_a_directory_of_somebody_else_is_not_taken_for_drafts(tmp_path: Path) -> None:
+    own = tmp_path / "model.tmp" / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("kept")
+    with pytest.raises(ConfigError, match=r"model\.tmp holds files that are not of a save"):
+        write(tmp_path, {"a": np.ones(8, np.float32)})
+    own.rename(tmp_path / "notes.txt")
+    (tmp_path / "model.tmp" / SINGLE).write_text("of a save that was killed")
+    assert write(tmp_path, {"a": np.ones(8, np.float32)}) == [tmp_path / SINGLE]
+    assert names_in(tmp_path) == {"notes.txt", SINGLE}
 
 
 def test_between_the_shards_of_two_saves_there_is_no_index(

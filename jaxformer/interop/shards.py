@@ -1,10 +1,12 @@
 """The tensors of a model directory, written as one safetensors file or as shards with an index."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxformer.config import ConfigError
-from jaxformer.files import first_of
+from jaxformer.files import first_of, place_of, sync
 from jaxformer.interop.safetensors import DTYPES, INDEX, SINGLE
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)(\.tmp)?")
+DRAFTS = "model.tmp"  # a directory within that of the model
 
 TensorShapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -39,17 +42,23 @@ def write_tensors(
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes} must be at least 1.")
     shards = _shards(shapes, shard_bytes)
-    drafts = directory / "model.tmp"
+    files = [*shards, INDEX] if len(shards) > 1 else [*shards]
+    folder, drafts = directory / DRAFTS, dict[str, Path]()
     try:
-        shutil.rmtree(drafts, ignore_errors=True)  # of a save that was killed
-        drafts.mkdir(parents=True)
+        places = _places(directory, files)
+        shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
+        folder.mkdir(parents=True)
+        for file, place in places.items():
+            linked = place != directory / file  # maybe to another file system
+            name = f"{place.name}.{uuid.uuid4().hex}.tmp"
+            drafts[file] = place.with_name(name) if linked else folder / file
+            drafts[file].parent.mkdir(parents=True, exist_ok=True)
         for file, names in shards.items():
             # Without the metadata transformers refuses a file.
-            save_file(_cast(names, shapes, tensor), drafts / file, {"format": "pt"})
-        if len(shards) > 1:
-            (drafts / INDEX).write_text(_index_of(shapes, shards), encoding="utf-8")
-        files = sorted(path.name for path in drafts.iterdir())
-        _replace(directory, drafts, files)
+            save_file(_cast(names, shapes, tensor), drafts[file], {"format": "pt"})
+        if INDEX in drafts:
+            drafts[INDEX].write_text(_index_of(shapes, shards), encoding="utf-8")
+        _replace(directory, drafts, places)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error  # of an OSError
         raise ConfigError(
@@ -57,8 +66,27 @@ def write_tensors(
             " directory."
         ) from error
     finally:
-        shutil.rmtree(drafts, ignore_errors=True)
-    return [directory / file for file in files]
+        with contextlib.suppress(OSError):
+            for draft in drafts.values():
+                draft.unlink(missing_ok=True)
+            folder.rmdir()
+    return [directory / file for file in sorted(files)]
+
+
+def _places(directory: Path, files: list[str]) -> dict[str, Path]:
+    """Where each file is written. Raises ConfigError where a name that is written or removed is
+    that of something else."""
+    advice = "move it away, or choose another directory"
+    drafts = directory / DRAFTS
+    found = [*directory.iterdir()] if directory.is_dir() else []
+    for path in found:
+        if WRITTEN.fullmatch(path.name):
+            place_of(path, advice)
+    if drafts.is_symlink() or (drafts.exists() and not drafts.is_dir()):
+        raise ConfigError(f"{drafts} is not of a save that was stopped: {advice}.")
+    if drafts.is_dir() and any(not WRITTEN.fullmatch(path.name) for path in drafts.iterdir()):
+        raise ConfigError(f"{drafts} holds files that are not of a save: {advice}.")
+    return {file: place_of(directory / file, advice) for file in files}
 
 
 def _shards(shapes: TensorShapes, limit: int) -> dict[str, list[str]]:
@@ -106,15 +134,14 @@ def _index_of(shapes: TensorShapes, shards: dict[str, list[str]]) -> str:
     return json.dumps(index, indent=2)
 
 
-def _replace(directory: Path, drafts: Path, files: list[str]) -> None:
-    """Moves the drafts to `directory` once they are on the disk, and removes an earlier model."""
-    for file in files:
-        with open(drafts / file, "rb+") as draft:
-            os.fsync(draft.fileno())
-    if INDEX in files:
-        (directory / INDEX).unlink(missing_ok=True)  # never an old index beside new shards
-    for file in files:
-        os.replace(drafts / file, directory / file)
+def _replace(directory: Path, drafts: dict[str, Path], places: dict[str, Path]) -> None:
+    """Gives the drafts their names once they are on the disk, and removes an earlier model."""
+    sync(*drafts.values())
+    if INDEX in places:
+        places[INDEX].unlink(missing_ok=True)  # never an old index beside new shards
+    for file, draft in drafts.items():
+        os.replace(draft, places[file])
     for path in directory.iterdir():
-        if path.name not in files and WRITTEN.fullmatch(path.name):
+        if path.name not in places and WRITTEN.fullmatch(path.name):
             path.unlink()
+    sync(*{place.parent for place in places.values()})

@@ -1,6 +1,8 @@
 """Checkpoints that were damaged, or are those of another run: what is kept, and what the command
 says."""
 
+import functools
+import itertools
 import json
 import random
 import shutil
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import (
@@ -26,7 +29,10 @@ from tiny_run import (
 
 import jaxformer as jf
 from jaxformer.checkpoint_reading import Damaged, read_checkpoint
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.digests import digests
 from jaxformer.settings import ConfigError
+from jaxformer.training.state import TrainState
 
 NEWEST = STEPS - EVERY
 
@@ -40,6 +46,10 @@ def flip(path: Path, seed: int = 0) -> None:
     content, rng = bytearray(path.read_bytes()), random.Random(seed)
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 def array_files(checkpoint: Path) -> list[Path]:
@@ -137,6 +147,78 @@ def test_no_damage_of_any_file_changes_what_is_read(
         path.write_bytes(content)
     assert refused
     assert not capfd.readouterr().err
+
+
+def small_state(step: int) -> TrainState:
+    rng = np.random.default_rng(step)
+    w = jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)
+    c = jnp.asarray(rng.standard_normal(33), jnp.bfloat16)
+    moments = {"m": jnp.zeros((16, 8)), "key": jax.random.key(step)}
+    return TrainState(jnp.int32(step), {"w": w, "b": {"c": c}}, moments)
+
+
+def bits_of(state: TrainState) -> list[bytes]:
+    leaves = dict(enumerate(jax.tree.leaves(state)))
+    return [np.asarray(digest).tobytes() for digest in digests(leaves).values()]
+
+
+@pytest.mark.fault(
+    "newest checkpoint with a file of Orbax's metadata flipped, cut, emptied or removed",
+    kept="It is set aside as `damaged-<step>`, with the reason, and the checkpoint before it is"
+    " read; or, where the file was not needed, it is read as it was saved.",
+    status="0",
+)
+@pytest.mark.parametrize("flips", [2, pytest.param(60, marks=LONG)])
+def test_damage_of_metadata_leads_to_the_checkpoint_before(
+    flips: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = small_state(1), small_state(2)
+    with Checkpoints(tmp_path, run={"seed": 1}) as checkpoints:
+        checkpoints.save(older, 1)
+        checkpoints.save(newer, 2)
+    place, aside = tmp_path / "checkpoints/2", tmp_path / "checkpoints/damaged-2"
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), newer)
+    changes: list[Callable[[Path], None]] = [cut, empty, Path.unlink]
+    changes += [functools.partial(flip, seed=seed) for seed in range(flips)]
+    fallen = set[str]()
+    files = [p for p in sorted(place.rglob("*")) if p.is_file() and "process_0/" not in str(p)]
+    for path, change in itertools.product(files, changes):
+        content = path.read_bytes()
+        change(path)
+        with Checkpoints(tmp_path, run={"seed": 1}) as checkpoints:
+            found = checkpoints.restore(target, lambda line: None)
+        expected = older if aside.exists() else newer
+        assert bits_of(found) == bits_of(expected), f"{path} {change}"
+        if aside.exists():
+            fallen.add(path.name)
+            assert str(place) in (aside / "damage.txt").read_text()
+            (aside / "damage.txt").unlink()
+            aside.rename(place)
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+    assert {"_METADATA", "process_0", "metadata", "manifest.ocdbt"} <= fallen
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1, 2", b'{"vaL_loss": 0.25}', b"\xff", None])
+def test_damage_of_an_evaluation_does_not_stop_what_is_saved_later(
+    damage: bytes | None, tmp_path: Path
+) -> None:
+    """Orbax reads the numbers of all checkpoints before it saves another one."""
+    with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:
+        checkpoints.save(small_state(1), 1, {"val_loss": 0.25})
+        checkpoints.save(small_state(2), 2, {"val_loss": 0.5})
+    path = tmp_path / "checkpoints/1/metrics/metrics"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:
+            checkpoints.save(small_state(3), 3, {"val_loss": 0.75})
+    told = [str(one.message) for one in seen if "counts as not evaluated" in str(one.message)]
+    unreadable = damage is not None and not damage.startswith(b"{")
+    assert len(told) == unreadable and all(str(path) in line for line in told)
+    assert {2, 3} <= {*saved(tmp_path)}
 
 
 @pytest.mark.fault(
