@@ -11,7 +11,6 @@ keep_memory()  # as train.py does, before JAX is imported
 
 import argparse  # noqa: E402
 import os  # noqa: E402
-import platform  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
@@ -20,7 +19,7 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from pairing import HERE, add_smoke, print_table, save  # noqa: E402
+from pairing import HERE, add_smoke, cpu_model, print_table, save  # noqa: E402
 from steps import Ready, ready_on_random_tokens  # noqa: E402
 from workloads import SMOKE_FIELDS  # noqa: E402
 
@@ -113,7 +112,7 @@ def main() -> None:
     print(
         f"blocked: {found['blocked_share']:.3%} of {every} steps, must be under 2 %; digests:"
         f" {found['digest_share']:.1%} of a save, must be under 5 %; medians of {options.pairs}"
-        f" pairs; {versions()}, {platform.processor() or platform.machine()}"
+        f" pairs; {versions()}, {cpu_model()}"
     )
     save("checkpoints", found, options.smoke)
 

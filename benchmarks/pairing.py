@@ -175,7 +175,7 @@ def save(name: str, result: Answer, smoke: bool) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     load = os.getloadavg()[0]
     machine = {
-        "cpu": _cpu(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "load_average": round(load, 1),
         "python": platform.python_version(),
@@ -184,7 +184,8 @@ def save(name: str, result: Answer, smoke: bool) -> None:
     print(f"written to {path}")
 
 
-def _cpu() -> str:
+def cpu_model() -> str:
+    """The CPU's name, as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
