@@ -12,11 +12,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.checkpoint_faults import quiet_threads
-from jaxformer.checkpoint_reading import saved_steps
 from jaxformer.files import read_object, sync
 from jaxformer.settings import ConfigError
 
-METRICS = "metrics/metrics"  # where Orbax keeps the numbers of an evaluation
+METRICS = "*/metrics/metrics"  # where Orbax keeps the numbers of an evaluation
 
 
 class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -72,10 +71,9 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
 
 def _leave_out_unreadable(folder: Path) -> None:
     """Renames evaluations that cannot be read, with which Orbax could not save anything more."""
-    for step in saved_steps(folder.parent) if jax.process_index() == 0 else ():
-        path = folder / str(step) / METRICS
+    for path in folder.glob(METRICS) if jax.process_index() == 0 else ():
         try:
-            if path.exists():
+            if path.parts[-3].isdecimal():  # a finished checkpoint that is not set aside
                 read_object(path, "it was renamed, and its checkpoint counts as not evaluated")
         except ConfigError as error:
             path.rename(path.with_name("damaged-metrics"))

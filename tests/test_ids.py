@@ -1,6 +1,8 @@
 """Token ids as data: what is read of .npy and .bin files is what the text would give, or is
 refused."""
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from tiny_run import line, train_here
 
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batches, Corpus, evaluation_batches, ids
+from jaxformer.data import Batches, Corpus, evaluation_batches, shards
 from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, train_bpe_tokenizer
 
 TALES = [f"the {index}th tale of the {'very ' * (index % 7)}old king" for index in range(200)]
@@ -69,7 +71,7 @@ def assert_same_batches(
 def test_ids_give_the_batches_of_their_text(
     name: str, packing: str, block: int, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ids, "BLOCK_IDS", block)
+    monkeypatch.setattr(shards, "BLOCK_IDS", block)
     run = run_of(made, made / f"{name}.txt", tmp_path / "text", packing=packing)
     own = run_of(made, made / f"{name}.npy", tmp_path / "ids", packing=packing)
     assert_same_batches(prepare(own), prepare(run), run.data)
@@ -165,6 +167,52 @@ def test_prepare_indexes_ids_and_verifies_them(made: Path, tmp_path: Path) -> No
         prepare_text(run)
     with pytest.raises(ConfigError, match=r"--output: .*many\.npy holds token ids already"):
         prepare_text(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+@pytest.mark.parametrize("name", ["many.npy", "wide.npy", "train.bin"])
+def test_ids_that_changed_behind_their_size_and_time_are_not_used(
+    name: str, verify: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the block that holds the change is refused when it is read, and all of it by `always`
+    before anything is."""
+    monkeypatch.setattr(shards, "BLOCK_IDS", 64)
+    found = np.load(made / "many.npy").astype(np.uint16 if name != "wide.npy" else np.int64)
+    path = tmp_path / name
+    np.save(path, found) if name.endswith("npy") else found.tofile(path)
+    options = {"verify": verify, "validation_fraction": 0.0}
+    run = run_of(made, path, tmp_path / "cache", **options)
+    before = prepare(run).stores["train"][0]
+    assert before.read(0, before.tokens)[:-1].tolist() == found.tolist()
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[-2 if name != "wide.npy" else -6] ^= 1  # of the last id: bit 0, or 16
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    told = pytest.raises(ConfigError, match=rf"{name} was altered .* though its size and time")
+    if verify == "always":
+        with told:
+            prepare(run)
+        return
+    after = prepare(run).stores["train"][0]
+    assert after.read(0, 64).tolist() == found[:64].tolist()
+    with told:
+        after.read(0, after.tokens)
+
+
+def test_an_index_without_digests_gets_them_and_stays_the_same_data(
+    made: Path, tmp_path: Path
+) -> None:
+    run = run_of(made, made / "many.npy", tmp_path / "cache")
+    before = prepare(run)
+    (entry,) = [path for path in tmp_path.rglob("00000.json") if "digests" in path.read_text()]
+    record = json.loads(entry.read_text())
+    del record["files"]["digests"]
+    entry.write_text(json.dumps(record))  # as earlier versions wrote it
+    entry.with_suffix(".digests").unlink()
+    after = prepare(run)
+    assert entry.with_suffix(".digests").exists()
+    assert after.train.fingerprint == before.train.fingerprint
+    assert_same_batches(after, before, run.data)
 
 
 def saved(array: Any) -> Callable[[Path], Path]:

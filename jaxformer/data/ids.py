@@ -9,7 +9,6 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,18 +16,16 @@ import numpy as np
 
 from jaxformer.config import ConfigError
 from jaxformer.data.directories import claimed
-from jaxformer.data.shards import IdArray, Shard
+from jaxformer.data.shards import IdArray, Shard, digest_of_ids
 from jaxformer.data.sources import Source, fingerprint
 from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
 from jaxformer.data.sources.reading import SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import TokenStore
-from jaxformer.data.tokenizing import ProgressNotes, write_ids, write_index
+from jaxformer.data.tokenizing import ProgressNotes, write_file, write_index
 from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
-
-BLOCK_IDS = 1 << 22  # an even number, as the test for ids of another width needs
 
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
@@ -104,7 +101,7 @@ def id_store(
             raise ConfigError(f"{source}: {file.path} {told}.")
         if not made:
             with claimed(folder, log):
-                made = _finished(folder, closed) or _index(source, file, folder)
+                made = _finished(folder, closed) or _index(source, file, folder, part.content)
         documents, size = sum(shard.documents for shard in made), sum(shard.bytes for shard in made)
         if (documents, size) != (part.documents, part.bytes):
             shutil.rmtree(folder, ignore_errors=True)  # an index of other ids than the scan's
@@ -119,19 +116,20 @@ def _finished(folder: Path, closed: bool, thorough: bool = False) -> list[Shard]
     """The shards of a file: its ids, and one end token where they lack it; [] if not yet made."""
     found = [Shard.finished(folder, number, thorough) for number in range(1 if closed else 2)]
     made = [shard for shard in found if shard]
-    return made if len(made) == len(found) else []
+    whole = len(made) == len(found) and "digests" in made[0].files  # which old ones lack
+    return made if whole else []
 
 
 def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
     """Reads all ids of a file, and checks them."""
     tokenizer, array = source.made_by(), _open(source, file)
     log(f"{source}: reading {file.path}, {array.dtype.name}")
-    digest = hashlib.blake2b(file.name.encode() + b"\xff", digest_size=16)
+    digest = _content_of(file)
     sizes, progress = tokenizer.token_bytes(), ProgressNotes(log, work=f"{file.path}: read")
     documents = size = last = 0
     # uint32 ids below 65,536 that are read as uint16 have 0 as every second one.
     doubtful = array.path.suffix.lower() != ".npy" and array.dtype.itemsize == 2
-    for start, ids in _blocks(array.mapped()):
+    for start, ids in array.blocks():
         _check(source, array, start, ids)
         doubtful = doubtful and not ids[1::2].any()
         digest.update(ids.astype("<u4").tobytes())
@@ -149,26 +147,38 @@ def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
     return Scan(digest.hexdigest(), documents, size)
 
 
-def _index(source: IdFiles, file: SourceFile, folder: Path) -> list[Shard]:
-    """Writes where the documents of a file end, and an end token for a file that lacks it."""
+def _content_of(file: SourceFile) -> "hashlib.blake2b":
+    """The beginning of the digest of a file's ids."""
+    return hashlib.blake2b(file.name.encode() + b"\xff", digest_size=16)
+
+
+def _index(source: IdFiles, file: SourceFile, folder: Path, content: str) -> list[Shard]:
+    """Writes where the documents of a file end, the digests of its blocks, and an end token for a
+    file that lacks it. Raises ConfigError where `content` is not the digest of its ids."""
     tokenizer, array = source.made_by(), _open(source, file)
+    digest, digests = _content_of(file), bytearray()
     end, sizes = tokenizer.end_token, tokenizer.token_bytes()
     ends, before, held = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for start, ids in _blocks(array.mapped()):
+    for start, ids in array.blocks():
+        digest.update(ids.astype("<u4").tobytes())
+        digests += digest_of_ids(ids, tokenizer.dtype)
         places = np.flatnonzero(ids == end)
         total = held + np.cumsum(sizes[ids], dtype=np.int64)  # bytes up to and with each id
         ends.append(places + start + 1)
         before.append(total[places])
         held = int(total[-1])
+    if digest.hexdigest() != content:
+        raise _changed(file)
     stops, bytes_before = np.concatenate(ends), np.concatenate(before)
     order = [source.place(file.document(number)) for number in range(len(stops))]
     table = (stops, np.diff(bytes_before, prepend=0), np.array(order, np.float64))
-    shards = [write_index(folder / "00000", array.count, table, {})]
+    written = write_file(folder / "00000", "digests", np.frombuffer(digests, np.uint8))
+    shards = [write_index(folder / "00000", array.count, table, written)]
     if not len(stops) or stops[-1] < array.count:
         left = held - int(bytes_before[-1] if len(stops) else 0)
         place = source.place(file.document(len(stops)))
         tail = (np.ones(1, np.int64), np.array([left], np.int64), np.array([place]))
-        written = write_ids(folder / "00001", np.array([end], tokenizer.dtype))
+        written = write_file(folder / "00001", "tokens", np.array([end], tokenizer.dtype))
         shards.append(write_index(folder / "00001", 1, tail, written))
     return shards
 
@@ -204,10 +214,6 @@ def _npy_array(path: Path, where: str) -> IdArray:
         told = f"is an array of {found.dtype} of shape {found.shape}: token ids are one row"
         raise ConfigError(f"{where} {told} of integers.")
     return IdArray(path, found.dtype, found.offset, len(found))
-
-
-def _blocks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
 
 
 def _check(source: IdFiles, array: IdArray, start: int, ids: np.ndarray) -> None:

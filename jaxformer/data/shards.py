@@ -14,6 +14,7 @@ joins them.
 import functools
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jaxformer.files import read_object, write_text
 
 MANIFEST = "manifest.json"
 HASH_BYTES = 1 << 22
+BLOCK_IDS = 1 << 22  # an even number, as the test for ids of another width needs
 FILE_KINDS = ("tokens", "documents")
 # What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
 WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError)
@@ -78,6 +80,11 @@ class IdArray:
     def mapped(self) -> np.ndarray:
         """The ids [count], mapped and not read."""
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The ids by blocks, each with the place of its first."""
+        ids = self.mapped()
+        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,15 @@ def missing_of(directory: Path) -> str:
     _, shards = read_manifest(directory) or ({}, [])
     paths = (shard.file(kind) for shard in shards for kind in FILE_KINDS)
     return next((path.name for path in paths if not path.exists()), MANIFEST)
+
+
+def digest_of_ids(ids: np.ndarray, dtype: np.dtype) -> bytes:
+    """A digest of ids (16 bytes) as `dtype` holds them, whatever holds them here; empty where it
+    cannot hold them."""
+    held = ids.astype(dtype, copy=False)
+    if not np.array_equal(held, ids):
+        return b""
+    return hashlib.blake2b(held.tobytes(), digest_size=16).digest()
 
 
 def digest(path: Path) -> str:

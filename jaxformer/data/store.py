@@ -5,6 +5,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,9 +64,11 @@ class TokenStore:
 
     def verify(self) -> None:
         """Compares every file with its digest. Raises ConfigError for one that was altered."""
-        for shard in self._shards:
+        for number, shard in enumerate(self._shards):
             for kind, written in shard.files.items():
                 written.verify(shard.file(kind))
+            if shard.ids:
+                self._map(number, "tokens").verify()
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
@@ -164,12 +167,16 @@ class TokenStore:
             yield int(self._runs[run]), low, low + end - start, start
             start, run = end, run + 1
 
-    def _open_map(self, number: int, kind: str) -> np.ndarray:
-        """The tokens [tokens] or the index of documents [3, documents] of a shard."""
+    def _open_map(self, number: int, kind: str) -> Any:
+        """The tokens [tokens] or the index of documents [3, documents] of a shard, or the digests
+        [blocks, 16] of its ids."""
         shard = self._shards[number]
         if kind == "tokens" and shard.ids:
-            return shard.ids.mapped()
-        dtype, shape = (self._dtype, (-1,)) if kind == "tokens" else (np.dtype(np.int64), (3, -1))
+            from jaxformer.data.verified_ids import VerifiedIds  # which text does without
+
+            return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
+        kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
+        dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))
         path = shard.file(kind)
         if kind in shard.files:
             shard.files[kind].verify(path)

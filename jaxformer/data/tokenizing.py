@@ -173,9 +173,9 @@ def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str
     return shard
 
 
-def write_ids(path: Path, ids: np.ndarray) -> dict[str, str]:
-    """Writes the tokens of a shard; their digest, as `write_index` takes it."""
-    return {"tokens": _write(path.with_suffix(".tokens"), [ids])}
+def write_file(path: Path, kind: str, content: np.ndarray) -> dict[str, str]:
+    """Writes a file of a shard, such as its tokens; its digest, as `write_index` takes it."""
+    return {kind: _write(path.with_suffix(f".{kind}"), [content])}
 
 
 def _write(path: Path, arrays: "Iterable[array | np.ndarray]") -> str:
