@@ -168,7 +168,7 @@ def bits_of(state: TrainState) -> list[bytes]:
     " read; or, where the file was not needed, it is read as it was saved.",
     status="0",
 )
-@pytest.mark.parametrize("flips", [2, pytest.param(60, marks=LONG)])
+@pytest.mark.parametrize("flips", [2, pytest.param(20, marks=LONG)])
 def test_damage_of_metadata_leads_to_the_checkpoint_before(
     flips: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
