@@ -1,10 +1,10 @@
 """What to make of a checkpoint that cannot be read or saved: damage, or something else."""
 
-import asyncio
 import contextlib
 import errno
 import functools
 import gc
+import inspect
 import json
 import logging
 import os
@@ -57,7 +57,7 @@ def _is_late(error: BaseException | None) -> bool:
 
 def _is_thrown_away(found: Any) -> bool:
     """Whether it is a coroutine of Orbax, whose event loop leaves some behind after an error."""
-    return asyncio.iscoroutine(found) and "orbax" in found.cr_code.co_filename
+    return inspect.iscoroutine(found) and "orbax" in found.cr_code.co_filename
 
 
 def _is_news_of_orbax(record: logging.LogRecord) -> bool:
