@@ -26,8 +26,8 @@ from jaxformer.training.signals import Stopped, current, name_of
 
 LONGEST = 2**16  # characters of a message
 GRACE = 10.0  # seconds in which a process may end by itself, after another has failed
-STOPPING = 2.0  # the same, after a signal has ended another, for one that has nothing to save
-SAVING = 45.0  # and for one that has
+TO_STOP = 2.0  # the same, after a signal has ended another, for one that has nothing to save
+TO_SAVE = 45.0  # and for one that has
 VERDICT = 15.0  # seconds to wait for word of another process, after a collective has failed
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -209,7 +209,7 @@ class RollCall:
         request = current()
         if not self._ended.is_set() and (request is None or request.signal is None):
             os.kill(os.getpid(), number)
-        return SAVING if request is not None and request.held else STOPPING
+        return TO_SAVE if request is not None and request.held else TO_STOP
 
     def _end(self) -> NoReturn:
         error = self._error()
