@@ -125,7 +125,10 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
     On a CPU the step compiles while the state is made; on another device before it, because the
     compiler measures kernels on the device.
     """
+    from jaxformer.processes import require_same
+
     run, saved = setup.run, checkpoints.steps() or [0]
+    require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
         def compile_from(first: int) -> Future[Programs]:
