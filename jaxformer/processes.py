@@ -1,7 +1,6 @@
 """What the processes of a run agree on, by the key-value store of JAX's coordination service. A
 single process agrees with itself and asks nobody."""
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable
@@ -18,10 +17,6 @@ _ROUNDS = itertools.count()  # Every process counts the same rounds.
 LOST = 3  # the exit status of a process that has lost another
 POLL_MS = 1000  # between two looks at signals, while an answer is waited for
 
-# A process that has dispatched step n has seen the end of step n - 1, in which all took part. So
-# what one publishes before it dispatches step n + 1 is seen by all before they leave step n + 2.
-LEAD = 2
-
 
 class LostProcess(RuntimeError):
     """Another process of the run did not come, has died or has failed, so that this one cannot go
@@ -32,12 +27,12 @@ def exchange(text: str) -> list[str]:
     """The texts of all processes, by their index. Every process of the run has to call it."""
     if jax.process_count() == 1:
         return [text]
-    client, place = _client(), f"jaxformer/exchange/{next(_ROUNDS)}"
-    client.key_value_set(f"{place}/{jax.process_index()}", text)
+    place = f"jaxformer/exchange/{next_round()}"
+    client().key_value_set(f"{place}/{jax.process_index()}", text)
     if jax.process_index() == 0:
-        texts = [_read(client, f"{place}/{index}") for index in range(jax.process_count())]
-        client.key_value_set(f"{place}/all", json.dumps(texts))
-    found: list[str] = json.loads(_read(client, f"{place}/all"))
+        texts = [read_key(f"{place}/{index}") for index in range(jax.process_count())]
+        client().key_value_set(f"{place}/all", json.dumps(texts))
+    found: list[str] = json.loads(read_key(f"{place}/all"))
     return found
 
 
@@ -88,47 +83,24 @@ def require_same(values: dict[str, str]) -> None:
         )
 
 
-class StopAgreement:
-    """The step after which all processes stop, where a signal may have reached only some."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._place = steps, f"jaxformer/stop/{next(_ROUNDS)}"
-        self._agreed: tuple[int, int] | None = None
-
-    def after(self, step: int, signal: int | None) -> int | None:
-        """The signal by which the run stops after `step`, None where it does not; `signal` is the
-        one that this process got. To be called once for each step, when it is dispatched and the
-        one before has ended."""
-        if step == self._steps:  # there is no later one, so that all wait for an answer
-            told = [text for text in exchange("" if signal is None else str(int(signal))) if text]
-            return int(told[0]) if told else None
-        if self._agreed is None:
-            client = _client()
-            found = client.key_value_dir_get(self._place)
-            if signal is not None and not found:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
-                    client.key_value_set(
-                        f"{self._place}/step", json.dumps([step + LEAD, int(signal)])
-                    )
-                found = client.key_value_dir_get(self._place)
-            if not found:
-                return None
-            last, number = json.loads(found[0][1])
-            self._agreed = last, number
-        return self._agreed[1] if step >= self._agreed[0] else None
+def next_round() -> int:
+    """The number of an agreement, which every process counts alike."""
+    return next(_ROUNDS)
 
 
-def _read(client: Any, key: str) -> str:
+def read_key(key: str) -> str:
+    """The value of a key, once a process has set it."""
     while True:
         try:
-            found: str = client.blocking_key_value_get(key, POLL_MS)
+            found: str = client().blocking_key_value_get(key, POLL_MS)
             return found
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise LostProcess(f"the coordinator of the run does not answer: {error}") from error
 
 
-def _client() -> Any:
+def client() -> Any:
+    """The key-value store of this process's connection to the coordinator."""
     from jax._src import distributed  # JAX has no public name for it; Orbax takes it there too
 
     return distributed.global_state.client

@@ -3,10 +3,11 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from tiny_run import launch, line
+from tiny_run import ROOT, launch, line
 
 SMALL = {  # compiled in a second or two
     "model.d_model": 16,
@@ -36,9 +37,10 @@ def launch_all(
     devices: int = 1,
     absent: tuple[int, ...] = (),
     apart: dict[int, dict[str, Any]] | None = None,
+    patched: dict[int, str] | None = None,
 ) -> dict[int, subprocess.Popen[str]]:
     """The processes of a run by their index, without those that are absent; `apart` are the
-    changes of single ones."""
+    changes of single ones, `patched` what single ones run before the command."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES.format(devices)}"
     joined = {"launch.coordinator": f"localhost:{free_port()}", "launch.processes": count}
     processes = {}
@@ -46,8 +48,23 @@ def launch_all(
         if index not in absent:
             own = {"launch.process": index} | (apart or {}).get(index, {})
             arguments = line(run_dir, text, (changes or {}) | joined | own)
-            processes[index] = launch(arguments, XLA_FLAGS=flags)
+            if index in (patched or {}):
+                processes[index] = _launch_patched((patched or {})[index], arguments, flags)
+            else:
+                processes[index] = launch(arguments, XLA_FLAGS=flags)
     return processes
+
+
+def _launch_patched(patch: str, arguments: list[str], flags: str) -> subprocess.Popen[str]:
+    """train.py with some of its functions replaced first."""
+    train = "import sys; from jaxformer.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{patch}\n{train}", *arguments],
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def ends(processes: dict[int, subprocess.Popen[str]]) -> dict[int, tuple[int, str, str]]:

@@ -4,33 +4,36 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxformer.config import ConfigError, flat
 from jaxformer.config_train import LaunchConfig
-from jaxformer.processes import LOST, LostProcess, exchange, require_same
+from jaxformer.processes import LOST, LostProcess, exchange, require_same, together
 from jaxformer.runs.launchers import ProcessPlace, find_place
 from jaxformer.runs.out_of_memory import OutOfMemory
-from jaxformer.runs.roll_call import RollCall
 from jaxformer.runs.setup import RunSetup
 from jaxformer.settings import Log
 from jaxformer.training.loop import Diverged, Interrupted
+from jaxformer.training.signals import current
+
+if TYPE_CHECKING:
+    from jaxformer.runs.roll_call import RollCall
 
 SERVICE_SECONDS = 60  # for JAX's own service, once all have come
-EXPECTED = (
-    *(ConfigError, LostProcess, Diverged, Interrupted, OutOfMemory),
-    *(KeyboardInterrupt, SystemExit),
-)  # errors that never come of another process that has ended
+# Errors that come of another process that has ended only where JAX raised one before.
+EXPECTED = (ConfigError, LostProcess, Diverged, OutOfMemory, SystemExit)
 # Settings that may differ between the processes of a run, which compare the texts themselves.
 OF_A_PROCESS = {
     *("run.progress", "run.compilation_cache", "data.cache_dir", "data.prefetch"),
     *("data.train", "data.validation", "tokenizer.path"),
 }
 
-_joined: list[RollCall] = []  # that of this process, if it has joined others
+_joined: "list[RollCall]" = []  # that of this process, if it has joined others
 
 
 @contextlib.contextmanager
@@ -54,13 +57,22 @@ def joined(settings: LaunchConfig, log: Log) -> Iterator[None]:
     if place.count == 1:
         yield
         return
+    from jaxformer.runs.roll_call import RollCall  # which one process does not need
+
     try:
         call = RollCall(place.index, place.count, place.coordinator, settings.timeout)
         _joined.append(call)
         try:
             _initialize(place, call)
             describe(log)
+            if request := current():
+                request.tell = call.stopped
             yield
+        except Interrupted:  # in all processes
+            raise
+        except KeyboardInterrupt as stop:
+            call.stopped(getattr(stop, "signal", signal.SIGINT))
+            raise
         except BaseException as error:
             call.verdict(error, EXPECTED)
             raise
@@ -71,6 +83,15 @@ def joined(settings: LaunchConfig, log: Log) -> Iterator[None]:
         raise
 
 
+def finish(work: Callable[[], None]) -> None:
+    """The last `work` of a run, which every process calls. Of several processes none heeds a signal
+    after it, of which the others could not know any more."""
+    together(work, Diverged)
+    request = current()
+    if request is not None and jax.process_count() > 1:
+        request.finished = True
+
+
 def leave(status: int) -> int:
     """The exit status of the process, which ends here, at once, where it has joined others and
     something failed."""
@@ -79,7 +100,7 @@ def leave(status: int) -> int:
     return status
 
 
-def _initialize(place: ProcessPlace, call: RollCall) -> None:
+def _initialize(place: ProcessPlace, call: "RollCall") -> None:
     # Its handler of SIGTERM would take the place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     try:

@@ -20,10 +20,14 @@ from typing import Any, NoReturn
 import jax
 
 from jaxformer.processes import LOST, LostProcess
+from jaxformer.runs.out_of_memory import is_out_of_memory
 from jaxformer.settings import ConfigError
+from jaxformer.training.signals import Stopped, current, name_of
 
 LONGEST = 2**16  # characters of a message
 GRACE = 10.0  # seconds in which a process may end by itself, after another has failed
+TO_STOP = 2.0  # the same, after a signal has ended another, for one that has nothing to save
+TO_SAVE = 45.0  # and for one that has
 VERDICT = 15.0  # seconds to wait for word of another process, after a collective has failed
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -71,6 +75,7 @@ class RollCall:
         self.index, self.count, self.coordinator = index, count, coordinator
         self.hosts = [""] * count
         self.lost, self._known = "", threading.Event()  # which process has ended, and that one has
+        self.signal: int | None = None  # that by which it has
         self._ended, self._left = threading.Event(), threading.Event()
         self._guard = threading.Lock()
         self._lines: dict[int, Line] = {}
@@ -178,44 +183,68 @@ class RollCall:
                 ended_well = True
                 self._tell(f"process {other} ({self.hosts[other]}) failed: {text}")
             elif text := message.get("lost"):
-                self._tell(text)
+                self._tell(text, message.get("signal"))
         if not ended_well:
             self._tell(
                 f"process {other} ({self.hosts[other]}) has died: it was killed, or its machine is"
                 " gone."
             )
 
-    def _tell(self, text: str) -> None:
-        """Another process has ended: tells the rest, and ends this one, unless it does itself."""
+    def _tell(self, text: str, signal: int | None = None) -> None:
+        """Another process has ended, by itself or by a signal: tells the rest, and ends this one,
+        unless it does itself."""
         with self._guard:
             if self._known.is_set():
                 return
-            self.lost = text
+            self.lost, self.signal = text, signal
             self._known.set()
         if self.index == 0:
-            for line in self._lines.values():
-                line.send(lost=text)
-        if not self._ended.wait(GRACE):
+            self._send(lost=text, signal=signal)
+        grace = GRACE if signal is None else self._stop_by(signal)
+        if not self._ended.wait(grace):
             self._end()
 
+    def _stop_by(self, number: int) -> float:
+        """Has this process stop as if it had got the signal too; the seconds that it may take."""
+        request = current()
+        if not self._ended.is_set() and (request is None or request.signal is None):
+            os.kill(os.getpid(), number)
+        return TO_SAVE if request is not None and request.held else TO_STOP
+
     def _end(self) -> NoReturn:
-        print(f"lost process: {self.lost} {START_AGAIN}", file=sys.stderr, flush=True)
-        os._exit(LOST)
+        error = self._error()
+        kind = "interrupted" if isinstance(error, Stopped) else "lost process"
+        print(f"{kind}: {error}", file=sys.stderr, flush=True)
+        os._exit(128 + error.signal if isinstance(error, Stopped) else LOST)
+
+    def _error(self) -> LostProcess | Stopped:
+        """What the end of another process is for this one."""
+        if self.signal is None:
+            return LostProcess(f"{self.lost} {START_AGAIN}")
+        return Stopped(self.signal, f"{self.lost} {START_AGAIN}")
+
+    def stopped(self, number: int) -> None:
+        """Tells the others of a signal that ends this process."""
+        name = f"process {self.index} ({self.hosts[self.index]}) was stopped by {name_of(number)}."
+        self._send(lost=name, signal=number)
 
     def verdict(self, error: BaseException, expected: tuple[type[BaseException], ...]) -> None:
-        """Tells the others of an error that ends this process. Raises LostProcess instead where the
-        error comes of another that has ended."""
-        wait = VERDICT if _comes_of_jax(error) else 1.0
-        if not isinstance(error, expected) and self._known.wait(wait):
-            raise LostProcess(f"{self.lost} {START_AGAIN}") from error
+        """Tells the others of an error that ends this process. Raises LostProcess or Stopped
+        instead where the error comes of another that has ended."""
+        wait = 0.0 if isinstance(error, expected) else 1.0
+        wait = VERDICT if _comes_of_jax(error) else wait
+        if wait and self._known.wait(wait):
+            raise self._error() from error
+        self._send(failed=f"{type(error).__name__}: {error}"[: LONGEST // 8])
+
+    def _send(self, **message: Any) -> None:
         for line in self._lines.values():
-            line.send(failed=f"{type(error).__name__}: {error}"[: LONGEST // 8])
+            line.send(**message)
 
     def close(self) -> None:
         """This process needs the others no more."""
         self._ended.set()
-        for line in self._lines.values():
-            line.send(bye=True)
+        self._send(bye=True)
 
     def leave(self, status: int) -> NoReturn:
         """Ends the process at once: JAX would wait for the others at its end. Process 0 is the last
@@ -244,10 +273,10 @@ START_AGAIN = "Start the same command in all processes again; it continues the r
 
 
 def _comes_of_jax(error: BaseException | None) -> bool:
-    """Whether JAX raised the error, or one that it was raised from: a save whose collective fails
-    raises NotSaved."""
+    """Whether JAX raised the error, or one that it was raised from, for another reason than memory:
+    a save whose collective fails raises NotSaved."""
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, jax.errors.JaxRuntimeError) and not is_out_of_memory(error):
             return True
         error = error.__cause__ or error.__context__
     return False

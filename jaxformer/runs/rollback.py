@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.data.rows import NumpyBatch
 from jaxformer.files import read_object, write_text
+from jaxformer.processes import require_same, together
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup, first_state
 from jaxformer.settings import ConfigError, Log
@@ -78,20 +78,25 @@ def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     """The state of the newest checkpoint, or the first one, after the batch of the bad step was
     recorded as left out. `error.state` is freed."""
     run_dir = setup.run.run.dir
-    jax.tree.map(lambda leaf: leaf.delete(), error.state)
+    rollbacks = read_rollbacks(run_dir)
     checkpoints.wait()
+    # Before it is written, and after the last save.
+    require_same({ROLLBACKS: str(rollbacks), "checkpoints": str(checkpoints.steps())})
+    jax.tree.map(lambda leaf: leaf.delete(), error.state)
     state = checkpoints.restore(setup.target, log)
     if state is None:
         state = first_state(setup, log)
-    rollbacks, at = read_rollbacks(run_dir), int(state.step)
-    bad = error.step - 1  # counted from 0
+    at, bad = int(state.step), error.step - 1  # counted from 0
     skip = bad + shift(rollbacks, bad) + 1 - (at + shift(rollbacks, at))
     rollbacks.append(Rollback(at, skip))
-    if jax.process_index() == 0:
-        table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
-        write_text(Path(run_dir) / ROLLBACKS, json.dumps(table, indent=2) + "\n")
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("rollback")
+
+    def write() -> None:
+        if jax.process_index() == 0:
+            table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
+            write_text(Path(run_dir) / ROLLBACKS, json.dumps(table, indent=2) + "\n")
+
+    together(write)
+    require_same({ROLLBACKS: str(read_rollbacks(run_dir))})
     log(
         f"WARNING: {str(error).partition('. ')[0]}. Rolled back to step {at}, and the next {skip}"
         f" batches are left out (rollback {len(rollbacks)} of at most {setup.run.train.nan_limit})."

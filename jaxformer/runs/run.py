@@ -64,7 +64,7 @@ def train(run: RunConfig) -> Result:
 
 def _train(run: RunConfig, begin: float) -> Result:
     from jaxformer.processes import together
-    from jaxformer.runs.launch import same_run
+    from jaxformer.runs.launch import finish, same_run
 
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
@@ -86,17 +86,17 @@ def _train(run: RunConfig, begin: float) -> Result:
                     state, last = _trained(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
                 raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
-        if not math.isfinite(last.get("val_loss", 0.0)):
-            raise Diverged(
-                f"all {run.train.steps} steps are done and saved, but the validation loss is"
-                f" {last['val_loss']}: the model or its validation data is of no use."
-            )
         with doing("after the last step, which is saved; the same command shows the sample."):
-            together(lambda: _close(setup, state.params, last, begin, log))
+            finish(lambda: _close(setup, state.params, last, begin, log))
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
 def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log: Log) -> None:
+    if not math.isfinite(last.get("val_loss", 0.0)):
+        raise Diverged(
+            f"all {setup.run.train.steps} steps are done and saved, but the validation loss is"
+            f" {last['val_loss']}: the model or its validation data is of no use."
+        )
     if jax.process_index() == 0:
         from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
 
@@ -125,7 +125,10 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
     On a CPU the step compiles while the state is made; on another device before it, because the
     compiler measures kernels on the device.
     """
+    from jaxformer.processes import require_same
+
     run, saved = setup.run, checkpoints.steps() or [0]
+    require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
         def compile_from(first: int) -> Future[Programs]:

@@ -123,6 +123,7 @@ def fit(
                     saving.save(state, number, result)
             if stop:
                 raise saving.interrupted(number)
+        saving.finish()
     return state
 
 
@@ -138,9 +139,10 @@ class _Saving:
             self._request = stack.enter_context(watched())
             stack.enter_context(self._request.hold())
             if jax.process_count() > 1:
-                from jaxformer.processes import StopAgreement  # which one process does not need
+                from jaxformer.training.stop_agreement import StopAgreement
 
-                self._request.agree = StopAgreement(steps).after
+                self._request.agree = StopAgreement(steps)
+                stack.callback(setattr, self._request, "agree", None)
             stack.callback(checkpoints.wait)
 
     def asked_to_stop(self, step: int) -> bool:
@@ -153,6 +155,12 @@ class _Saving:
     def save(self, state: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
         if self._checkpoints is not None:
             self._checkpoints.save(state, step, evaluation)
+
+    def finish(self) -> None:
+        """Waits for the last save, and raises Stopped where a signal came meanwhile."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+            self._request.heed()
 
     @contextlib.contextmanager
     def abandoned_on_signal(self) -> Iterator[None]:

@@ -11,7 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxformer.training.stop_agreement import StopAgreement
 
 # A cluster ends a job by SIGTERM, announces it by SIGUSR1 (Slurm's --signal), and a terminal that
 # closes sends SIGHUP.
@@ -23,8 +26,8 @@ PATIENCE = 5.0  # seconds in which what can be ended at once has to end
 class Stopped(KeyboardInterrupt):
     """A signal ended a program that had nothing to save. No `except Exception` holds it up."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {name_of(number)}")
+    def __init__(self, number: int, message: str = "") -> None:
+        super().__init__(message or f"stopped by {name_of(number)}")
         self.signal = number
 
 
@@ -33,23 +36,32 @@ class StopRequest:
 
     `signal` is the number of the first one, None before. `while_doing` is said where a signal ends
     the program at once: what it was doing, and what the same command then does. While `imports`, a
-    signal ends it without an exception, which the libraries that are imported might catch.
+    signal ends it without an exception, which the libraries that are imported might catch. `agree`
+    is set where several processes have to stop together, and `tell` where the others are told of a
+    signal that ends this one. A `finished` program ignores signals.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.while_doing = ""
-        self._held, self.imports = 0, False
-        self.agree: Callable[[int, int | None], int | None] | None = None
+        self._held, self.imports, self.finished = 0, False, False
+        self.agree: StopAgreement | None = None
+        self.tell: Callable[[int], None] = lambda number: None
 
     def asked(self, step: int) -> bool:
         """Whether the run has to save and stop after this step. `fit` asks once a step, when it is
-        dispatched and the one before has ended. `agree` is set where processes have to agree."""
-        if self.agree is None:
-            return self.signal is not None
-        agreed = self.agree(step, self.signal)
-        self.signal = self.signal or agreed
+        dispatched and the one before has ended."""
+        agreed = self.signal if self.agree is None else self.agree.after(step, self.signal)
+        self.signal = agreed or self.signal
         return agreed is not None
+
+    def heed(self, batch: int | None = None) -> None:
+        """Raises Stopped where a signal has asked for it, in all processes: before a batch of an
+        evaluation, counted from 0, or (None) once everything is saved."""
+        agreed = self.signal if self.agree is None else self.agree.before(batch, self.signal)
+        if agreed is not None:
+            self.signal = agreed
+            self.obey()
 
     @property
     def name(self) -> str:
@@ -81,7 +93,7 @@ class StopRequest:
     def note(self, number: int) -> None:
         """The handler of the signals, in the main thread. Only the first one counts here; a second
         one ends a program by its watch."""
-        if self.signal is not None:
+        if self.signal is not None or self.finished:
             return
         self.signal = number
         if self.imports:
@@ -149,7 +161,7 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
     finally:
         _current = None
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends and request.finished else handler)
         if watch is not None:
             watch.close()
 
@@ -212,10 +224,11 @@ class _Watch:
     def _wait(self, number: int) -> None:
         since = time.monotonic()
         while _current is self._request:
-            if self._request.held:
+            if self._request.held or self._request.finished:
                 since = time.monotonic()
             elif time.monotonic() - since > PATIENCE:
                 self._request.signal = number  # the main thread may not have seen it
+                self._request.tell(number)
                 end(number, self._request.ending())
             time.sleep(0.1)
 

@@ -1,0 +1,112 @@
+"""Damage that one process of several sees, and steps that are not finite: all do the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+from several import SMALL, ends, launch_all
+from tiny_run import assert_same_run, copy, logged, saved, write_text
+
+import jaxformer as jf
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+BAD = "§"  # its bytes are in no other document
+DAMAGED = """
+from jaxformer import checkpoint_reading as reading
+read = reading._read_files
+def damaged(place, *arguments):
+    if place.name == "8":
+        raise reading.Altered("an array is not what was saved")
+    return read(place, *arguments)
+reading._read_files = damaged
+"""
+NOT_FINITE = """
+import os, runpy
+os.environ["BAD_TOKEN"] = "{token}"
+runpy.run_path("{path}")
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(run directory, text) of a run of two processes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = write_text(folder / "text.txt")
+    found = ends(launch_all(2, folder / "run", text, SMALL))
+    assert [status for status, _, _ in found.values()] == [0, 0], found
+    return folder / "run", text
+
+
+@pytest.mark.fault(
+    "damage of the newest checkpoint that one process of several sees",
+    kept="All set it aside and continue from the one before. The run is the uninterrupted one.",
+    status="0",
+)
+def test_damage_that_one_process_sees_makes_all_fall_back(
+    whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir = copy(expected, tmp_path / "run")
+    found = ends(launch_all(2, run_dir, text, SMALL, patched={1: DAMAGED}))
+    assert [status for status, _, _ in found.values()] == [0, 0], found
+    assert "process 1: an array is not what was saved" in found[0][1]
+    assert f"Continuing {run_dir} from step 4" in found[0][1]
+    assert (run_dir / "checkpoints/damaged-8/damage.txt").is_file()
+    assert saved(run_dir) == saved(expected)
+    assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "checkpoints that only some processes of several see",
+    kept="All stop and say which of them sees which. Nothing was changed.",
+    status="2",
+)
+def test_a_run_directory_that_is_not_the_same_for_all_is_told(
+    whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir = copy(expected, tmp_path / "run")
+    hidden = "from jaxformer import checkpoint_reading as reading\n"
+    hidden += "reading.saved_steps = lambda run_dir: [4]"
+    found = ends(launch_all(2, run_dir, text, SMALL, patched={1: hidden}))
+    for status, _, error in found.values():
+        assert status == 2 and "checkpoints: [4, 8] in process 0, [4] in process 1" in error, error
+    assert saved(run_dir) == saved(expected)
+
+
+@pytest.mark.fault(
+    "a loss that is not finite in a run of several processes, train.on_nan=skip or rollback",
+    kept="All skip the same step, or roll back to the same checkpoint. The run has the numbers of"
+    " one process.",
+    status="0",
+)
+@pytest.mark.parametrize("on_nan", ["rollback", pytest.param("skip", marks=pytest.mark.faults)])
+def test_processes_skip_or_roll_back_together(
+    on_nan: str, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, good = whole
+    documents = good.read_text().split("\n<|endoftext|>\n")
+    documents[40] += BAD  # which is in the batch of step 6
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(documents))
+    tokenizer = jf.load(expected).tokenizer
+    assert tokenizer is not None
+    path = Path(__file__).parent / "nan_config.py"
+    patch = NOT_FINITE.format(token=tokenizer.encode(BAD)[0], path=path)
+    changes = SMALL | {"tokenizer.path": expected / "tokenizer.json", "train.on_nan": on_nan}
+    runs = tmp_path / "one", tmp_path / "two"
+    for count, run_dir in enumerate(runs, start=1):
+        patched = dict.fromkeys(range(count), patch)
+        found = ends(launch_all(count, run_dir, text, changes, patched=patched))
+        assert [status for status, _, _ in found.values()] == [0] * count, found
+        said = "Rolled back to step" if on_nan == "rollback" else "skipped"
+        assert said in found[0][1] and "WARNING: step" in found[0][1]
+    one, two = runs
+    for here, there in zip(logged(two), logged(one), strict=True):
+        assert here == pytest.approx(there, rel=1e-5, nan_ok=True), here["step"]
+    assert saved(two) == saved(one)
+    if on_nan == "rollback":
+        record = json.loads((two / "rollbacks.json").read_text())
+        assert record == json.loads((one / "rollbacks.json").read_text())
+        assert record["rollbacks"]

@@ -1,0 +1,133 @@
+"""A signal to one of several processes stops all of them, in each phase of a run, with the status
+that one process would have."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from several import SMALL, ends, launch_all
+from tiny_run import assert_same_run, lines_logged, logged, saved, wait_until, write_text
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+SLOW = """
+import time
+from jaxformer.training import evaluate
+mesh_of, place, evaluations = evaluate.mesh_of, evaluate.place_batch, []
+def begin(params):
+    evaluations.append(params)
+    return mesh_of(params)
+def slowly(batch, mesh):
+    if len(evaluations) == {number}:
+        time.sleep(0.5)
+        print("evaluated a batch", file=open("{path}", "a"))
+    return place(batch, mesh)
+evaluate.mesh_of, evaluate.place_batch = begin, slowly
+"""  # an evaluation of 20 seconds or more
+BATCHES = 10  # that it may go on, which are 5 seconds
+STOP = """
+import os, signal
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.runs import launch, roll_call, run
+def replace(module, name, is_due=lambda *_: True, before=False):
+    found = getattr(module, name)
+    def stop(*arguments, **options):
+        if before:
+            os.kill(os.getpid(), signal.SIGTERM)
+        result = found(*arguments, **options)
+        if not before and is_due(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+    setattr(module, name, stop)
+"""
+PHASES = {
+    "compiling": ("replace(run, 'compile_step', before=True)", 143),
+    "the last save": ("replace(Checkpoints, 'save', lambda _, state, step, *__: step == 8)", 143),
+    "the plot of the losses": ("replace(launch, 'together', before=True)", 143),
+    "the end, once all is done": ("replace(roll_call.RollCall, 'close', before=True)", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """(run directory, text, changes) of a run of two processes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = write_text(folder / "text.txt")
+    held = write_text(folder / "held.txt", documents=200, seed=1)
+    changes = SMALL | {"data.validation": held, "train.checkpoint_every": 1000}
+    found = ends(launch_all(2, folder / "run", text, changes))
+    assert [status for status, _, _ in found.values()] == [0, 0], found
+    return folder / "run", text, changes
+
+
+def assert_continued(run_dir: Path, whole: tuple[Path, Path, dict[str, Any]]) -> None:
+    expected, text, changes = whole
+    again = ends(launch_all(2, run_dir, text, changes))
+    assert [status for status, _, _ in again.values()] == [0, 0], again
+    assert "Done in" in again[0][1]
+    assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "SIGTERM to one process of several in an evaluation",
+    kept="All leave the evaluation before the same batch and save the same step, within 10 s."
+    " Continued, the run makes that evaluation and is the uninterrupted one.",
+    status="143",
+)
+@pytest.mark.parametrize("told, at", [(1, 4), pytest.param(0, 8, marks=pytest.mark.faults)])
+def test_a_signal_in_an_evaluation_stops_all(
+    told: int, at: int, whole: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, text, changes = whole
+    run_dir = tmp_path / "run"
+    paths = [tmp_path / "evaluated-0", tmp_path / "evaluated-1"]
+    slow = {index: SLOW.format(number=at // 4, path=path) for index, path in enumerate(paths)}
+    processes = launch_all(2, run_dir, text, changes, patched=slow)
+
+    def is_evaluating() -> bool:
+        lines = logged(run_dir) if lines_logged(run_dir) else []
+        return bool(lines) and lines[-1]["step"] == at and "val_loss" not in lines[-1]
+
+    def done() -> list[int]:
+        return [path.read_text().count("\n") for path in paths]
+
+    wait_until(lambda: is_evaluating() and all(path.exists() for path in paths), processes[0])
+    processes[told].terminate()
+    before = done()
+    found = ends(processes)
+    assert max(done()) < min(before) + BATCHES and len({*done()}) == 1
+    for status, _, error in found.values():
+        assert status == 143 and f"stopped by SIGTERM after step {at} and saved" in error, error
+    assert saved(run_dir) == [at] and is_evaluating()
+    assert_continued(run_dir, whole)
+
+
+@pytest.mark.fault(
+    "SIGTERM to one process of several before the first step or after the last one",
+    kept="All end alike. Once all steps are done they are saved, and once everything is done a"
+    " signal changes nothing.",
+    status="143; 0 once everything is done",
+)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("compiling", marks=pytest.mark.faults),
+        "the last save",
+        "the plot of the losses",
+        pytest.param("the end, once all is done", marks=pytest.mark.faults),
+    ],
+)
+def test_a_signal_outside_of_the_steps_ends_all_alike(
+    phase: str, whole: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, text, changes = whole
+    run_dir = tmp_path / "run"
+    patch, expected = PHASES[phase]
+    found = ends(launch_all(2, run_dir, text, changes, patched={1: STOP + patch}))
+    for status, _, error in found.values():
+        assert status == expected and "Traceback" not in error, error
+        assert (f"stopped by {signal.SIGTERM.name}" in error) is (expected != 0), error
+    assert saved(run_dir) == ([] if phase == "compiling" else [8])
+    if phase != "the end, once all is done":
+        assert_continued(run_dir, whole)
