@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import Command
 from conftest import CACHE
 
 import jaxformer as jf
@@ -96,14 +97,19 @@ def launch(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+def fork(arguments: list[str], **environment: str) -> Command:
+    """`launch` without the start of Python and its imports."""
+    return Command(["train", *arguments], environment=environment)
+
+
+def finish(process: subprocess.Popen[str] | Command, status: int = 0) -> tuple[str, str]:
     """What a process printed, once it has ended with the status it should have."""
     out, error = process.communicate(timeout=300)
     assert process.returncode == status, f"exit status {process.returncode}\n{out}\n{error}"
     return out, error
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str] | Command) -> None:
     """Waits for something that a process does, and fails where it ends without having done it."""
     deadline = time.monotonic() + 240
     while not ready():
