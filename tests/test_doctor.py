@@ -68,6 +68,15 @@ def test_a_kernel_that_is_wrong_on_this_device_is_a_problem(
     assert "problem attention: attention kernel 'blocked' is wrong on this device" in out
 
 
+def test_a_step_that_is_not_finite_is_a_problem(
+    text: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    changes = {"train.z_loss": 9e29}  # the squares of such a gradient are beyond float32
+    assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
+    out = printed(capsys)
+    assert "problem one step: loss " in out and "gradient norm inf" in out
+
+
 def test_a_path_below_which_checkpoints_cannot_be_read_again_is_a_problem(
     text: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -2,6 +2,7 @@
 compared by."""
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import Command
 from conftest import CACHE
 
 import jaxformer as jf
@@ -96,14 +98,19 @@ def launch(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+def fork(arguments: list[str], **environment: str) -> Command:
+    """`launch` without the start of Python and its imports."""
+    return Command(["train", *arguments], environment=environment)
+
+
+def finish(process: subprocess.Popen[str] | Command, status: int = 0) -> tuple[str, str]:
     """What a process printed, once it has ended with the status it should have."""
     out, error = process.communicate(timeout=300)
     assert process.returncode == status, f"exit status {process.returncode}\n{out}\n{error}"
     return out, error
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str] | Command) -> None:
     """Waits for something that a process does, and fails where it ends without having done it."""
     deadline = time.monotonic() + 240
     while not ready():
@@ -141,10 +148,13 @@ def params_of(run_dir: Path, step: int | None = None) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jf.load(run_dir, step).params)]
 
 
+_final = functools.cache(params_of)  # of a run that is compared with many
+
+
 def assert_same_run(found: Path, expected: Path) -> None:
     """Every logged number and every final parameter, to the bit."""
     assert logged(found) == logged(expected)
-    for a, b in zip(params_of(found), params_of(expected), strict=True):
+    for a, b in zip(params_of(found), _final(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -21,7 +21,7 @@ from tiny_run import (
     contents,
     copy_until,
     finish,
-    launch,
+    fork,
     line,
     saved,
     train_here,
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
     place = run_dir / "checkpoints" / str(NEWEST)
     DAMAGES[damage](place)
     before = contents(place)
-    out, error = finish(launch(line(run_dir, text)))
+    out, error = finish(fork(line(run_dir, text)))
     assert f"WARNING: the checkpoint of step {NEWEST} cannot be read" in out
     assert f"from step {NEWEST - EVERY}" in out and not error
     aside = place.with_name(f"damaged-{NEWEST}")

@@ -5,21 +5,26 @@ A case is a number; `CASE=25 pytest -n 0 tests/faults/test_fuzz.py -m "faults or
 0` runs that one alone, and prints what it did.
 """
 
+import contextlib
 import json
 import os
-import select
 import shutil
+import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import Command
 from fuzz_cases import Case, Template, make_case
-from tiny_run import contents, finish, launch, line, write_text
+from tiny_run import contents, finish, fork, line, write_text
 
 import jaxformer
 
 SECONDS = 20
+MEMORY = 12 << 30  # of one command, in bytes: more is a fault, too
+SHOWN = 6000
 CASES, SIZE, SHORT = 500, 110, 60  # `pytest` runs the first 60
 PACKAGE = Path(jaxformer.__file__).parent
 STATUSES = {0, 1, 2}
@@ -44,29 +49,18 @@ config = read_config("base.json")
 """
 
 
-class Server:
-    """The process that runs cases, which `with` ends."""
-
-    def __enter__(self) -> "Server":
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parents[1] / "fuzz_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def run(self, case: Case) -> dict:
-        """What a case did: its status (None: it did not end), what it printed, and its seconds."""
-        asked = {"arguments": case.arguments, "folder": str(case.folder), "seconds": SECONDS}
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        if not select.select([self._process.stdout], [], [], 6 * SECONDS)[0]:
-            pytest.fail(f"the server of cases does not answer after {case}")
-        return json.loads(self._process.stdout.readline())
+def run(case: Case) -> dict[str, Any]:
+    """What a case did: its status (None: it did not end), what it printed, and its seconds."""
+    environment = {"HOME": str(case.folder), "TMPDIR": str(case.folder)}
+    begin = time.monotonic()
+    command = Command(case.arguments, case.folder, environment, MEMORY, merged=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        command.wait(SECONDS)
+    status = command.returncode
+    if status is None:
+        os.killpg(command.pid, signal.SIGKILL)
+    printed = command.communicate()[0][-SHOWN:]
+    return {"status": status, "printed": printed, "seconds": time.monotonic() - begin}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +73,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     here = Path.cwd()
     try:
         os.chdir(folder)
-        finish(launch(line(Path("run"), Path("text.txt"), TINY)))
+        finish(fork(line(Path("run"), Path("text.txt"), TINY)))
         from jaxformer.cli import main
 
         assert main(["convert", "run", "hf"]) == 0
@@ -126,18 +120,17 @@ def test_whatever_is_given_a_command_ends_with_a_message(
     sibling.mkdir()
     write_text(sibling / "theirs.txt")
     before, bad = contents(sibling), []
-    with Server() as server:
-        for number in numbers:
-            case = make_case(number, template, tmp_path / "own" / "case")
-            answer = server.run(case)
-            if asked:
-                print(case, json.dumps(answer, indent=1).replace("\\n", "\n"))
-            problems = problems_of(case, answer)
-            if {path.name for path in tmp_path.iterdir()} != {"own", "sibling"}:
-                problems.append("a file outside of its directory")
-            if contents(sibling) != before or os.listdir(tmp_path / "own") != ["case"]:
-                problems.append("a change beside its directory")
-            if problems:
-                bad.append(f"{case.name}: {case.arguments}: {problems}\n{answer['printed'][-800:]}")
-            shutil.rmtree(case.folder)
+    for number in numbers:
+        case = make_case(number, template, tmp_path / "own" / "case")
+        answer = run(case)
+        if asked:
+            print(case, json.dumps(answer, indent=1).replace("\\n", "\n"))
+        problems = problems_of(case, answer)
+        if {path.name for path in tmp_path.iterdir()} != {"own", "sibling"}:
+            problems.append("a file outside of its directory")
+        if contents(sibling) != before or os.listdir(tmp_path / "own") != ["case"]:
+            problems.append("a change beside its directory")
+        if problems:
+            bad.append(f"{case.name}: {case.arguments}: {problems}\n{answer['printed'][-800:]}")
+        shutil.rmtree(case.folder)
     assert not bad, "\n\n".join(bad)

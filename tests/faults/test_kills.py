@@ -1,4 +1,4 @@
-"""A run that is killed at a random moment, saves included, and then continued, is bitwise the run
+"""A run that is killed at random moments, saves included, and then continued, is bitwise the run
 that nothing interrupted."""
 
 import random
@@ -7,30 +7,51 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_same_run, finish, launch, line, reference
+from tiny_run import assert_same_run, finish, fork, launch, line, lines_logged, wait_until
 
 KILL = pytest.mark.fault(
-    "SIGKILL at a random moment of a run",
+    "SIGKILL at random moments of a run: 22 in 5 runs, each continued after each",
     kept="The newest finished checkpoint is whole. Continued, the run is the uninterrupted one.",
     status="137",
 )
+LONG = pytest.mark.faults
 
 
 @KILL
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.faults) for n in range(1, 20))]
-)
-def test_a_run_killed_at_a_random_moment_is_continued_bitwise(
-    seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+def test_a_run_killed_at_random_moments_after_its_start_is_continued_bitwise(
+    whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    expected, text = reference(tmp_path_factory)
-    run_dir, rng = tmp_path / "run", random.Random(seed)
-    # Saving at each step, so that most moments after the start are within a save.
-    arguments = line(run_dir, text, {"train.checkpoint_every": rng.choice([1, 2, 4])})
+    expected, text = whole
+    run_dir, rng = tmp_path / "run", random.Random(0)
+    arguments = line(run_dir, text, {"train.checkpoint_every": 1})
     for _ in range(2):
         process = launch(arguments)
         time.sleep(rng.uniform(0.5, 8))
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.communicate()
-    finish(launch(arguments))
+    finish(fork(arguments))
+    assert_same_run(run_dir, expected)
+
+
+@KILL
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=LONG) for n in range(4)])
+def test_a_run_killed_at_random_moments_while_it_trains_is_continued_bitwise(
+    seed: int, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    expected, text = whole
+    run_dir, rng = tmp_path / "run", random.Random(seed)
+    # Saving at nearly each step, so that most moments after the start are within a save.
+    arguments = line(run_dir, text, {"train.checkpoint_every": rng.choice([1, 2])})
+    for _ in range(5):
+        before, steps = lines_logged(run_dir), rng.choice([0, 1, 2, 3, 4])
+
+        def has_trained(lines: int = before + steps) -> bool:
+            return lines_logged(run_dir) >= lines
+
+        process = fork(arguments)
+        wait_until(has_trained, process)
+        time.sleep(rng.uniform(0, 0.1 if steps else 4))
+        process.kill()
+        finish(process, -signal.SIGKILL)
+    finish(fork(arguments))
     assert_same_run(run_dir, expected)

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import (
     STEPS,
     finish,
-    launch,
+    fork,
     line,
     lines_logged,
     logged,
@@ -78,7 +78,7 @@ def fault(what: str, kept: str, status: str) -> Any:
 )
 def test_stop_names_the_step_its_rows_and_what_is_not_finite(bad: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    _, error = finish(launch(arguments_of(run_dir, bad), **bad[1]), 1)
+    _, error = finish(fork(arguments_of(run_dir, bad), **bad[1]), 1)
     last = logged(run_dir)[-1]["step"]
     assert f"diverged: step {last + 1}: loss nan, gradient norm nan" in error
     assert "its batch: rows " in error and "of the training data" in error
@@ -100,25 +100,27 @@ def test_a_run_killed_after_a_bad_step_continues_bitwise(
     on_nan: str, bad: Any, tmp_path: Path
 ) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    out, _ = finish(launch(arguments_of(whole, bad, on_nan=on_nan), **bad[1]))
+    out, _ = finish(fork(arguments_of(whole, bad, on_nan=on_nan), **bad[1]))
     record = whole / "rollbacks.json"
     assert record.is_file() is (on_nan == "rollback")
     assert ("WARNING: step" in out) and (on_nan.replace("skip", "skipped") in out.lower())
     assert logged(whole)[-1]["step"] == STEPS
     assert_finite(whole)
     arguments = arguments_of(run_dir, bad, on_nan=on_nan)
-    process = launch(arguments, **bad[1])
+    process = fork(arguments, **bad[1])
 
     def was_bad() -> bool:
         if on_nan == "rollback":
             return (run_dir / "rollbacks.json").exists()
-        return bool(lines_logged(run_dir)) and "skipped_steps" in logged(run_dir)[-1]
+        lines = logged(run_dir) if lines_logged(run_dir) else []
+        skipped = [entry["step"] for entry in lines if "skipped_steps" in entry]
+        return bool(skipped) and max(saved(run_dir), default=0) > skipped[0]  # the count is read
 
     wait_until(was_bad, process)
     process.send_signal(signal.SIGKILL)
     finish(process, -signal.SIGKILL)
     assert lines_logged(run_dir) < lines_logged(whole)
-    finish(launch(arguments, **bad[1]))
+    finish(fork(arguments, **bad[1]))
     assert_same(run_dir, whole)
     if on_nan == "rollback":
         assert (run_dir / "rollbacks.json").read_text() == record.read_text()
@@ -130,7 +132,7 @@ def test_a_run_killed_after_a_bad_step_continues_bitwise(
 def test_bad_steps_are_capped(on_nan: str, bad: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = arguments_of(run_dir, bad, on_nan=on_nan, nan_limit=1)
-    _, error = finish(launch(arguments, **bad[1]), 1)
+    _, error = finish(fork(arguments, **bad[1]), 1)
     assert "limit" in error and "its batch: rows" in error
     assert_finite(run_dir)
 
@@ -147,7 +149,7 @@ def test_parameters_that_are_not_finite_are_never_saved(
     _, text = reference(tmp_path_factory)
     run_dir = tmp_path / "run"
     arguments = [NAN_CONFIG, *line(run_dir, text, {"train.checkpoint_every": 3})[1:]]
-    out, error = finish(launch(arguments, BAD_UPDATE=str(at)), 1)
+    out, error = finish(fork(arguments, BAD_UPDATE=str(at)), 1)
     assert f"step {at}: its parameters are not finite" in error
     assert "parameters that are not finite: " in error and "Done" not in out
     assert max(saved(run_dir)) < at
@@ -166,7 +168,7 @@ def test_a_final_loss_that_is_no_number_is_no_success(bad: Any, tmp_path: Path) 
     changes = {"data.validation": held, "tokenizer.path": bad[2], "train.steps": 4}
     arguments = [NAN_CONFIG, *line(run_dir, text, changes)[1:]]
     for _ in range(2):
-        out, error = finish(launch(arguments, **bad[1]), 1)
+        out, error = finish(fork(arguments, **bad[1]), 1)
         assert "the validation loss is nan" in error and "Done" not in out
     assert saved(run_dir) == [4]
 

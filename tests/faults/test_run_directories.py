@@ -17,7 +17,7 @@ from tiny_run import (
     contents,
     copy_until,
     finish,
-    launch,
+    fork,
     line,
     lines_logged,
     logged,
@@ -96,7 +96,7 @@ def test_a_run_whose_checkpoints_have_gone_does_not_begin_anew(
     assert said in error and f"up to step {STEPS // 2 + 1}" in error and "--run.restart" in error
     assert contents(run_dir) == before
     if change is empty:
-        finish(launch(line(run_dir, text, {"run.restart": True})))
+        finish(fork(line(run_dir, text, {"run.restart": True})))
         assert_same_run(run_dir, expected)
         kept = contents(run_dir / "before-1")
         del before[".lock"]
@@ -114,7 +114,7 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_last_good_checkpoint(
 ) -> None:
     expected, text = whole
     run_dir = tmp_path / "run"
-    process = launch(line(run_dir, text))
+    process = fork(line(run_dir, text))
     wait_until(lambda: bool(saved(run_dir)) and lines_logged(run_dir) > EVERY, process)
     process.send_signal(signal.SIGSTOP)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -124,7 +124,7 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_last_good_checkpoint(
     assert said.startswith("error: the checkpoint ") and "(File too large)" in said
     kept = saved(run_dir)
     assert kept and max(kept) < STEPS
-    out, _ = finish(launch(line(run_dir, text)))
+    out, _ = finish(fork(line(run_dir, text)))
     assert f"from step {max(kept)}" in out
     assert_same_run(run_dir, expected)
 

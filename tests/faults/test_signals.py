@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
 from tiny_run import (
     ROOT,
     STEPS,
     assert_same_run,
     finish,
+    fork,
     launch,
     line,
     lines_logged,
@@ -33,7 +35,7 @@ STATUS = {
 
 
 def stopped(
-    process: subprocess.Popen[str], number: signal.Signals, ready: Callable[[], bool]
+    process: subprocess.Popen[str] | Command, number: signal.Signals, ready: Callable[[], bool]
 ) -> str:
     """What a process says on standard error that a signal stopped once `ready`."""
     wait_until(ready, process)
@@ -70,12 +72,23 @@ def test_a_signal_between_steps(
     expected, text = reference(tmp_path_factory)
     run_dir = tmp_path / "run"
     arguments = line(run_dir, text, {"train.checkpoint_every": 1000})
-    error = stopped(launch(arguments), number, lambda: lines_logged(run_dir) >= 3)
+    error = stopped(fork(arguments), number, lambda: lines_logged(run_dir) >= 3)
     assert "and saved; the same command continues" in error
     (step,) = saved(run_dir)
     assert 3 <= step < STEPS and logged(run_dir)[-1]["step"] == step
-    finish(launch(arguments))
+    finish(fork(arguments))
     assert_same_run(run_dir, expected)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """(run directory, text, settings) of a run with evaluations that take a while."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    text = reference(tmp_path_factory)[1]
+    held = write_text(folder / "held.txt", documents=3000, seed=1)
+    changes = {"data.validation": held, "train.eval_every": 20, "train.checkpoint_every": 1000}
+    finish(fork(line(folder / "run", text, changes)))
+    return folder / "run", text, changes
 
 
 @fault(
@@ -85,22 +98,19 @@ def test_a_signal_between_steps(
 )
 @pytest.mark.parametrize("at", [20, pytest.param(STEPS, marks=pytest.mark.faults)])
 def test_a_signal_in_an_evaluation(
-    at: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    at: int, evaluated: tuple[Path, Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    _, text = reference(tmp_path_factory)
-    held = write_text(tmp_path / "held.txt", documents=3000, seed=1)
-    changes = {"data.validation": held, "train.eval_every": 20, "train.checkpoint_every": 1000}
-    expected, run_dir = tmp_path / "whole", tmp_path / "run"
-    finish(launch(line(expected, text, changes)))
+    expected, text, changes = evaluated
+    run_dir = tmp_path / "run"
     arguments = line(run_dir, text, changes)
 
     def is_evaluating() -> bool:
         lines = logged(run_dir) if lines_logged(run_dir) else []
         return bool(lines) and lines[-1]["step"] == at and "val_loss" not in lines[-1]
 
-    stopped(launch(arguments), signal.SIGTERM, is_evaluating)
+    stopped(fork(arguments), signal.SIGTERM, is_evaluating)
     assert is_evaluating() and saved(run_dir) == [at]
-    finish(launch(arguments))
+    finish(fork(arguments))
     assert_same_run(run_dir, expected)
 
 
@@ -120,7 +130,7 @@ def test_a_signal_while_compiling(tmp_path: Path, tmp_path_factory: pytest.TempP
     error = stopped(process, signal.SIGTERM, lambda: True)
     assert "nothing was to be saved; the same command starts again" in error
     assert not saved(run_dir) and not lines_logged(run_dir)
-    finish(launch(line(run_dir, text)))
+    finish(fork(line(run_dir, text)))
     assert_same_run(run_dir, expected)
 
 
@@ -149,10 +159,10 @@ def test_a_signal_in_a_save(tmp_path: Path, tmp_path_factory: pytest.TempPathFac
     def is_saving() -> bool:
         return lines_logged(run_dir) > 4 and any(run_dir.glob("checkpoints/*tmp*"))
 
-    stopped(launch(arguments), signal.SIGTERM, is_saving)
+    stopped(fork(arguments), signal.SIGTERM, is_saving)
     assert not any(run_dir.glob("checkpoints/*tmp*"))
     assert logged(run_dir)[-1]["step"] == max(saved(run_dir)) < STEPS
-    finish(launch(arguments))
+    finish(fork(arguments))
     assert_same_run(run_dir, expected)
 
 
@@ -168,7 +178,7 @@ def test_a_signal_in_the_sample(tmp_path: Path, tmp_path_factory: pytest.TempPat
     def is_saved() -> bool:
         return saved(run_dir) == [4] and not any(run_dir.glob("checkpoints/*tmp*"))
 
-    process = launch(arguments)
+    process = fork(arguments)
     wait_until(is_saved, process)
     time.sleep(0.5)
     error = stopped(process, signal.SIGTERM, lambda: True)
@@ -186,16 +196,11 @@ def test_a_signal_while_data_is_prepared(command: str, tmp_path: Path) -> None:
     text.write_text(write_text(tmp_path / "part.txt", documents=2000).read_text() * 40)
     changes = {"data.cache_dir": cache, "train.steps": 2, "data.validation": tmp_path / "part.txt"}
     arguments = line(run_dir, text, changes | {"train.eval_batches": 2})
-    program = [sys.executable, "-m", "jaxformer", command, *arguments]
-
-    def start() -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(program, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-
-    error = stopped(start(), signal.SIGTERM, lambda: any(cache.glob("stores/**/*.tmp*")))
+    started = Command([command, *arguments])
+    error = stopped(started, signal.SIGTERM, lambda: any(cache.glob("stores/**/*.tmp*")))
     assert "the same command" in error or command == "prepare"
     assert not any(cache.glob("stores/**/*.tmp*"))
-    finish(start())
+    finish(Command([command, *arguments]))
 
 
 @fault("in `jaxformer convert`", "The target is empty or gone, and the same command writes it.")
@@ -211,17 +216,19 @@ def test_a_signal_in_convert(
     run = "import sys; from jaxformer.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["convert", str(expected), str(target)]
 
-    def start(code: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        line = [sys.executable, "-c", code, *arguments]
-        return subprocess.Popen(line, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-
-    process = start(slow + run)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow + run, *arguments],
+        cwd=ROOT,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
     wait_until(lambda: any(target.glob("model.tmp/*.safetensors")), process)
     process.send_signal(number)
     _, error = finish(process, 143 if number == signal.SIGTERM else -signal.SIGKILL)
     assert "Traceback" not in error and target.exists() is (number == signal.SIGKILL)
-    finish(start(run))
+    finish(Command(arguments))
     assert (target / "config.json").is_file() and not (target / ".unfinished").exists()
 
 

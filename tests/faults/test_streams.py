@@ -14,6 +14,7 @@ from tiny_run import (
     ROOT,
     assert_same_run,
     finish,
+    fork,
     launch,
     line,
     lines_logged,
@@ -95,7 +96,7 @@ def test_a_terminal_that_is_closed(
     os.close(terminal)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP
     assert saved(run_dir) == [logged(run_dir)[-1]["step"]]
-    finish(launch(line(run_dir, text)))
+    finish(fork(line(run_dir, text)))
     assert_same_run(run_dir, expected)
 
 
