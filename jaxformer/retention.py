@@ -70,8 +70,8 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, without JAX's notice of a preemption, which `runs.launch` turns off: a signal to stop
-    is heeded by `fit`. Orbax 0.11 raises an error where it is off."""
+    """Orbax's, without JAX's notice of a preemption, which `runs.launch` turns off, since `fit`
+    heeds signals. Orbax 0.11 raises an error where it is off."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
