@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tiny_run import ROOT, launch, line
+from tiny_run import ROOT, launch, line, write_text
 
 SMALL = {  # compiled in a second or two
     "model.d_model": 16,
@@ -74,3 +74,17 @@ def ends(processes: dict[int, subprocess.Popen[str]]) -> dict[int, tuple[int, st
         out, error = process.communicate(timeout=300)
         found[index] = (process.returncode, out, error)
     return found
+
+
+def finished(processes: dict[int, subprocess.Popen[str]]) -> dict[int, tuple[int, str, str]]:
+    """`ends` of processes that all have to end with status 0."""
+    found = ends(processes)
+    assert {status for status, _, _ in found.values()} == {0}, found
+    return found
+
+
+def uninterrupted(folder: Path, changes: dict[str, Any]) -> tuple[Path, Path]:
+    """(run directory, text) of a run of two processes that nothing interrupts."""
+    run_dir, text = folder / "run", write_text(folder / "text.txt")
+    finished(launch_all(2, run_dir, text, changes))
+    return run_dir, text

@@ -76,7 +76,7 @@ class RollCall:
         self.hosts = [""] * count
         self.lost, self._known = "", threading.Event()  # which process has ended, and that one has
         self.signal: int | None = None  # that by which it has
-        self._ended, self._left = threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._guard = threading.Lock()
         self._lines: dict[int, Line] = {}
         self._threads: list[threading.Thread] = []

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from several import SMALL, ends, launch_all
+from several import SMALL, ends, finished, launch_all, uninterrupted
 from tiny_run import assert_same_run, finish, launch, line, lines_logged, logged, saved, wait_until
 from tiny_run import write_text as write_documents
 
@@ -23,12 +23,7 @@ MINUTE = 60.0
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(run directory, text) of a run of two processes that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    text = write_documents(folder / "text.txt")
-    found = ends(launch_all(2, folder / "run", text, LONGER))
-    assert [status for status, _, _ in found.values()] == [0, 0], found
-    return folder / "run", text
+    return uninterrupted(tmp_path_factory.mktemp("whole"), LONGER)
 
 
 @pytest.mark.fault(
@@ -61,8 +56,7 @@ def test_where_one_process_is_killed_the_others_name_it_and_end(
     assert "has died" in error and "Start the same command in all processes again" in error
     assert "Traceback" not in error
     assert saved(run_dir) and max(saved(run_dir)) < STEPS
-    again = ends(launch_all(2, run_dir, text, LONGER))
-    assert [status for status, _, _ in again.values()] == [0, 0], again
+    finished(launch_all(2, run_dir, text, LONGER))
     assert_same_run(run_dir, expected)
 
 
@@ -87,8 +81,7 @@ def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
         assert status == 143 and f"stopped by SIGTERM after step {step} and saved" in error, error
     assert step < STEPS and logged(run_dir)[-1]["step"] == step
     if told:
-        again = ends(launch_all(2, run_dir, text, LONGER))
-        assert [status for status, _, _ in again.values()] == [0, 0], again
+        finished(launch_all(2, run_dir, text, LONGER))
         assert_same_run(run_dir, expected)
         return
     finish(launch(line(run_dir, text, LONGER)))

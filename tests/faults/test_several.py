@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from several import SMALL, ends, launch_all
-from tiny_run import assert_same_run, copy, logged, saved, write_text
+from several import SMALL, ends, finished, launch_all, uninterrupted
+from tiny_run import assert_same_run, copy, logged, saved
 
 import jaxformer as jf
 
@@ -30,12 +30,7 @@ runpy.run_path("{path}")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(run directory, text) of a run of two processes that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    text = write_text(folder / "text.txt")
-    found = ends(launch_all(2, folder / "run", text, SMALL))
-    assert [status for status, _, _ in found.values()] == [0, 0], found
-    return folder / "run", text
+    return uninterrupted(tmp_path_factory.mktemp("whole"), SMALL)
 
 
 @pytest.mark.fault(
@@ -48,8 +43,7 @@ def test_damage_that_one_process_sees_makes_all_fall_back(
 ) -> None:
     expected, text = whole
     run_dir = copy(expected, tmp_path / "run")
-    found = ends(launch_all(2, run_dir, text, SMALL, patched={1: DAMAGED}))
-    assert [status for status, _, _ in found.values()] == [0, 0], found
+    found = finished(launch_all(2, run_dir, text, SMALL, patched={1: DAMAGED}))
     assert "process 1: an array is not what was saved" in found[0][1]
     assert f"Continuing {run_dir} from step 4" in found[0][1]
     assert (run_dir / "checkpoints/damaged-8/damage.txt").is_file()
@@ -98,8 +92,7 @@ def test_processes_skip_or_roll_back_together(
     runs = tmp_path / "one", tmp_path / "two"
     for count, run_dir in enumerate(runs, start=1):
         patched = dict.fromkeys(range(count), patch)
-        found = ends(launch_all(count, run_dir, text, changes, patched=patched))
-        assert [status for status, _, _ in found.values()] == [0] * count, found
+        found = finished(launch_all(count, run_dir, text, changes, patched=patched))
         said = "Rolled back to step" if on_nan == "rollback" else "skipped"
         assert said in found[0][1] and "WARNING: step" in found[0][1]
     one, two = runs

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from several import SMALL, ends, launch_all
+from several import SMALL, ends, finished, launch_all, uninterrupted
 from tiny_run import assert_same_run, lines_logged, logged, saved, wait_until, write_text
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -41,11 +41,12 @@ def replace(module, name, is_due=lambda *_: True, before=False):
         return result
     setattr(module, name, stop)
 """
-PHASES = {
-    "compiling": ("replace(run, 'compile_step', before=True)", 143),
-    "the last save": ("replace(Checkpoints, 'save', lambda _, state, step, *__: step == 8)", 143),
-    "the plot of the losses": ("replace(launch, 'together', before=True)", 143),
-    "the end, once all is done": ("replace(roll_call.RollCall, 'close', before=True)", 0),
+IN_LAST_SAVE = "replace(Checkpoints, 'save', lambda _, state, step, *__: step == 8)"
+PHASES = {  # where the signal comes, the exit status, and the steps that are saved
+    "compiling": ("replace(run, 'compile_step', before=True)", 143, []),
+    "the last save": (IN_LAST_SAVE, 143, [8]),
+    "the plot of the losses": ("replace(launch, 'together', before=True)", 143, [8]),
+    "the end, once all is done": ("replace(roll_call.RollCall, 'close', before=True)", 0, [8]),
 }
 
 
@@ -53,18 +54,14 @@ PHASES = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
     """(run directory, text, changes) of a run of two processes that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole")
-    text = write_text(folder / "text.txt")
     held = write_text(folder / "held.txt", documents=200, seed=1)
     changes = SMALL | {"data.validation": held, "train.checkpoint_every": 1000}
-    found = ends(launch_all(2, folder / "run", text, changes))
-    assert [status for status, _, _ in found.values()] == [0, 0], found
-    return folder / "run", text, changes
+    return *uninterrupted(folder, changes), changes
 
 
 def assert_continued(run_dir: Path, whole: tuple[Path, Path, dict[str, Any]]) -> None:
     expected, text, changes = whole
-    again = ends(launch_all(2, run_dir, text, changes))
-    assert [status for status, _, _ in again.values()] == [0, 0], again
+    again = finished(launch_all(2, run_dir, text, changes))
     assert "Done in" in again[0][1]
     assert_same_run(run_dir, expected)
 
@@ -123,11 +120,11 @@ def test_a_signal_outside_of_the_steps_ends_all_alike(
 ) -> None:
     _, text, changes = whole
     run_dir = tmp_path / "run"
-    patch, expected = PHASES[phase]
+    patch, expected, steps = PHASES[phase]
     found = ends(launch_all(2, run_dir, text, changes, patched={1: STOP + patch}))
     for status, _, error in found.values():
         assert status == expected and "Traceback" not in error, error
         assert (f"stopped by {signal.SIGTERM.name}" in error) is (expected != 0), error
-    assert saved(run_dir) == ([] if phase == "compiling" else [8])
-    if phase != "the end, once all is done":
+    assert saved(run_dir) == steps
+    if expected:
         assert_continued(run_dir, whole)
