@@ -1,5 +1,5 @@
 from . import layers, tokenizer
-from .adapters import adapt
+from .adapters.rows import adapt_specs
 from .checkpoints import Checkpoints
 from .config import RunConfig
 from .config_model import ModelConfig
@@ -35,7 +35,7 @@ __all__ = [
     "RunConfig",
     "SkipSteps",
     "TrainState",
-    "adapt",
+    "adapt_specs",
     "attention_maps",
     "beam_search",
     "fit",

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import jaxformer as jf
 from jaxformer import losses
-from jaxformer.adapters import adapt
+from jaxformer.adapters.rows import adapt_specs
 from jaxformer.generation.prepare import prepared
 from jaxformer.head_loss import head_loss
 from jaxformer.losses import cross_entropy
@@ -39,7 +39,7 @@ def case(name, make=low_rank):
     """(table, params, config, batch): every matrix of the model is such a leaf."""
     config = jf.ModelConfig(**SIZES | MODELS[name])
     matrices = [path for path, spec in rows(specs(config)).items() if spec.is_matrix]
-    table = adapt(specs(config), {path: make for path in matrices})
+    table = adapt_specs(specs(config), {path: make for path in matrices})
     return table, init_params(table, jax.random.key(0)), config, alone(config)
 
 
@@ -64,13 +64,13 @@ def test_the_table_has_the_leafs_own_rows():
 
 def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
     config = jf.ModelConfig(**SIZES)
-    table = adapt(specs(config), {"blocks.attention.[qv]": low_rank, "*": lambda spec: spec})
+    table = adapt_specs(specs(config), {"blocks.attention.[qv]": low_rank, "*": lambda spec: spec})
     changed = {path.rpartition(".")[0] for path in rows(table).keys() - rows(specs(config)).keys()}
     assert changed == {"blocks.attention.q", "blocks.attention.v"}
     with pytest.raises(
         jf.ConfigError, match=r"'blocks\.atention\.\*' fits none of the .* embed\.tokens"
     ):
-        adapt(specs(config), {"blocks.atention.*": low_rank})
+        adapt_specs(specs(config), {"blocks.atention.*": low_rank})
 
 
 @pytest.mark.parametrize("loop", ["unroll", "scan"])
@@ -94,7 +94,7 @@ def test_the_new_tokens_are_those_of_the_arrays():
 
 def test_decoding_casts_what_the_leaf_casts():
     config = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
-    table = adapt(specs(config), {"blocks.ffn.up": rounded, "blocks.ffn.down": low_rank})
+    table = adapt_specs(specs(config), {"blocks.ffn.up": rounded, "blocks.ffn.down": low_rank})
     layer = prepared(init_params(table, jax.random.key(0)), config)["blocks"][1]["ffn"]
     assert (layer["up"].weight.dtype, layer["up"].scale.dtype) == (jnp.int8, jnp.float32)
     assert {part.dtype for part in jax.tree.leaves(layer["down"])} == {jnp.dtype(jnp.bfloat16)}

@@ -126,7 +126,9 @@ def test_a_leaf_of_somebody_elses_goes_through_step_checkpoint_and_resume(regist
         max_length=32,
         activation="softplus",
     )
-    table = jf.adapt(jf.specs(config), {"blocks.attention.*": low_rank, "embed.tokens": low_rank})
+    table = jf.adapt_specs(
+        jf.specs(config), {"blocks.attention.*": low_rank, "embed.tokens": low_rank}
+    )
     optimizer = optax.adamw(1e-2)
 
     def trainable(path, leaf):

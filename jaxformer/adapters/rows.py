@@ -1,4 +1,4 @@
-"""Adapters: transforms of the table of parameters that replace some of its leaves.
+"""Transforms of the table of parameters that replace some of its leaves.
 
 A `CustomLeaf` contracts itself wherever a weight is used; its initial values, shardings, counts,
 decay and trainability are those of its `Spec`s.
@@ -13,7 +13,7 @@ from jaxformer.params import Spec, Specs, map_specs, rows, stack
 from jaxformer.settings import ConfigError
 
 
-def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
+def adapt_specs(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
     """The table with some leaves replaced by `{pattern: make}`, as in
     `{"blocks.attention.*": low_rank}`.
 
@@ -26,8 +26,8 @@ def adapt(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:
     for pattern in changes:
         if not fnmatch.filter(paths, pattern):
             raise ConfigError(
-                f"adapt: the pattern {pattern!r} fits none of the {len(paths)} leaves, which are "
-                f"{', '.join(paths[:8])}, and so on: name a leaf, or several with *."
+                f"adapt_specs: the pattern {pattern!r} fits none of the {len(paths)} leaves, which "
+                f"are {', '.join(paths[:8])}, and so on: name a leaf, or several with *."
             )
 
     def changed(path: str, spec: Spec) -> Any:

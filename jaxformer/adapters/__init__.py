@@ -1,0 +1,1 @@
+"""Leaves that replace weights: adapters of low rank, quantized weights."""
