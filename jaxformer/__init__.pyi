@@ -1,4 +1,6 @@
 from . import layers, tokenizer
+from .adapters.dropout import keyed
+from .adapters.lora import LoRA, adapter_mask, merge, without_adapters
 from .adapters.rows import adapt_specs
 from .checkpoints import Checkpoints
 from .config import RunConfig
@@ -8,6 +10,7 @@ from .generation.decode import generate
 from .interop.pretrained import save_pretrained
 from .loading import Loaded, load
 from .mesh import make_mesh
+from .models.adapt import adapt
 from .models.inspect import attention_maps, inspect
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
@@ -27,6 +30,7 @@ __all__ = [
     "ConfigError",
     "Diverged",
     "Interrupted",
+    "LoRA",
     "Loaded",
     "ModelConfig",
     "OutOfMemory",
@@ -35,7 +39,9 @@ __all__ = [
     "RunConfig",
     "SkipSteps",
     "TrainState",
+    "adapt",
     "adapt_specs",
+    "adapter_mask",
     "attention_maps",
     "beam_search",
     "fit",
@@ -44,6 +50,7 @@ __all__ = [
     "init",
     "init_state",
     "inspect",
+    "keyed",
     "layers",
     "load",
     "load_config",
@@ -51,8 +58,10 @@ __all__ = [
     "make_evaluate",
     "make_mesh",
     "make_step",
+    "merge",
     "save_pretrained",
     "specs",
     "tokenizer",
     "train",
+    "without_adapters",
 ]

@@ -271,6 +271,10 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        if key is not None:
+            from jaxformer.adapters.dropout import keyed
+
+            params = keyed(params, key)
         return loss(params, config, batch, key, **given)
 
     return bound

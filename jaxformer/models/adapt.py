@@ -1,0 +1,42 @@
+"""A model's params with an adapter, from those of the model and its config."""
+
+import warnings
+from collections.abc import Mapping
+
+import jax
+
+from jaxformer.adapters.lora import LoRA, adapted_specs, filled
+from jaxformer.adapters.rows import adapt_specs
+from jaxformer.config_model import ModelConfig
+from jaxformer.models.transformer import check_model, specs
+from jaxformer.params import Params
+from jaxformer.settings import ConfigError
+
+
+def adapt(
+    params: Params, config: ModelConfig, adapter: LoRA | None = None, key: jax.Array | None = None
+) -> Params:
+    """`params` in which the weights that an adapter names are its leaves.
+
+    Args:
+      params: those of a model, whose arrays are not copied; leaves may be quantized.
+      config: of the model.
+      adapter: which weights, and how.
+      key: of the initial values. `forward` of the result equals that of `params`.
+
+    `jf.forward`, `generate`, `inspect` and every transform take the result as they take `params`.
+    To train the adapter alone: `trainable=jf.adapter_mask(params)`. `jf.merge` makes plain params.
+    Raises ConfigError for params of another model, a target that fits no matrix, or a rank beyond
+    the width of one.
+    """
+    if isinstance(config, Mapping):  # the former meaning of this name
+        said = "jf.adapt(specs, changes) is now called jf.adapt_specs."
+        warnings.warn(said, FutureWarning, stacklevel=2)
+        return adapt_specs(params, config)
+    if not isinstance(adapter, LoRA):
+        given = type(adapter).__name__
+        raise ConfigError(f"adapt: the adapter is a {given}: give a jf.LoRA(rank=..., alpha=...).")
+    if key is None:
+        raise ConfigError("adapt: there is no key: give jax.random.key(0), or another.")
+    check_model(params, config)
+    return filled(adapted_specs(specs(config), adapter), params, key)
