@@ -192,7 +192,7 @@ BAD = {
     "a pattern that fits nothing": ({"targets": ("blocks.*.z",)}, "fits no matrix"),
     "a target that is no matrix": ({"targets": ("final_norm",)}, "fits no matrix"),
     "a rank of 0": ({"rank": 0}, "rank=0 must be a whole number of at least 1"),
-    "a rank beyond the width": ({"rank": 17}, r"rank=17 is beyond the width of .* 1 to 16"),
+    "a rank beyond the width": ({"rank": 17}, r"rank=17 is beyond the width of .* allow 1 to 8"),
     "an alpha of 0": ({"alpha": 0}, "alpha=0 must be a number above 0"),
     "all dropped out": ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
     "no target": ({"targets": ()}, "targets is empty"),
