@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jaxformer.config_adapter import AdapterConfig as AdapterConfig
 from jaxformer.config_model import ModelConfig
 from jaxformer.config_train import LaunchConfig as LaunchConfig
 from jaxformer.config_train import MeshConfig as MeshConfig
@@ -230,6 +231,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -24,11 +24,12 @@ from jaxformer.config import (
 )
 from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
+from jaxformer.digests import fingerprint
 from jaxformer.files import read_object, write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, map_specs
+from jaxformer.params import Params, Spec, Specs, map_specs
 from jaxformer.tokenizer import Tokenizer
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
@@ -47,14 +48,21 @@ class Loaded:
 
 
 def load(
-    path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32"
+    path: str | Path,
+    step: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    base: str | Path | None = None,
 ) -> Loaded:
     """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a
     Hugging Face directory.
 
     Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
-    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step or
-    cannot be read, or if its architecture, an option or a tensor is not supported.
+    (float32, bfloat16, float16). The params of a run with an adapter are adapted ones, over the
+    model that it was trained on; `base` is that model's directory where it was moved. Raises
+    ConfigError if `path` is neither, has no such step or cannot be read, or if its architecture, an
+    option or a tensor is not supported.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -74,41 +82,104 @@ def load(
 
         found = load_pretrained(folder, mesh, dtype)
         return Loaded(found.params, found.config, tokenizer, found.labels)
-    return _load_run(folder, step, tokenizer, mesh, dtype)
+    return _load_run(folder, step, tokenizer, mesh, dtype, base)
 
 
 def _load_run(
-    run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str
+    run_dir: Path,
+    step: int | None,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
+    dtype: str,
+    base: str | Path | None,
 ) -> Loaded:
-    config = read_config(run_dir / "config.json").model
+    run = read_config(run_dir / "config.json")
     record = _record(run_dir)
     _require_tokenizer(run_dir, tokenizer, record)
+    labels = tuple(record.get("labels", ()))
+    if run.adapter.kind == "none":
+        if base is not None:
+            raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
+        shapes = _shapes(model_specs(run.model), mesh)
+        leaves = _read_newest(run_dir, step, flat_leaves({"params": shapes}), record)
+        typed = [leaf.astype(dtype) for leaf in leaves.values()]
+        params = jax.tree.unflatten(jax.tree.structure(shapes), typed)
+        return Loaded(params, run.model, tokenizer, labels)
+    from jaxformer.adapters.lora import base_paths, over_base
+    from jaxformer.models.adapt import adapted_table
+
+    table = adapted_table(run.model, run.adapter, tuple(record.get("learned", ())))
+    shapes = {"params": _shapes(table, mesh)}
+    wanted, below = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
+    saved = {path: shape for path, shape in wanted.items() if path not in below}
+    leaves = _read_newest(run_dir, step, saved, record)
+    parts = jax.tree.unflatten(jax.tree.structure(shapes), (wanted | leaves).values())["params"]
+    params = over_base(table, parts, _below(run_dir, run, record, mesh, base))
+    typed_params: Params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return Loaded(typed_params, run.model, tokenizer, labels)
+
+
+def _shapes(table: Specs, mesh: Mesh | None) -> Any:
+    """The parameters of a run as shapes, each with its place."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
+        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=place)
+
+    return map_specs(shape, table)
+
+
+def _read_newest(
+    run_dir: Path, step: int | None, wanted: dict[str, Any], record: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """The leaves of `wanted` from the newest checkpoint that can be read, or from that of `step`.
+    Raises ConfigError where there is none."""
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
         held = f"it holds steps {steps}" if steps else "training has not saved one yet"
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise ConfigError(f"{run_dir} has {missing}: {held}.")
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
-        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=place)
-
-    shapes = map_specs(shape, model_specs(config))
-    wanted = flat_leaves({"params": shapes})
     errors, folder = [], run_dir.absolute() / "checkpoints"
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            leaves = read_checkpoint(folder, candidate, wanted, whole=False, run=record)
+            return read_checkpoint(folder, candidate, wanted, whole=False, run=record)
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
             said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
             warnings.warn(said, stacklevel=2)
-            continue
-        typed = [leaf.astype(dtype) for leaf in leaves.values()]
-        params = jax.tree.unflatten(jax.tree.structure(shapes), typed)
-        return Loaded(params, config, tokenizer, tuple(record.get("labels", ())))
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+
+def _below(
+    run_dir: Path,
+    run: RunConfig,
+    record: Mapping[str, Any],
+    mesh: Mesh | None,
+    base: str | Path | None,
+) -> Params:
+    """The parameters of the model below the adapter of a run: that of `base`, or where the run
+    found it. Raises ConfigError where there is none, or another."""
+    from jaxformer.adapters.lora import merge
+
+    places = [str(base)] if base is not None else [run.run.init_from, record.get("base_path", "")]
+    found = next((place for place in places if place and Path(place).is_dir()), None)
+    if found is None:
+        tried = " and ".join(dict.fromkeys(place for place in places if place))
+        raise ConfigError(
+            f"{run_dir} holds an adapter, and the model below it is not at {tried}: put it there,"
+            " or name its directory, as in jf.load(path, base=DIRECTORY)."
+        )
+    params = merge(load(found, mesh=mesh).params)
+    learned = record.get("learned", ())
+    kept = {name: part for name, part in params.items() if name not in learned}
+    if (print_of := fingerprint(flat_leaves(kept))) != record.get("base", print_of):
+        raise ConfigError(
+            f"{found} is not the model that the adapter in {run_dir} was trained on: its"
+            f" fingerprint is {print_of}, and data.json has {record['base']}. Restore that model,"
+            " or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
+        )
+    return params
 
 
 def run_of(path: str | Path) -> RunConfig:

@@ -164,6 +164,21 @@ def filled(table: Specs, base: Params, key: jax.Array) -> Params:
     return jax.tree.map_with_path(parts, table, base, is_leaf=is_end)  # type: ignore[no-any-return]
 
 
+def over_base(table: Specs, parts: Params, base: Params) -> Params:
+    """Params of an adapted table: its weights from `base`, and what is trained, with the constants
+    of adapters, from `parts`, whose weights are not read."""
+    found: Params = {}
+    for name, entry in table.items():
+        if isinstance(entry, dict):
+            found[name] = over_base(entry, parts[name], base.get(name, {}))
+        elif is_adapted(entry):
+            found[name] = parts[name].replace(weight=base[name])
+        else:
+            learns = isinstance(entry, Spec) and entry.trainable
+            found[name] = parts[name] if learns else base[name]
+    return found
+
+
 def is_adapted(node: Any) -> bool:
     return isinstance(node, LowRank)
 
@@ -179,6 +194,25 @@ def adapter_mask(params: Params) -> Any:
         return LowRank(**own, inputs=node.inputs, dropout=node.dropout)
 
     return jax.tree.map(marked, params, is_leaf=is_adapted)
+
+
+def base_paths(table: Specs) -> list[str]:
+    """The dotted paths of the leaves of an adapted table that belong to the base, which an adapter
+    leaves as they are."""
+    found = []
+    for path, node in jax.tree.leaves_with_path(
+        table, is_leaf=lambda node: isinstance(node, (LowRank, Spec))
+    ):
+        if is_adapted(node):
+            below = jax.tree.leaves_with_path({"weight": node.weight}, is_leaf=_is_row)
+            found += [f"{dotted(path)}.{dotted(part)}" for part, _ in below]
+        elif not node.trainable:
+            found.append(dotted(path))
+    return found
+
+
+def _is_row(node: Any) -> bool:
+    return isinstance(node, Spec)
 
 
 def without_adapters(params: Params) -> Params:

@@ -7,9 +7,10 @@ import jax
 
 from jaxformer.adapters.lora import LoRA, adapted_specs, filled
 from jaxformer.adapters.rows import adapt_specs
+from jaxformer.config_adapter import AdapterConfig, pairs_of, parts_of
 from jaxformer.config_model import ModelConfig
 from jaxformer.models.transformer import check_model, specs
-from jaxformer.params import Params
+from jaxformer.params import Params, Specs
 from jaxformer.settings import ConfigError
 
 
@@ -40,3 +41,24 @@ def adapt(
         raise ConfigError("adapt: there is no key: give jax.random.key(0), or another.")
     check_model(params, config)
     return filled(adapted_specs(specs(config), adapter), params, key)
+
+
+def lora_of(settings: AdapterConfig) -> LoRA:
+    """The adapter that the settings of a run describe. Raises ConfigError."""
+    return LoRA(
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=tuple(parts_of(settings.targets)),
+        dropout=settings.dropout,
+        rslora=settings.rslora,
+        ranks=pairs_of(settings.ranks),
+        alphas=pairs_of(settings.alphas),
+    )
+
+
+def adapted_table(
+    config: ModelConfig, settings: AdapterConfig, learned: tuple[str, ...] = ()
+) -> Specs:
+    """The table of a model with the adapter of a run, in which the adapter alone is trainable, and
+    the branches named in `learned`. Raises ConfigError as `adapt` does."""
+    return adapted_specs(specs(config), lora_of(settings), learned=learned)

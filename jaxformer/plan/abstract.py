@@ -17,6 +17,7 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.objectives import OBJECTIVES, loss_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.params import Specs
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, Step, make_step
@@ -53,7 +54,7 @@ def abstract_run(
     check_batch_size(places, run.train.batch_size, run.train.microbatches)
     batch = abstract_batch(run, mesh, packed)
     run, _ = with_kernel(run, assumed_segments(run, batch), mesh)
-    specs = model_specs(run.model)
+    specs = run_specs(run)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     step = step_of(run, task_of(run.model, run.data).name, optimizer, schedule)
@@ -73,8 +74,23 @@ def step_of(
         microbatches=run.train.microbatches,
         seed=run.run.seed,
         schedules={"learning_rate": schedule},
-        rowwise=OBJECTIVES[objective].rowwise and not run.model.dropout,
+        rowwise=is_rowwise(run, objective),
     )
+
+
+def is_rowwise(run: RunConfig, objective: str) -> bool:
+    """Whether the loss of a run is a sum over rows that do not read each other, nor its key."""
+    return OBJECTIVES[objective].rowwise and not run.model.dropout and not run.adapter.dropout
+
+
+def run_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
+    """The table of parameters of a run: with an adapter, that of the adapted model, in which only
+    it is trainable, and the branches named in `learned`."""
+    if run.adapter.kind == "none":
+        return model_specs(run.model)
+    from jaxformer.models.adapt import adapted_table
+
+    return adapted_table(run.model, run.adapter, learned)
 
 
 def run_loss(run: RunConfig, objective: str) -> Loss:

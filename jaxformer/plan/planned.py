@@ -13,10 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.hardware import Device, device_named
 from jaxformer.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
-from jaxformer.models.transformer import specs as model_specs
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
-from jaxformer.plan.abstract import abstract_batch, assumed_segments, with_kernel
+from jaxformer.plan.abstract import abstract_batch, assumed_segments, run_specs, with_kernel
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState, abstract_state
 
@@ -137,7 +136,7 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
 
 
 def _specs_and_optimizer(run: RunConfig) -> tuple[Specs, optax.GradientTransformation]:
-    specs = model_specs(run.model)
+    specs = run_specs(run)
     schedule = make_schedule(run.optimizer, run.train.steps)
     return specs, make_optimizer(run.optimizer, schedule, specs)
 

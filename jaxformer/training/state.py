@@ -75,6 +75,20 @@ def init_state(
     return program(given)  # type: ignore[no-any-return]
 
 
+def state_of(
+    params: Params, optimizer: optax.GradientTransformation, target: TrainState
+) -> TrainState:
+    """The state before the first step of params that are in their places, which are not copied: a
+    step takes them. `target` is the state as shapes and shardings."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, (target.step, target.optimizer))
+
+    def start(params: Params) -> Any:
+        return jnp.int32(0), optimizer.init(learning(params, target.frozen))
+
+    step, moments = jax.jit(start, out_shardings=places)(params)
+    return TrainState(step, params, moments, target.frozen)
+
+
 def abstract_state(
     tree: Any,
     optimizer: optax.GradientTransformation,
