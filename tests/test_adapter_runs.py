@@ -41,6 +41,7 @@ ADAPTER = {
     "adapter.dropout": 0.1,
     "model.dropout": 0.0,
     "train.checkpoint_every": 4,
+    "train.eval_every": 4,
     "train.steps": 8,
     "run.sample_tokens": 0,
 }
@@ -128,13 +129,13 @@ def test_another_base_is_refused_by_name(base, run, tmp_path):
     other, moved = tmp_path / "base", tmp_path / "moved"
     assert train_here(line(other, base[1], BASE | {"run.seed": 2})) == 0
     with pytest.raises(
-        jf.ConfigError, match="is not the model that the adapter in .* was trained on"
+        jf.ConfigError, match=r"not the model that the adapter in .* was trained on"
     ):
         jf.load(run, base=other)
     shutil.copytree(base[0], moved)
     same = jf.load(run, base=moved)
     jax.tree.map(np.testing.assert_array_equal, same.params, jf.load(run).params)
-    with pytest.raises(jf.ConfigError, match="model below it is not at .*: put it there"):
+    with pytest.raises(jf.ConfigError, match=r"model below it is not at .*: put it there"):
         jf.load(run, base=tmp_path / "nothing")
     with pytest.raises(jf.ConfigError, match="has no adapter: leave out base="):
         jf.load(base[0], base=other)
@@ -154,7 +155,7 @@ def test_a_run_is_not_continued_over_another_base(base, tmp_path, capsys):
 
 
 def test_sample_and_evaluate_find_the_base(run, capsys):
-    assert main(["sample", str(run), "--prompt", "the cat", "--tokens", "4"]) == 0
+    assert main(["sample", str(run), "--prompt", "the cat", "--max_new_tokens", "4"]) == 0
     capsys.readouterr()
     assert main(["evaluate", str(run)]) == 0
     last = [entry for entry in logged(run) if "val_loss" in entry][-1]["val_loss"]
