@@ -55,7 +55,7 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
     ),
     "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["all three", "tensor 4"]),
     "tiles": ("llama", {}, 4, ["data 8", "fsdp 8", "all three"]),
-    "lora": ("llama", {}, 2, ["fsdp 8", "all three", "tensor 4"]),
+    "lora": ("llama", {}, 2, ["fsdp 8", "all three"]),
     "classes": (
         "llama",
         {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"},
