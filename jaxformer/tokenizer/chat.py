@@ -16,13 +16,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxformer.files import read_text
 from jaxformer.settings import ConfigError
-from jaxformer.tokenizer.files import SETTINGS_FILE, TEMPLATE_FILE
+from jaxformer.tokenizer.chat_files import special_names, template_of
 from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, require_assistant
 from jaxformer.tokenizer.pieces import without_panic
 from jaxformer.tokenizer.tokenizer import Tokenizer
@@ -43,8 +43,6 @@ TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 OLDEST_JINJA = (3, 1, 6)
 
-# Classes of tokenizers that have no special tokens but those that the files name.
-WITHOUT_DEFAULTS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 GENERATION = "{% generation %} ... {% endgeneration %}"
 PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
 
@@ -76,24 +74,14 @@ class ChatTemplate:
                 f"{where} is no template of Jinja (line {error.lineno}: {error.message}): correct"
                 " it, or set tokenizer.chat_template to another one."
             ) from None
-        self._names = _special_names(tokenizer)
+        self._names = special_names(tokenizer)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, today: bool = False) -> "ChatTemplate":
         """The template that a tokenizer was read with, or was given by `set_chat_template`. Raises
         ConfigError where it has none."""
-        text, folder = tokenizer.metadata.template, Path(tokenizer.origin).parent
-        if text is not None:
-            return cls(text, tokenizer, f"{folder / TEMPLATE_FILE}", today)
-        where = f"{folder / SETTINGS_FILE}: chat_template"
-        found = tokenizer.metadata.settings.get("chat_template")
-        if found is None:
-            raise ConfigError(
-                f"{tokenizer.origin} has no chat template, neither {TEMPLATE_FILE} beside it nor"
-                f" chat_template in {SETTINGS_FILE}: put {TEMPLATE_FILE} there, or train with"
-                " tokenizer.chat_template set to a file of Jinja."
-            )
-        return cls(_default_of(found, where), tokenizer, where, today)
+        text, where = template_of(tokenizer)
+        return cls(text, tokenizer, where, today)
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them are learned: those of the assistant's turns.
@@ -256,41 +244,6 @@ def _require_jinja(where: str) -> None:
         raise ConfigError(
             f"{where} needs jinja2 {oldest} or newer, which {told}: pip install 'jaxformer[chat]'."
         )
-
-
-def _default_of(found: Any, where: str) -> str:
-    """The template that tokenizer_config.json gives: a text, or that of the name "default" in a
-    list."""
-    if isinstance(found, str):
-        return found
-    named = {}
-    for entry in found if isinstance(found, list) else ():
-        if isinstance(entry, dict):
-            named[entry.get("name")] = entry.get("template")
-    if not isinstance(text := named.get("default"), str):
-        names = f" (its names are {', '.join(map(repr, named))})" if named else ""
-        raise ConfigError(
-            f'{where} must be a text, or a list with {{"name": "default", "template": "..."}}'
-            f"{names}: correct it, or set tokenizer.chat_template."
-        )
-    return text
-
-
-def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The names of special tokens that a template reads, as bos_token: those that the files name,
-    and those of a class that knows its own, by their usual names."""
-    settings, names = tokenizer.metadata.settings, dict[str, str]()
-    if settings.get("tokenizer_class") not in WITHOUT_DEFAULTS:
-        for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
-            token = tokenizer.special(role)
-            if token is not None and f"{role}_token" not in settings:
-                names[f"{role}_token"] = tokenizer.shown(token)
-    extra = settings.get("extra_special_tokens")
-    for key, value in {**settings, **(extra if isinstance(extra, dict) else {})}.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            names[key] = content
-    return names
 
 
 def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
