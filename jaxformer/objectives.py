@@ -13,8 +13,16 @@ from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
 from jaxformer.data.rows import RowFormat
 from jaxformer.data.sources.records import Fields, Kind, RecordField
-from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
-from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
+from jaxformer.data.task import (
+    MakeRows,
+    MakeTemplate,
+    Task,
+    causal_rows,
+    missing_sentinels,
+    nothing_missing,
+    prefix_rows,
+    span_rows,
+)
 from jaxformer.data.templates import ClassTemplate, PairTemplate, SFTTemplate, TagTemplate, Template
 from jaxformer.head_loss import accuracy, head_loss
 from jaxformer.params import Params
@@ -29,11 +37,13 @@ class Objective(NamedTuple):
     The models that can learn it are those of its `families` and its `head`.
 
     fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field,
-        or a `RecordField` itself, as `Field("", "rejected", "text")`. One alone means that it reads
-        text.
+        or a `RecordField` itself, as `Field("", "rejected", "text")`. A text alone means that it
+        reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
     template, rows: how rows are made, of records by the template, of text by `rows`.
+    of_messages: the template of conversations, which are read in place of `fields` where
+        data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
     shortest: the fewest tokens of a row that has room for special tokens and text.
     takes_packing: rows may hold several texts, so data.packing may be other than "stream".
@@ -49,7 +59,8 @@ class Objective(NamedTuple):
     head: str
     fields: tuple[str | RecordField, ...]
     specials: tuple[str, ...] = ()
-    template: type[Template] | None = None
+    template: MakeTemplate | None = None
+    of_messages: MakeTemplate | None = None
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     shortest: int = 8
@@ -59,6 +70,13 @@ class Objective(NamedTuple):
     loss: Callable[..., Sums] = head_loss
     rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
+
+
+def conversations(row_format: RowFormat, tokenizer: Tokenizer) -> Template:
+    """The template of conversations, whose file most runs do without."""
+    from jaxformer.data.conversations import MessagesTemplate
+
+    return MessagesTemplate(row_format, tokenizer)
 
 
 # For a model's family and head, `auto` is the first that both can learn.
@@ -89,7 +107,7 @@ OBJECTIVES: Table[Objective] = Table(
             "language",
             ("text",),
             SENTINELS,
-            rows=SpanRows,
+            rows=span_rows,
             missing=missing_sentinels,
             takes_packing=False,
             rowwise=True,
@@ -98,7 +116,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("encoder_decoder",),
             "language",
             ("text",),
-            rows=PrefixRows,
+            rows=prefix_rows,
             takes_packing=False,
             rowwise=True,
         ),
@@ -110,7 +128,12 @@ OBJECTIVES: Table[Objective] = Table(
             rowwise=True,
         ),
         "sft": Objective(
-            ("decoder",), "language", ("source", "target"), template=SFTTemplate, rowwise=True
+            ("decoder",),
+            "language",
+            ("source", "target"),
+            template=SFTTemplate,
+            of_messages=conversations,
+            rowwise=True,
         ),
         "classes": Objective(
             ("encoder", "decoder"),
@@ -152,6 +175,7 @@ FIELD_SETTINGS = {
     "source": FieldSetting("source_field", "text"),
     "target": FieldSetting("target_field", "text"),
     "label": FieldSetting("label_field", "label"),
+    "messages": FieldSetting("messages_field", "messages"),
     "words": FieldSetting("text_field", "words"),
     "tags": FieldSetting("label_field", "tags"),
 }
@@ -189,6 +213,12 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
 def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     """Raises ConfigError where settings ask what the rows of an objective are not made for."""
     row = OBJECTIVES[name]
+    if data.messages_field and not row.of_messages:
+        able = ", ".join(known for known, other in OBJECTIVES.items() if other.of_messages)
+        raise ConfigError(
+            f"data.messages_field={data.messages_field!r} names conversations, which"
+            f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
+        )
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         asked = f"data.packing={data.packing}"
@@ -227,7 +257,7 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
         row_format(model, data),
         _fields(row, data),
         row.specials if model.family != "decoder" else (),
-        row.template,
+        row.of_messages if data.messages_field else row.template,
         row.rows,
         row.missing,
         row.every_token,
@@ -237,7 +267,7 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
 def _fields(row: Objective, data: DataConfig) -> Fields:
     """The fields of an objective by the names that the settings give them."""
     found = []
-    for entry in row.fields:
+    for entry in ("messages",) if data.messages_field else row.fields:
         if isinstance(entry, RecordField):
             found.append(entry)
             continue

@@ -154,7 +154,7 @@ class ChatTemplate:
                 **self._names,
             )
         except Exception as error:  # a template's own, or any that its code may lead to
-            told = str(error).strip() or type(error).__name__
+            told = str(error).strip().rstrip(".") or type(error).__name__
             raise ConfigError(f"{self.where} refuses the messages: {told}") from None
         text, begins, spans = "", list[int](), list[Span]()
         for part in re.split("|".join(f"({mark})" for mark in self._marks), found):
@@ -225,9 +225,12 @@ def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     ConfigError for a file that is missing or no template."""
     file = Path(path).expanduser()
     text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
-    ChatTemplate(text, tokenizer, f"tokenizer.chat_template={path}")
+    name = f"tokenizer.chat_template={path}"
+    ChatTemplate(text, tokenizer, name)
     settings = {k: v for k, v in tokenizer.metadata.settings.items() if k != "chat_template"}
-    tokenizer.metadata = replace(tokenizer.metadata, settings=settings, template=text)
+    tokenizer.metadata = replace(
+        tokenizer.metadata, settings=settings, template=text, template_name=name
+    )
 
 
 def _require_jinja(where: str) -> None:

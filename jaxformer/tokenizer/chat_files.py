@@ -16,10 +16,9 @@ def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
     """The template that a tokenizer was read with or was given, and where it stands. As in
     transformers chat_template.jinja is read before tokenizer_config.json. Raises ConfigError where
     there is none."""
-    folder = Path(tokenizer.origin).parent
     if tokenizer.metadata.template is not None:
-        return tokenizer.metadata.template, str(folder / TEMPLATE_FILE)
-    where = f"{folder / SETTINGS_FILE}: chat_template"
+        return tokenizer.metadata.template, tokenizer.metadata.template_name
+    where = f"{Path(tokenizer.origin).parent / SETTINGS_FILE}: chat_template"
     found = tokenizer.metadata.settings.get("chat_template")
     if found is None:
         raise ConfigError(
