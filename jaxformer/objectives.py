@@ -3,6 +3,7 @@ loss."""
 
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +12,11 @@ import jax
 from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
+from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sources.records import Fields, Kind, RecordField
+from jaxformer.data.sources.records import RecordField
 from jaxformer.data.task import (
     MakeRows,
-    MakeTemplate,
     Task,
     causal_rows,
     missing_sentinels,
@@ -41,7 +42,8 @@ class Objective(NamedTuple):
         reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
-    template, rows: how rows are made, of records by the template, of text by `rows`.
+    template, rows: how rows are made, of records by the template, of text by `rows`. A template may
+        be named by its place, "package.module:name", and is imported where it is used.
     of_messages: the template of conversations, which are read in place of `fields` where
         data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
@@ -59,8 +61,8 @@ class Objective(NamedTuple):
     head: str
     fields: tuple[str | RecordField, ...]
     specials: tuple[str, ...] = ()
-    template: MakeTemplate | None = None
-    of_messages: MakeTemplate | None = None
+    template: type[Template] | str | None = None
+    of_messages: type[Template] | str | None = None
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     shortest: int = 8
@@ -70,13 +72,6 @@ class Objective(NamedTuple):
     loss: Callable[..., Sums] = head_loss
     rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
-
-
-def conversations(row_format: RowFormat, tokenizer: Tokenizer) -> Template:
-    """The template of conversations, whose file most runs do without."""
-    from jaxformer.data.conversations import MessagesTemplate
-
-    return MessagesTemplate(row_format, tokenizer)
 
 
 # For a model's family and head, `auto` is the first that both can learn.
@@ -132,7 +127,7 @@ OBJECTIVES: Table[Objective] = Table(
             "language",
             ("source", "target"),
             template=SFTTemplate,
-            of_messages=conversations,
+            of_messages="jaxformer.data.conversations:MessagesTemplate",
             rowwise=True,
         ),
         "classes": Objective(
@@ -156,29 +151,6 @@ OBJECTIVES: Table[Objective] = Table(
     },
     besides=("auto",),
 )
-
-
-class FieldSetting(NamedTuple):
-    """The setting of DataConfig that names a field, what the field holds, and whether an empty
-    setting means that it is not read.
-    """
-
-    setting: str
-    kind: Kind
-    optional: bool = False
-
-
-# What an objective may read that a setting names.
-FIELD_SETTINGS = {
-    "text": FieldSetting("text_field", "text"),
-    "pair": FieldSetting("pair_field", "text", optional=True),
-    "source": FieldSetting("source_field", "text"),
-    "target": FieldSetting("target_field", "text"),
-    "label": FieldSetting("label_field", "label"),
-    "messages": FieldSetting("messages_field", "messages"),
-    "words": FieldSetting("text_field", "words"),
-    "tags": FieldSetting("label_field", "tags"),
-}
 
 
 def objective_of(model: ModelConfig, data: DataConfig) -> str:
@@ -255,27 +227,13 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     return Task(
         name,
         row_format(model, data),
-        _fields(row, data),
+        fields_of(("messages",) if data.messages_field else row.fields, data),
         row.specials if model.family != "decoder" else (),
-        row.of_messages if data.messages_field else row.template,
+        _imported(row.of_messages if data.messages_field else row.template),
         row.rows,
         row.missing,
         row.every_token,
     )
-
-
-def _fields(row: Objective, data: DataConfig) -> Fields:
-    """The fields of an objective by the names that the settings give them."""
-    found = []
-    for entry in ("messages",) if data.messages_field else row.fields:
-        if isinstance(entry, RecordField):
-            found.append(entry)
-            continue
-        setting, kind, optional = FIELD_SETTINGS[entry]
-        field_name = getattr(data, setting)
-        if field_name or not optional:
-            found.append(RecordField(f"data.{setting}", field_name, kind))
-    return tuple(found)
 
 
 def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
@@ -304,3 +262,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
         return loss(params, config, batch, key, **given)
 
     return bound
+
+
+def _imported(entry: Any) -> Any:
+    """What an entry of a row names by its place, or the entry itself."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

@@ -10,8 +10,6 @@ from jaxformer.data.store import TokenStore
 from jaxformer.data.templates import Template
 from jaxformer.tokenizer import Tokenizer
 
-# Makes the template of records.
-MakeTemplate = Callable[[RowFormat, Tokenizer], Template]
 # Cuts rows from the tokens of a text.
 MakeRows = Callable[[TokenStore, DataConfig, RowFormat, Tokenizer], Rows]
 
@@ -69,7 +67,7 @@ class Task(NamedTuple):
     format: RowFormat
     fields: Fields
     specials: tuple[str, ...] = ()
-    template: MakeTemplate | None = None
+    template: type[Template] | None = None
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     every_token: bool = False
