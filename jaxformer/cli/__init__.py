@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": ("CONFIG [--device h100] [--devices 8]", "What a run needs and costs, before it runs."),
     "sample": (
         'RUN [--prompt "..."] [--chat]',
-        "Generate text, or predict masked tokens, classes or tags.",
+        "Generate text, chat, predict tokens, classes or tags.",
     ),
     "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),
     "convert": ("SOURCE TARGET [--verify]", "Convert a run to a Hugging Face model, or back."),

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -82,7 +82,11 @@ def run(arguments: Sequence[str]) -> int:
     if asked.beyond == "slide":
         _require_slide(model, asked)
     if asked.chat:
-        _chat(model, asked)
+        from jaxformer.cli.conversation import converse
+
+        converse(
+            model, asked.prompt, asked.system, lambda m, start: _print_growing(m, asked, start, [])
+        )
         return 0
     if asked.system:
         raise ConfigError("--system is a message of a conversation: add --chat, or leave it out.")
@@ -116,49 +120,6 @@ def _write(model: Model, asked: SampleArguments) -> None:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
     print("" if source else asked.prompt or "", end="")
     _print_growing(model, asked, start, source)
-
-
-def _chat(model: Model, asked: SampleArguments) -> None:
-    """Prints the answer to the prompt, or to each line of standard input after those before."""
-    if (model.config.output, model.config.family) != ("language", "decoder"):
-        raise ConfigError(f"{asked.path} is no decoder that writes text: leave out --chat.")
-    if asked.prompt is not None and not asked.prompt.strip():
-        raise ConfigError("the prompt is empty: give --prompt some text.")
-    from jaxformer.tokenizer.chat import ChatTemplate
-
-    template, context = ChatTemplate.of(model.tokenizer, today=True), model.config.max_length
-    messages = [{"role": "system", "content": asked.system}] if asked.system else []
-    told = False
-    for text in _typed() if asked.prompt is None else [asked.prompt]:
-        messages.append({"role": "user", "content": text})
-        start, end = template.encode_prompt(messages), template.end_of_turn(messages)
-        check_size(len(start), context - 1, f"before a new token into the context of {context}")
-        if end is None and not told:
-            told = True
-            print(
-                f"note: {template.where} ends no answer with a special token, so that one ends"
-                " with the end of the text, or after --max_new_tokens.",
-                file=sys.stderr,
-            )
-        model = replace(model, stops=() if end is None else (end,))
-        answer = _print_growing(model, asked, start, [])
-        messages.append({"role": "assistant", "content": answer.strip()})
-
-
-def _typed() -> Iterator[str]:
-    """The lines of standard input that are not blank."""
-    terminal = sys.stdin is not None and sys.stdin.isatty()
-    while sys.stdin is not None:
-        if terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        try:
-            line = sys.stdin.readline()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input is not UTF-8 ({error}): convert it.") from None
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\r\n")
 
 
 def _print_growing(
