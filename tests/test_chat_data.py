@@ -230,6 +230,9 @@ def turns(*texts: str, system: str = "") -> dict[str, Any]:
 LEARNED = [turns("go", "one", "go", "two"), turns("go", "loud", system="S")]
 
 
+by_heart = pytest.mark.xdist_group("chat")  # one process makes the run for all of them
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run that has learned a few conversations by heart, and its command."""
@@ -266,6 +269,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
+@by_heart
 def test_a_run_of_conversations_answers_and_ends_its_turn(
     trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +280,7 @@ def test_a_run_of_conversations_answers_and_ends_its_turn(
     assert asked(capsys, run_dir, "--chat", "--prompt", "go", "--beams", "2") == "one\n"
 
 
+@by_heart
 def test_a_conversation_keeps_its_turns(
     trained: tuple[Path, list[str]],
     capsys: pytest.CaptureFixture[str],
@@ -286,6 +291,7 @@ def test_a_conversation_keeps_its_turns(
     assert asked(capsys, run_dir, "--chat") == "one\ntwo\n"
 
 
+@by_heart
 def test_the_run_directory_keeps_the_template_for_whatever_is_made_of_it(
     trained: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +311,7 @@ def test_the_run_directory_keeps_the_template_for_whatever_is_made_of_it(
         assert asked(capsys, folder, "--chat", "--prompt", "go") == "one\n"
 
 
+@by_heart
 def test_a_run_is_not_continued_with_another_template(
     trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,7 +321,10 @@ def test_a_run_is_not_continued_with_another_template(
     template.write_text(CHATML + "{# another #}")
     try:
         assert train_here(command) == 2
-        assert "was begun with other text (train, validation, chat_template changed" in capsys.readouterr().err
+        assert (
+            "was begun with other text (train, validation, chat_template changed"
+            in capsys.readouterr().err
+        )
         assert contents(run_dir) == before
     finally:
         template.write_text(CHATML)
@@ -328,6 +338,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@by_heart
 def test_what_is_no_conversation_is_one_message(
     case: str, trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,6 +347,7 @@ def test_what_is_no_conversation_is_one_message(
     assert message in capsys.readouterr().err
 
 
+@by_heart
 def test_input_that_cannot_be_a_turn_is_refused(
     trained: tuple[Path, list[str]],
     tmp_path: Path,

@@ -92,19 +92,26 @@ def test_only_the_turns_of_the_assistant_are_learned_with_their_end(
     assert ours.encode_prompt(messages[:1]) == ids[:first]
 
 
-def test_a_token_across_a_border_is_not_learned(tmp_path: Path) -> None:
-    """GPT-2's tokens hold the space before a word, here the template's own."""
+@pytest.mark.parametrize("trim", [False, True], ids=["whole", "trimmed"])
+def test_a_token_across_a_border_is_not_learned(trim: bool, tmp_path: Path) -> None:
+    """GPT-2's tokens hold the space before a word, here the template's own, also where offsets are
+    said to leave it out; a word that the template ends is no word of the assistant."""
     template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
-    blocks = "{% generation %}{{ m.content }}{% endgeneration %}"
+    blocks = "{% generation %}{{ m.content }}{% endgeneration %}at"
     template += blocks + "{% else %}{{ m.content }}{% endif %} {% endfor %}"
-    ours, hf = both("gpt2", template, tmp_path)
-    messages = CONVERSATIONS["one"]
+    folder = folder_of("gpt2", template, tmp_path)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["post_processor"]["trim_offsets"] = trim
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.load(folder)
+    ours = ChatTemplate.of(tokenizer)
+    messages = [CONVERSATIONS["one"][0], {"role": "assistant", "content": "on the c"}]
+    text = "user: the cat sat assistant: on the cat "
     ids, learned = ours.encode(messages)
-    assert ids == hf(ours.render(messages)).input_ids
-    tokenizer = ours.tokenizer
+    assert ours.render(messages) == text
+    assert ids == transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
     inside = [token for token, value in zip(ids, learned, strict=True) if value]
-    assert ours.render(messages) == "user: the cat sat assistant: on the mat "
-    assert tokenizer.decode(inside) == " the mat"
+    assert tokenizer.decode(inside) == " the"
     assert tokenizer.decode(ids[: learned.index(True)]) == "user: the cat sat assistant: on"
 
 
