@@ -3,6 +3,7 @@ loss."""
 
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,10 +12,18 @@ import jax
 from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
+from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sources.records import Fields, Kind, RecordField
-from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
-from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
+from jaxformer.data.sources.records import RecordField
+from jaxformer.data.task import (
+    MakeRows,
+    Task,
+    causal_rows,
+    missing_sentinels,
+    nothing_missing,
+    prefix_rows,
+    span_rows,
+)
 from jaxformer.data.templates import ClassTemplate, PairTemplate, SFTTemplate, TagTemplate, Template
 from jaxformer.head_loss import accuracy, head_loss
 from jaxformer.params import Params
@@ -29,11 +38,14 @@ class Objective(NamedTuple):
     The models that can learn it are those of its `families` and its `head`.
 
     fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field,
-        or a `RecordField` itself, as `Field("", "rejected", "text")`. One alone means that it reads
-        text.
+        or a `RecordField` itself, as `Field("", "rejected", "text")`. A text alone means that it
+        reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
-    template, rows: how rows are made, of records by the template, of text by `rows`.
+    template, rows: how rows are made, of records by the template, of text by `rows`. A template may
+        be named by its place, "package.module:name", and is imported where it is used.
+    of_messages: the template of conversations, which are read in place of `fields` where
+        data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
     shortest: the fewest tokens of a row that has room for special tokens and text.
     takes_packing: rows may hold several texts, so data.packing may be other than "stream".
@@ -49,7 +61,8 @@ class Objective(NamedTuple):
     head: str
     fields: tuple[str | RecordField, ...]
     specials: tuple[str, ...] = ()
-    template: type[Template] | None = None
+    template: type[Template] | str | None = None
+    of_messages: type[Template] | str | None = None
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     shortest: int = 8
@@ -89,7 +102,7 @@ OBJECTIVES: Table[Objective] = Table(
             "language",
             ("text",),
             SENTINELS,
-            rows=SpanRows,
+            rows=span_rows,
             missing=missing_sentinels,
             takes_packing=False,
             rowwise=True,
@@ -98,7 +111,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("encoder_decoder",),
             "language",
             ("text",),
-            rows=PrefixRows,
+            rows=prefix_rows,
             takes_packing=False,
             rowwise=True,
         ),
@@ -110,7 +123,12 @@ OBJECTIVES: Table[Objective] = Table(
             rowwise=True,
         ),
         "sft": Objective(
-            ("decoder",), "language", ("source", "target"), template=SFTTemplate, rowwise=True
+            ("decoder",),
+            "language",
+            ("source", "target"),
+            template=SFTTemplate,
+            of_messages="jaxformer.data.conversations:MessagesTemplate",
+            rowwise=True,
         ),
         "classes": Objective(
             ("encoder", "decoder"),
@@ -133,28 +151,6 @@ OBJECTIVES: Table[Objective] = Table(
     },
     besides=("auto",),
 )
-
-
-class FieldSetting(NamedTuple):
-    """The setting of DataConfig that names a field, what the field holds, and whether an empty
-    setting means that it is not read.
-    """
-
-    setting: str
-    kind: Kind
-    optional: bool = False
-
-
-# What an objective may read that a setting names.
-FIELD_SETTINGS = {
-    "text": FieldSetting("text_field", "text"),
-    "pair": FieldSetting("pair_field", "text", optional=True),
-    "source": FieldSetting("source_field", "text"),
-    "target": FieldSetting("target_field", "text"),
-    "label": FieldSetting("label_field", "label"),
-    "words": FieldSetting("text_field", "words"),
-    "tags": FieldSetting("label_field", "tags"),
-}
 
 
 def objective_of(model: ModelConfig, data: DataConfig) -> str:
@@ -189,6 +185,12 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
 def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     """Raises ConfigError where settings ask what the rows of an objective are not made for."""
     row = OBJECTIVES[name]
+    if data.messages_field and not row.of_messages:
+        able = ", ".join(known for known, other in OBJECTIVES.items() if other.of_messages)
+        raise ConfigError(
+            f"data.messages_field={data.messages_field!r} names conversations, which"
+            f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
+        )
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         asked = f"data.packing={data.packing}"
@@ -225,27 +227,13 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     return Task(
         name,
         row_format(model, data),
-        _fields(row, data),
+        fields_of(("messages",) if data.messages_field else row.fields, data),
         row.specials if model.family != "decoder" else (),
-        row.template,
+        _imported(row.of_messages if data.messages_field else row.template),
         row.rows,
         row.missing,
         row.every_token,
     )
-
-
-def _fields(row: Objective, data: DataConfig) -> Fields:
-    """The fields of an objective by the names that the settings give them."""
-    found = []
-    for entry in row.fields:
-        if isinstance(entry, RecordField):
-            found.append(entry)
-            continue
-        setting, kind, optional = FIELD_SETTINGS[entry]
-        field_name = getattr(data, setting)
-        if field_name or not optional:
-            found.append(RecordField(f"data.{setting}", field_name, kind))
-    return tuple(found)
 
 
 def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
@@ -278,3 +266,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
         return loss(params, config, batch, key, **given)
 
     return bound
+
+
+def _imported(entry: Any) -> Any:
+    """What an entry of a row names by its place, or the entry itself."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

@@ -20,10 +20,11 @@ class Template(abc.ABC):
 
     `capacity` is how many tokens each stream of a row holds (a row has one, or a source and a
     target), `lengths` how long each array of a row is; a template whose arrays have other names
-    adds theirs.
+    adds theirs. `recipe` is what its ids depend on beside the records and the tokenizer.
     """
 
     packs = True
+    recipe: tuple[str, ...] = ()
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.end = tokenizer, tokenizer.end_token

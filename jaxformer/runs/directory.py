@@ -20,6 +20,7 @@ from jaxformer.config_file import differences, read_config
 from jaxformer.config_json import to_json
 from jaxformer.files import read_object, write_text
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 LOCK = ".lock"
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
@@ -173,5 +174,5 @@ def release(run: RunConfig) -> None:
     if jax.process_index():
         return
     folder = Path(run.run.dir)
-    for name in ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "data.json", *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)

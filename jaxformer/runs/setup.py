@@ -139,6 +139,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
+    if run.data.messages_field:
+        from jaxformer.tokenizer.chat import ChatTemplate
+
+        fingerprints["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
     return RunSetup(
         run=runs[run.data.sequence_length],
         runs=runs,
