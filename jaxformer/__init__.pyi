@@ -9,6 +9,7 @@ from .interop.pretrained import save_pretrained
 from .loading import Loaded, load
 from .mesh import make_mesh
 from .models.inspect import attention_maps, inspect
+from .models.quantize import quantize
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
 from .runs.config import load_config
@@ -51,6 +52,7 @@ __all__ = [
     "make_evaluate",
     "make_mesh",
     "make_step",
+    "quantize",
     "save_pretrained",
     "specs",
     "tokenizer",

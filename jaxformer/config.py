@@ -66,6 +66,7 @@ RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification"]
 ObjectiveName = Annotated[
     Literal["auto", TextObjective, RecordObjective], TableAt("jaxformer.objectives.OBJECTIVES")
 ]
+Quantization = Literal["int8", "nf4"]  # of weights that are loaded
 # Former names of objectives, which are still read.
 FORMER_OBJECTIVES = {
     "masked": "mlm",
