@@ -1,9 +1,10 @@
 """Models read from disk: the checkpoint of a run, or a Hugging Face directory."""
 
 import dataclasses
+import functools
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxformer.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    Quantization,
     RunConfig,
     RunSettings,
     TokenizerConfig,
@@ -27,8 +29,9 @@ from jaxformer.config_json import to_json
 from jaxformer.files import read_object, write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.mesh import parameter_sharding
+from jaxformer.models.quantize import check_quantization, is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, map_specs
+from jaxformer.params import Params, Spec, map_specs, rows
 from jaxformer.tokenizer import Tokenizer
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
@@ -47,13 +50,20 @@ class Loaded:
 
 
 def load(
-    path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32"
+    path: str | Path,
+    step: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    quantize: Quantization | None = None,
 ) -> Loaded:
     """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a
     Hugging Face directory.
 
     Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
-    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step or
+    (float32, bfloat16, float16). With `quantize` ("int8" or "nf4") the matrices of the blocks are
+    quantized as by `jf.quantize`, each before the next leaf is read: neither host nor device ever
+    holds the whole model unquantized. Raises ConfigError if `path` is neither, has no such step or
     cannot be read, or if its architecture, an option or a tensor is not supported.
     """
     folder = Path(path)
@@ -64,6 +74,8 @@ def load(
             f" model directory{hub}."
         )
     check_dtype(dtype)
+    if quantize is not None:
+        check_quantization(quantize)
     tokenizer = Tokenizer.find(folder)
     if is_pretrained(folder):
         if step is not None:
@@ -72,13 +84,18 @@ def load(
             )
         from jaxformer.interop.pretrained import load_pretrained
 
-        found = load_pretrained(folder, mesh, dtype)
+        found = load_pretrained(folder, mesh, dtype, quantize)
         return Loaded(found.params, found.config, tokenizer, found.labels)
-    return _load_run(folder, step, tokenizer, mesh, dtype)
+    return _load_run(folder, step, tokenizer, mesh, dtype, quantize)
 
 
 def _load_run(
-    run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str
+    run_dir: Path,
+    step: int | None,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None,
 ) -> Loaded:
     config = read_config(run_dir / "config.json").model
     record = _record(run_dir)
@@ -94,21 +111,41 @@ def _load_run(
         place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
         return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=place)
 
-    shapes = map_specs(shape, model_specs(config))
+    table = model_specs(config)
+    shapes = map_specs(shape, table)
     wanted = flat_leaves({"params": shapes})
+    matrices = {f"params.{path}": spec for path, spec in rows(table).items() if is_quantized(spec)}
     errors, folder = [], run_dir.absolute() / "checkpoints"
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            leaves = read_checkpoint(folder, candidate, wanted, whole=False, run=record)
+            read = functools.partial(read_checkpoint, folder, candidate, whole=False, run=record)
+            leaves = _quantized(read, wanted, matrices, dtype, quantize)
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
             said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
             warnings.warn(said, stacklevel=2)
             continue
-        typed = [leaf.astype(dtype) for leaf in leaves.values()]
-        params = jax.tree.unflatten(jax.tree.structure(shapes), typed)
+        params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
         return Loaded(params, config, tokenizer, tuple(record.get("labels", ())))
     raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+
+def _quantized(
+    read: Callable[[dict[str, Any]], dict[str, jax.Array]],
+    wanted: dict[str, Any],
+    matrices: Mapping[str, Spec],
+    dtype: str,
+    quantize: Quantization | None,
+) -> dict[str, Any]:
+    """The leaves that `read` gives, as `dtype`; where they are quantized, each of the `matrices` is
+    read by itself, after all others."""
+    together = {path: leaf for path, leaf in wanted.items() if not (quantize and path in matrices)}
+    found: dict[str, Any] = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
+    for path in wanted.keys() - together.keys():
+        weight = read({path: wanted[path]})[path].astype(dtype)
+        leaf = quantized_leaf(path, weight, matrices[path], quantize)  # type: ignore[arg-type]
+        found[path] = jax.block_until_ready(leaf)
+    return {path: found[path] for path in wanted}
 
 
 def run_of(path: str | Path) -> RunConfig:

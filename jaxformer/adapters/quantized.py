@@ -8,53 +8,21 @@ are those of that array, bit for bit. Its parts do not learn.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES, in_blocks, scaled_codes
 from jaxformer.config import Quantization
 from jaxformer.params import Spec, contract, lookup, zeros
 from jaxformer.settings import Table
-from jaxformer.sharding import Axes, explicit_axes, gathered
+from jaxformer.sharding import Axes, constrain, explicit_axes, gathered
 
 BLOCK = 64  # weights that share an absolute maximum
 NESTED_BLOCK = 256  # absolute maxima that share one, with double quantization
-TINY = 1e-38  # in place of the absolute maximum of a block of zeros
-# The 16 values of NF4 (appendix E of the paper).
-NF4_VALUES = np.array(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ],
-    np.float32,
-)
-
-
-def _dynamic_values() -> np.ndarray:
-    """The 256 values of the signed dynamic data type, ascending (arXiv:2110.02861): 0, 1, and +-10^e
-    times the centers of 2^(e + 6) equal parts of [0.1, 1], for e = -6 .. 0.
-
-    The ends of the parts are float32 steps from the nearer end of [0.1, 1], each rounded once: then
-    the values are those of bitsandbytes to the last bit.
-    """
-    low, values = np.float32(0.1), [0.0, 1.0]
-    for exponent in range(-6, 1):
-        count = 2 ** (exponent + 6)
-        at, step = np.arange(count + 1), np.float64((1 - low) / np.float32(count))
-        exact = np.where(at <= count // 2, low + at * step, 1 - (count - at) * step)
-        ends = exact.astype(np.float32)
-        centers = np.float32(10.0**exponent) * ((ends[1:] + ends[:-1]) / np.float32(2))
-        values += [*centers, *-centers]
-    return np.sort(np.array(values, np.float32))
-
-
-DYNAMIC_VALUES = _dynamic_values()
 
 
 @struct.dataclass
@@ -68,6 +36,7 @@ class Int8Weight:
     codes: Any
     scale: Any
     dtype: str = struct.field(pytree_node=False, default="float32")
+    trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +52,8 @@ class Int8Weight:
         return _rounded(parts.codes, parts.scale, 127).astype(self.dtype)
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        return contract(equation, x, self.array(), to=to, dtype=dtype)
+        x, leaf = _with(x, self)
+        return contract(equation, x, leaf.array(), to=to, dtype=dtype)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made."""
@@ -103,9 +73,10 @@ class NF4Weight:
     flattened weight (of one layer in a stack); the last is filled up with zeros.
 
     `codes` uint8 [..., B, 32]: two codes of 4 bits each, the first in the high bits. `absmax` [...,
-    B] is float32, or with double quantization the uint8 codes of what each absolute maximum differs
-    from their `mean` [...], in units of `nested` [..., C] for every 256 of them. `size` is the shape
-    of the weight (without the axis of layers), `dtype` that of the array that it stands for.
+    B] is float32, or with double quantization uint8: then each stands for a value of the dynamic
+    data type, times the number in `nested` [..., C] of its 256 blocks, plus the `mean` [...].
+    `size` is the shape of the weight (without the axis of layers), `dtype` that of the array that
+    it stands for.
     """
 
     codes: Any
@@ -114,6 +85,7 @@ class NF4Weight:
     mean: Any = None
     size: tuple[int, ...] = struct.field(pytree_node=False, default=())
     dtype: str = struct.field(pytree_node=False, default="float32")
+    trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,7 +97,9 @@ class NF4Weight:
 
     def array(self) -> jax.Array:
         """The array that it stands for, in its dtype; parts get no gradient through it."""
-        parts = _whole(self)
+        parts = self
+        if explicit_axes():  # which do not reshape a split axis of blocks
+            parts = jax.tree.map(lambda part: jax.sharding.reshard(part, PartitionSpec()), self)
         values = _rounded(_nf4_values(parts.codes), parts.maxima()[..., None])  # [..., B, 64]
         flat = values.reshape(*values.shape[:-2], -1)[..., : math.prod(self.size)]
         return flat.reshape(self.shape).astype(self.dtype)
@@ -138,32 +112,30 @@ class NF4Weight:
         return _rounded(jnp.asarray(DYNAMIC_VALUES)[self.absmax], units) + self.mean[..., None]
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        return contract(equation, x, self.array(), to=to, dtype=dtype)
+        x, leaf = _with(x, self)
+        return contract(equation, x, leaf.array(), to=to, dtype=dtype)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made where each is a number of blocks."""
         width = self.size[-1]
-        if width % BLOCK:
+        if width % BLOCK or explicit_axes():
             return lookup(self.array(), index, to)
-        parts = _whole(self)
         whole = (*to[:-1], None)  # a row's codes are fewer than its numbers
-        codes = lookup(parts.codes.reshape(-1, width // 2), index, whole)  # [..., W / 2]
-        maxima = lookup(parts.maxima().reshape(-1, width // BLOCK), index, whole)
+        codes = lookup(self.codes.reshape(-1, width // 2), index, whole)  # [..., W / 2]
+        maxima = lookup(self.maxima().reshape(-1, width // BLOCK), index, whole)
         blocks = _nf4_values(codes.reshape(*maxima.shape, BLOCK // 2))  # [..., W / 64, 64]
         rows = _rounded(blocks, maxima[..., None]).astype(self.dtype)
-        return rows.reshape(*rows.shape[:-2], width)
+        return constrain(rows.reshape(*rows.shape[:-2], width), to)
 
     def astype(self, dtype: Any) -> "NF4Weight":
         """The same codes, which then stand for an array of this dtype."""
         return self.replace(dtype=str(jnp.dtype(dtype)))  # type: ignore[attr-defined, no-any-return]
 
 
-def _whole(leaf: NF4Weight) -> NF4Weight:
-    """Its parts whole on each device where axes are explicit, which a split axis of blocks cannot
-    be reshaped in; automatic axes do this by themselves."""
-    if not explicit_axes():
-        return leaf
-    return jax.tree.map(lambda part: jax.sharding.reshard(part, PartitionSpec()), leaf)  # type: ignore[no-any-return]
+def _with(x: jax.Array, leaf: Any) -> Any:
+    """Both, so that the array of the leaf is made when x is there: not the arrays of all layers at
+    once, nor before a loop over tokens. (XLA drops this for a CPU before it would matter.)"""
+    return jax.lax.optimization_barrier((x, leaf))
 
 
 def _rounded(codes: jax.Array, scale: jax.Array, most: int = 1) -> jax.Array:
@@ -182,24 +154,6 @@ def _nf4_values(codes: jax.Array) -> jax.Array:
     return jnp.asarray(NF4_VALUES)[pairs.reshape(*codes.shape[:-1], -1)]
 
 
-def _nearest(x: jax.Array, values: np.ndarray) -> jax.Array:
-    """The index, uint8, of the nearest of some ascending values; between two the lower one."""
-    middles = jnp.asarray((values[:-1] + values[1:]) / 2)
-    return jnp.searchsorted(middles, x, side="left", method="compare_all").astype(jnp.uint8)
-
-
-def _blocks(flat: jax.Array, size: int) -> jax.Array:
-    """[..., n] -> [..., B, size], filled up with zeros."""
-    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % size)]
-    return jnp.pad(flat, padding).reshape(*flat.shape[:-1], -1, size)
-
-
-def _scaled_codes(blocks: jax.Array, values: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The codes [..., B, n] of blocks divided by their absolute maxima, and these [..., B]."""
-    absmax = jnp.abs(blocks).max(-1)
-    return _nearest(blocks * (1 / jnp.maximum(absmax, TINY))[..., None], values), absmax
-
-
 def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
     """A weight with the axes of its row, [*] floating-point, as round(weight / scale) with scale =
     absmax / 127 of each output channel, half to even.
@@ -209,7 +163,7 @@ def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
     """
     wide = weight.astype(jnp.float32)
     absmax = jnp.abs(wide).max(_reduced(spec), keepdims=True)
-    # A divisor that is no constant: XLA multiplies by the inverse of a constant, which rounds twice.
+    # The divisor is no constant: XLA would multiply by the inverse of one, and round twice.
     scale = absmax / jnp.where(absmax > 0, 127.0, 1.0)
     codes = jnp.round(wide / jnp.where(scale > 0, scale, 1))
     return Int8Weight(jnp.clip(codes, -127, 127).astype(jnp.int8), scale, str(weight.dtype))
@@ -229,13 +183,13 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
     """
     lead = weight.shape[: _lead(spec)]
     flat = weight.astype(jnp.float32).reshape(*lead, -1)
-    codes, absmax = _scaled_codes(_blocks(flat, BLOCK), NF4_VALUES)
+    codes, absmax = scaled_codes(in_blocks(flat, BLOCK), NF4_VALUES)
     packed = codes[..., ::2] << 4 | codes[..., 1::2]
     own: dict[str, Any] = {"size": tuple(weight.shape[len(lead) :]), "dtype": str(weight.dtype)}
     if not double:
         return NF4Weight(packed, absmax, **own)
     mean = jnp.minimum(absmax.mean(-1), absmax.max(-1))  # rounded before it is subtracted
-    inner, nested = _scaled_codes(_blocks(absmax - mean[..., None], NESTED_BLOCK), DYNAMIC_VALUES)
+    inner, nested = scaled_codes(in_blocks(absmax - mean[..., None], NESTED_BLOCK), DYNAMIC_VALUES)
     inner = inner.reshape(*lead, -1)[..., : absmax.shape[-1]]
     return NF4Weight(packed, inner, nested, mean, **own)
 
@@ -266,12 +220,7 @@ def nf4_rows(spec: Spec, double: bool = False) -> NF4Weight:
 
     def part(shape: tuple[int, ...], axes: tuple[str, ...], dtype: str) -> Spec:
         return Spec(
-            (*lead, *shape),
-            (*names, *axes),
-            zeros,
-            trainable=False,
-            reads=spec.reads,
-            dtype=dtype,
+            (*lead, *shape), (*names, *axes), zeros, trainable=False, reads=spec.reads, dtype=dtype
         )
 
     codes = part((count, BLOCK // 2), (first, "codes"), "uint8")

@@ -1,6 +1,7 @@
 """Params whose matrices are quantized leaves."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxformer.config import Quantization
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.block import block_specs
 from jaxformer.mesh import parameter_sharding
-from jaxformer.params import Params, Spec, dotted, is_custom, map_specs, rows, stack
+from jaxformer.params import Params, Spec, dotted, is_custom, map_specs, rows
 from jaxformer.settings import ConfigError, choices
 
 
@@ -46,7 +47,7 @@ def quantize(params: Params, kind: Quantization) -> Params:
                 " so its output channels are not known: use to_int8 or to_nf4 of"
                 " jaxformer.adapters.quantized, which take the row of a weight."
             )
-        row = stack({"row": spec}, weight.shape[0])["row"]
+        row = replace(spec, shape=tuple(weight.shape), axes=("layers", *spec.axes))
         if not is_quantized(row):
             return weight
         found += 1
@@ -73,8 +74,8 @@ def is_quantized(spec: Spec) -> bool:
 
 
 def quantized_leaf(path: str, weight: Any, spec: Spec, kind: Quantization) -> Any:
-    """The quantized leaf of one weight, placed as the weight is. Raises ConfigError for numbers that
-    are not finite, naming `path`."""
+    """The quantized leaf of one weight, placed as the weight is. Raises ConfigError for numbers
+    that are not finite, naming `path`."""
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
