@@ -97,9 +97,7 @@ class NF4Weight:
 
     def array(self) -> jax.Array:
         """The array that it stands for, in its dtype; parts get no gradient through it."""
-        parts = self
-        if explicit_axes():  # which do not reshape a split axis of blocks
-            parts = jax.tree.map(lambda part: jax.sharding.reshard(part, PartitionSpec()), self)
+        parts = _whole(self)
         values = _rounded(_nf4_values(parts.codes), parts.maxima()[..., None])  # [..., B, 64]
         flat = values.reshape(*values.shape[:-2], -1)[..., : math.prod(self.size)]
         return flat.reshape(self.shape).astype(self.dtype)
@@ -136,6 +134,14 @@ def _with(x: jax.Array, leaf: Any) -> Any:
     """Both, so that the array of the leaf is made when x is there: not the arrays of all layers at
     once, nor before a loop over tokens. (XLA drops this for a CPU before it would matter.)"""
     return jax.lax.optimization_barrier((x, leaf))
+
+
+def _whole(tree: Any) -> Any:
+    """The arrays of a tree whole on each device where axes are explicit: these do not reshape an
+    axis that is split; automatic axes do."""
+    if not explicit_axes():
+        return tree
+    return jax.tree.map(lambda array: jax.sharding.reshard(array, PartitionSpec()), tree)
 
 
 def _rounded(codes: jax.Array, scale: jax.Array, most: int = 1) -> jax.Array:
@@ -182,7 +188,7 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
     their mean, are then 8-bit codes of the dynamic data type in blocks of 256.
     """
     lead = weight.shape[: _lead(spec)]
-    flat = weight.astype(jnp.float32).reshape(*lead, -1)
+    flat = _whole(weight).astype(jnp.float32).reshape(*lead, -1)
     codes, absmax = scaled_codes(in_blocks(flat, BLOCK), NF4_VALUES)
     packed = codes[..., ::2] << 4 | codes[..., 1::2]
     own: dict[str, Any] = {"size": tuple(weight.shape[len(lead) :]), "dtype": str(weight.dtype)}
