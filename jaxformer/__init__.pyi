@@ -12,6 +12,7 @@ from .loading import Loaded, load
 from .mesh import make_mesh
 from .models.adapt import adapt
 from .models.inspect import attention_maps, inspect
+from .models.quantize import quantize
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
 from .runs.config import load_config
@@ -59,6 +60,7 @@ __all__ = [
     "make_mesh",
     "make_step",
     "merge",
+    "quantize",
     "save_pretrained",
     "specs",
     "tokenizer",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxformer.config_adapter import AdapterConfig as AdapterConfig
+from jaxformer.config_adapter import Quantization as Quantization
 from jaxformer.config_model import ModelConfig
 from jaxformer.config_train import LaunchConfig as LaunchConfig
 from jaxformer.config_train import MeshConfig as MeshConfig

@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 from jaxformer.settings import Bounds, Count, Rate, Section
 
 AdapterKind = Literal["none", "lora"]
+# Of the weights that are loaded; nf4_double has its scales in 8 bits too.
+Quantization = Literal["int8", "nf4", "nf4_double"]
+BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,9 @@ class AdapterConfig(Section):
 
     kind: AdapterKind = "none"
     """Adapter: none trains the whole model, lora matrices of low rank beside the weights."""
+    base: BaseWeights = "float32"
+    """Weights of the matrices of the model below: as they are, in int8 (a scale for each output
+    channel), or in 4 bits (NF4, blocks of 64; nf4_double has their scales in 8 bits)."""
     rank: Count = 8
     """Rank of the matrices of LoRA."""
     alpha: Annotated[float, Bounds(1e-6, most=1e6)] = 16.0

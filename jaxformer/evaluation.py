@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import data
-from jaxformer.config import ConfigError, DataConfig, ModelConfig, ObjectiveName, RunConfig
+from jaxformer.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ObjectiveName,
+    Quantization,
+    RunConfig,
+)
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.params import Params
 from jaxformer.settings import Log
@@ -69,9 +76,10 @@ def evaluate_run(
     step: int | None = None,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
+    quantize: Quantization | None = None,
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
-    the text that the run held out.
+    the text that the run held out; with `quantize` as `jf.load` quantizes it.
 
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. Tokenized text is kept in `cache_dir`, by default that of this user
@@ -80,7 +88,7 @@ def evaluate_run(
     """
     from jaxformer.loading import load, run_of
 
-    model = load(path, step)
+    model = load(path, step, quantize=quantize)
     run = _on_text(run_of(path), Path(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
@@ -103,6 +111,7 @@ def translate_run(
     validation: str = "",
     step: int | None = None,
     cache_dir: str | Path = "",
+    quantize: Quantization | None = None,
     **search: Any,
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
@@ -120,7 +129,7 @@ def translate_run(
             f"{path} was trained with data.objective={objective}, but translation needs a model"
             " trained with seq2seq."
         )
-    model = load(path, step)
+    model = load(path, step, quantize=quantize)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)

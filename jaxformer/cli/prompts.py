@@ -42,7 +42,7 @@ def open_model(asked: ModelArguments, pair: str) -> Model:
     a second text `pair`."""
     from jaxformer.loading import load, run_of
 
-    path, found = asked.path, load(asked.path, asked.step)
+    path, found = asked.path, load(asked.path, asked.step, quantize=asked.quantize)
     if found.tokenizer is None:
         raise without_tokenizer(path)
     if pair and found.config.family != "encoder":

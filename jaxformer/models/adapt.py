@@ -7,10 +7,10 @@ import jax
 
 from jaxformer.adapters.lora import LoRA, adapted_specs, filled
 from jaxformer.adapters.rows import adapt_specs
-from jaxformer.config_adapter import AdapterConfig, pairs_of, parts_of
+from jaxformer.config_adapter import AdapterConfig, Quantization, pairs_of, parts_of
 from jaxformer.config_model import ModelConfig
 from jaxformer.models.transformer import check_model, specs
-from jaxformer.params import Params, Specs
+from jaxformer.params import Params, Specs, rows
 from jaxformer.settings import ConfigError
 
 
@@ -61,4 +61,18 @@ def adapted_table(
 ) -> Specs:
     """The table of a model with the adapter of a run, in which the adapter alone is trainable, and
     the branches named in `learned`. Raises ConfigError as `adapt` does."""
-    return adapted_specs(specs(config), lora_of(settings), learned=learned)
+    table, kind = specs(config), quantization_of(settings)
+    below = {}
+    if kind is not None:
+        from jaxformer.adapters.quantized import QUANTIZERS
+        from jaxformer.models.quantize import is_quantized
+
+        below = {
+            path: QUANTIZERS[kind].rows for path, spec in rows(table).items() if is_quantized(spec)
+        }
+    return adapted_specs(table, lora_of(settings), below, learned)
+
+
+def quantization_of(settings: AdapterConfig) -> Quantization | None:
+    """How the base of an adapter is quantized; None where it is not."""
+    return None if settings.base == "float32" else settings.base

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.checkpoint_reading import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, init_params, is_custom, map_specs, rows
+from jaxformer.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
 
 HEADS = ("head", "pooler", "next_sentence")
@@ -94,12 +93,13 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     An adapter there is merged first. A head of classes is used only if its labels are those of the
     data, in their order. Raises ConfigError if a leaf outside of the heads does not fit.
     """
-    from jaxformer.loading import load
+    from jaxformer.loading import load_base
+    from jaxformer.models.adapt import quantization_of
 
-    old = load(run.run.init_from, mesh=mesh)
-    table, found = model_specs(run.model), flat_leaves(_merged(old.params))
+    base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
+    table, found = model_specs(run.model), _leaves(base.params)
     wanted = rows(table)
-    other_head = old.config.output != run.model.output or (old.labels and old.labels != labels)
+    other_head = base.config.output != run.model.output or (base.labels and base.labels != labels)
     new = list[str]()
     for path, spec in wanted.items():
         renewed = other_head and path.partition(".")[0] == "head"
@@ -117,18 +117,17 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
         table_of_new, key = {path: wanted[path] for path in new}, jax.random.key(run.run.seed)
         drawn = jax.jit(lambda: init_params(table_of_new, key), out_shardings=places)()
 
-    def leaf(path: str, spec: Spec) -> jax.Array:
-        return drawn[path] if path in drawn else jax.device_put(found[path], _place(spec, mesh))
+    def leaf(path: str, spec: Spec) -> Any:
+        own = drawn.get(path, found.get(path))
+        return own if is_custom(own) else jax.device_put(own, _place(spec, mesh))
 
     return WarmStart(map_specs(leaf, table), new)
 
 
-def _merged(params: Params) -> Params:
-    if not any(map(is_custom, jax.tree.leaves(params, is_leaf=is_custom))):
-        return params
-    from jaxformer.adapters.lora import merge
-
-    return merge(params)
+def _leaves(params: Params) -> dict[str, Any]:
+    """The leaves by their dotted paths, a quantized one as one."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
+    return {dotted(path): leaf for path, leaf in leaves}
 
 
 def _place(spec: Spec, mesh: Mesh | None) -> Any:
