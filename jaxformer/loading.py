@@ -23,6 +23,7 @@ from jaxformer.files import write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
 from jaxformer.models.quantize import check_quantization
 from jaxformer.models.quantize import quantize as quantize_params
+from jaxformer.params import Params
 from jaxformer.run_reading import (
     adapted_params_of_run,
     base_directory,

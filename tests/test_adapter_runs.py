@@ -193,6 +193,25 @@ def test_a_new_head_learns_with_the_adapter_and_is_saved(base, tmp_path):
     assert np.any(np.asarray(loaded.params["head"]["bias"]) != 0)  # it begins at zero
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4", "nf4_double"])
+def test_a_run_over_a_quantized_base_saves_the_adapter_and_resumes_bitwise(base, kind, tmp_path):
+    changes = {"adapter.base": kind, "train.steps": 4, "train.checkpoint_every": 2}
+    changes |= {"train.eval_every": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_here(adapter_line(whole, base, **changes)) == 0
+    assert train_here(adapter_line(parts, base, **changes | {"train.steps": 2})) == 0
+    assert train_here(adapter_line(parts, base, **changes)) == 0
+    assert_same_run(parts, whole)
+    loaded = jf.load(whole)
+    below, wanted = jf.without_adapters(loaded.params), jf.quantize(jf.load(base[0]).params, kind)
+    assert jax.tree.structure(below) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, below, wanted)
+    tokens = np.arange(8)[None]
+    found = jf.forward(loaded.params, loaded.config, tokens)
+    merged = jf.forward(jf.merge(loaded.params), loaded.config, tokens)
+    np.testing.assert_allclose(found, merged, atol=1e-5 * float(merged.std()))
+
+
 def test_only_the_adapter_is_counted_as_learning(base):
     model = jf.load(base[0]).config
     run = RunConfig(model=model, adapter=AdapterConfig(kind="lora", targets="attention"))
