@@ -238,12 +238,12 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "no prefix": (
         "{% for m in messages %}{{ loop.length ~ m.content }}{% endfor %}",
         [USER, SAID],
-        r"renders the first 2 messages .* otherwise .*Put \{% generation %\} .* tokenizer\.chat_te",
+        r"renders the prompt for message 2 otherwise .*Put \{% generation %\} .* tokenizer\.",
     ),
     "an end at the end": (
         CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
         [USER, SAID, USER, SAID],
-        r"renders the first 2 messages by themselves otherwise than at the beginning of all 4",
+        r"renders the first 2 messages otherwise than at the beginning of what follows",
     ),
     "the first alone": (
         "{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}x",

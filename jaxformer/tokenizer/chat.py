@@ -185,10 +185,12 @@ class ChatTemplate:
                     f" which a turn is found). {self._remedy()}"
                 ) from None
             if not (turn.startswith(prompt) and whole.startswith(turn)):
+                part = f"the first {index + 1} messages"
+                if not turn.startswith(prompt):
+                    part = f"the prompt for message {index + 1}"
                 raise ConfigError(
-                    f"{self.where} renders the first {index + 1} messages by themselves otherwise"
-                    f" than at the beginning of all {len(messages)}, so that the turns of the"
-                    f" assistant cannot be told. {self._remedy()}"
+                    f"{self.where} renders {part} otherwise than at the beginning of what follows,"
+                    f" so that the turns of the assistant cannot be told. {self._remedy()}"
                 )
             content = turn[len(prompt) :].rstrip()
             ended = content.endswith(tuple(self._added))
