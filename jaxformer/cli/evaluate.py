@@ -84,7 +84,7 @@ def _translate(asked: EvaluateArguments) -> None:
     from jaxformer.generation.translate import bleu_metric
 
     metric = bleu_metric()
-    search = {
+    search: dict[str, Any] = {
         "quantize": asked.quantize,
         "beams": asked.beams,
         "length_penalty": asked.length_penalty,
