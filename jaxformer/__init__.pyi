@@ -11,6 +11,7 @@ from .mesh import make_mesh
 from .models.inspect import attention_maps, inspect
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
+from .preferences import reference_log_probs
 from .runs.config import load_config
 from .runs.out_of_memory import OutOfMemory
 from .runs.run import Result, train
@@ -51,6 +52,7 @@ __all__ = [
     "make_evaluate",
     "make_mesh",
     "make_step",
+    "reference_log_probs",
     "save_pretrained",
     "specs",
     "tokenizer",

@@ -3,16 +3,25 @@ loss."""
 
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 
-from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
+from jaxformer.config import (
+    FORMER_OBJECTIVES,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ObjectiveName,
+    PreferenceObjective,
+)
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
+from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sources.records import Fields, Kind, RecordField
+from jaxformer.data.sources.records import RecordField
 from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
 from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
 from jaxformer.data.templates import ClassTemplate, PairTemplate, SFTTemplate, TagTemplate, Template
@@ -33,7 +42,8 @@ class Objective(NamedTuple):
         text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
-    template, rows: how rows are made, of records by the template, of text by `rows`.
+    template, rows: how rows are made, of records by the template, of text by `rows`. A template or
+        a loss may be named by its place, "package.module:name", and is imported where it is used.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
     shortest: the fewest tokens of a row that has room for special tokens and text.
     takes_packing: rows may hold several texts, so data.packing may be other than "stream".
@@ -43,22 +53,42 @@ class Objective(NamedTuple):
         what is logged as the loss where that is another.
     rowwise: whether its sums are over rows that do not read each other, as in `make_step`.
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
+    sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
+    reference: whether the loss compares the model with the one that it starts from.
     """
 
     families: tuple[str, ...]
     head: str
     fields: tuple[str | RecordField, ...]
     specials: tuple[str, ...] = ()
-    template: type[Template] | None = None
+    template: type[Template] | str | None = None
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     shortest: int = 8
     takes_packing: bool = True
     can_be_cut: bool = False
     every_token: bool = False
-    loss: Callable[..., Sums] = head_loss
+    loss: Callable[..., Sums] | str = head_loss
     rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
+    sequences: int = 1
+    reference: bool = False
+
+
+def _preference(name: str) -> Objective:
+    """An objective of pairs: a prompt, the completion that is preferred, and the one that is
+    not."""
+    sides = (RecordField("", side, "completion") for side in ("chosen", "rejected"))
+    return Objective(
+        ("decoder",),
+        "language",
+        (RecordField("", "prompt", "text"), *sides),
+        template="jaxformer.data.preference_template:PreferenceTemplate",
+        loss=f"jaxformer.preferences:{name}_loss",
+        rowwise=True,
+        sequences=2,
+        reference=name in ("dpo", "ipo"),
+    )
 
 
 # For a model's family and head, `auto` is the first that both can learn.
@@ -130,31 +160,10 @@ OBJECTIVES: Table[Objective] = Table(
             metrics=accuracy,
             rowwise=True,
         ),
+        **{name: _preference(name) for name in get_args(PreferenceObjective)},
     },
     besides=("auto",),
 )
-
-
-class FieldSetting(NamedTuple):
-    """The setting of DataConfig that names a field, what the field holds, and whether an empty
-    setting means that it is not read.
-    """
-
-    setting: str
-    kind: Kind
-    optional: bool = False
-
-
-# What an objective may read that a setting names.
-FIELD_SETTINGS = {
-    "text": FieldSetting("text_field", "text"),
-    "pair": FieldSetting("pair_field", "text", optional=True),
-    "source": FieldSetting("source_field", "text"),
-    "target": FieldSetting("target_field", "text"),
-    "label": FieldSetting("label_field", "label"),
-    "words": FieldSetting("text_field", "words"),
-    "tags": FieldSetting("label_field", "tags"),
-}
 
 
 def objective_of(model: ModelConfig, data: DataConfig) -> str:
@@ -225,52 +234,49 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     return Task(
         name,
         row_format(model, data),
-        _fields(row, data),
+        fields_of(row.fields, data),
         row.specials if model.family != "decoder" else (),
-        row.template,
+        _imported(row.template),
         row.rows,
         row.missing,
         row.every_token,
     )
 
 
-def _fields(row: Objective, data: DataConfig) -> Fields:
-    """The fields of an objective by the names that the settings give them."""
-    found = []
-    for entry in row.fields:
-        if isinstance(entry, RecordField):
-            found.append(entry)
-            continue
-        setting, kind, optional = FIELD_SETTINGS[entry]
-        field_name = getattr(data, setting)
-        if field_name or not optional:
-            found.append(RecordField(f"data.{setting}", field_name, kind))
-    return tuple(found)
+# The settings of options of a loss, where they have another name.
+OPTION_SETTINGS = {"beta": "preference_beta", "margin": "preference_margin"}
 
 
 def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     """The loss that `train.py` uses for an objective of `data.objective`: (params, batch, key) ->
     Sums.
 
-    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies;
-    0 leaves one out. Raises ConfigError for an objective that there is not, and for an option that
-    its loss does not have.
+    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
+    where 0 leaves one out; beta, and margin of "simpo", for preferences (`jaxformer.preferences`).
+    Raises ConfigError for an objective that there is not, and for an option that its loss does not
+    have.
     """
     objective = FORMER_OBJECTIVES.get(objective, objective)
     if objective not in OBJECTIVES:
         raise ConfigError(
             f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."
         )
-    loss = OBJECTIVES[objective].loss
-    given = {name: value for name, value in options.items() if value}
+    loss = _imported(OBJECTIVES[objective].loss)
     known = inspect.signature(loss).parameters
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [name for name in options if name not in known]:
+        settings = (f"train.{OPTION_SETTINGS.get(name, name)}" for name in unknown)
         raise ConfigError(
-            f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: set it to 0."
+            f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
+            f" and {', '.join(settings)} at its default."
         )
 
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
-        return loss(params, config, batch, key, **given)
+        return loss(params, config, batch, key, **options)
 
     return bound
+
+
+def _imported(entry: Any) -> Any:
+    """What an entry of a row names by its place, or the entry itself."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

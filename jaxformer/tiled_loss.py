@@ -30,15 +30,15 @@ def _tiles(a: jax.Array, tile: int) -> jax.Array:
     return jnp.moveaxis(padded.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
 
 
-class _Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """What belongs to each row: x [B, T, D], targets and weights [B, T]."""
 
     x: jax.Array
     targets: jax.Array
     weights: jax.Array
 
-    def tiles(self, tile: int) -> "_Rows":
-        return _Rows(*(_tiles(array, tile) for array in self))
+    def tiles(self, tile: int) -> "TokenRows":
+        return TokenRows(*(_tiles(array, tile) for array in self))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -51,8 +51,8 @@ def tiled(
     extras: Extras,
     tile: int,
 ) -> ObjectiveAndNats:
-    def sums_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
-        def add(total: ObjectiveAndNats, item: _Rows) -> tuple[ObjectiveAndNats, None]:
+    def sums_of(rows: TokenRows, matrix: Any, bias: jax.Array | None) -> Any:
+        def add(total: ObjectiveAndNats, item: TokenRows) -> tuple[ObjectiveAndNats, None]:
             logits = logits_of(item.x, matrix, bias)
             objective, nats, _ = sums_of_logits(logits, item.targets, item.weights, extras, taken)
             return (total[0] + objective, total[1] + nats), None
@@ -61,12 +61,12 @@ def tiled(
         sums, _ = jax.lax.scan(add, (zero, zero), rows.tiles(tile))
         return sums, None, [None, None]
 
-    taken = _target_logits()
-    sums, _, _ = _by_device(sums_of, _Rows(x, targets, weights), head.astype(x.dtype), bias)
+    taken = target_logits()
+    sums, _, _ = by_device(sums_of, TokenRows(x, targets, weights), head.astype(x.dtype), bias)
     return sums  # type: ignore[no-any-return]
 
 
-def _tiled_forward(
+def tiled_forward(
     x: jax.Array,
     head: Any,
     bias: jax.Array | None,
@@ -81,10 +81,10 @@ def _tiled_forward(
     where the logits of a tile [B, tile, V] are at hand. They are never stored or computed again.
     """
     product = _custom_product if is_custom(head) else _matrix_product
-    taken = _target_logits()
+    taken = target_logits()
 
-    def gradients_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
-        def add(total: Any, item: _Rows) -> tuple[Any, jax.Array]:
+    def gradients_of(rows: TokenRows, matrix: Any, bias: jax.Array | None) -> Any:
+        def add(total: Any, item: TokenRows) -> tuple[Any, jax.Array]:
             logits, pull = product(item.x, matrix)
             logits = logits if bias is None else logits + bias
             objective, nats, shares = sums_of_logits(
@@ -108,18 +108,18 @@ def _tiled_forward(
         return (objective, nats), d_x, slopes
 
     own = head if is_custom(head) else head.astype(x.dtype)
-    sums, d_x, slopes = _by_device(gradients_of, _Rows(x, targets, weights), own, bias)
+    sums, d_x, slopes = by_device(gradients_of, TokenRows(x, targets, weights), own, bias)
     return sums, (d_x, *slopes, head, bias)
 
 
-def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
+def target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A gather, unless the mesh in force splits the vocabulary."""
     axes = free_axes()
     split = explicit_axes() or any(axes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
     return summed if split else gathered
 
 
-def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
+def by_device(run: Callable[..., Any], rows: TokenRows, head: Any, bias: jax.Array | None) -> Any:
     """`run(rows, head, bias)` -> (sums, gradient of x or None, gradients of head and bias or None),
     by each device for its own rows.
 
@@ -137,7 +137,7 @@ def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array 
     fits = columns and not is_custom(head) and head.shape[1] % axes[columns[0]] == 0
     whole, by_row = PartitionSpec(), PartitionSpec(over)
 
-    def local(rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
+    def local(rows: TokenRows, head: Any, bias: jax.Array | None) -> Any:
         sums, d_x, slopes = run(rows, head, bias)
         if fits and slopes[0]:
             ((d_matrix,), d_bias), (column,) = slopes, columns
@@ -202,7 +202,7 @@ def _floats(head: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(head) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def _tiled_backward(
+def tiled_backward(
     extras: Extras, tile: int, saved: Any, slopes: ObjectiveAndNats
 ) -> tuple[Any, ...]:
     d_x, d_head, d_bias, head, bias = saved
@@ -219,4 +219,4 @@ def _tiled_backward(
     return of_x, jax.tree.unflatten(treedef, of_head), of_bias, None, None
 
 
-tiled.defvjp(_tiled_forward, _tiled_backward)
+tiled.defvjp(tiled_forward, tiled_backward)

@@ -16,7 +16,10 @@ from jaxformer.data.task import Task
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer
 
 # A record of each kind of field: one word, whose tag or label is "a" too.
-VALUES: dict[Kind, Value] = {"text": "a", "label": "a", "words": ("a",), "tags": ("a",)}
+VALUES: dict[Kind, Value] = {
+    **dict.fromkeys(("text", "completion", "label"), "a"),
+    **dict.fromkeys(("words", "tags"), ("a",)),
+}
 
 
 class ArrayShape(NamedTuple):

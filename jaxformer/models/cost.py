@@ -11,9 +11,11 @@ def parameter_count(config: ModelConfig) -> int:
     return count(specs(config))
 
 
-def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) -> int:
+def flops_per_token(
+    config: ModelConfig, length: int, source_length: int = 0, reference: bool = False
+) -> int:
     """FLOPs of a forward and backward pass per token of sequences of `length`: 6 for each parameter
-    of a matrix, plus attention.
+    of a matrix, plus attention; with a `reference` those of its forward pass too, a third more.
 
     As in appendix B of PaLM (arXiv:2204.02311), lookups are free, and masked attention scores count
     too. In an encoder-decoder the token is one of the target, with its share of the source.
@@ -31,4 +33,4 @@ def flops_per_token(config: ModelConfig, length: int, source_length: int = 0) ->
     if config.family == "encoder_decoder":
         total += config.encoder_layers * source_length * width * share  # its own attention
         total += config.n_layers * source_length * width  # cross-attention
-    return round(6 * total)
+    return round((8 if reference else 6) * total)

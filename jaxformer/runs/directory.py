@@ -167,5 +167,6 @@ def release(run: RunConfig) -> None:
     if jax.process_index():
         return
     folder = Path(run.run.dir)
-    for name in ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json"):
+    written = ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json")
+    for name in (*written, "reference.json"):
         (folder / name).unlink(missing_ok=True)

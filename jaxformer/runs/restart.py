@@ -10,7 +10,7 @@ from jaxformer.settings import ConfigError
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
     *("config.json", "data.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl"),
-    *(ROLLBACKS, "checkpoints", "loss.png", "profile", "tensorboard"),
+    *(ROLLBACKS, "reference.json", "checkpoints", "loss.png", "profile", "tensorboard"),
 )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -18,13 +18,21 @@ from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
 from jaxformer.layers.kernels import MOST_SEGMENTS
-from jaxformer.mesh import check_batch_size, held_blocks, make_mesh, parameter_sharding, undivided
+from jaxformer.mesh import (
+    check_batch_size,
+    held_blocks,
+    make_mesh,
+    parameter_sharding,
+    place_batch,
+    undivided,
+)
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
+from jaxformer.objectives import OBJECTIVES
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
-from jaxformer.plan.abstract import step_of, with_kernel, with_rows_of
+from jaxformer.plan.abstract import compares_with_start, step_of, with_kernel, with_rows_of
 from jaxformer.report import human_bytes
 from jaxformer.runs.directory import ROLLBACKS, check_data
 from jaxformer.runs.out_of_memory import memory_of
@@ -33,6 +41,9 @@ from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state, init_state
 from jaxformer.training.step import Step
 
+if TYPE_CHECKING:
+    from jaxformer.reference import Reference
+
 
 @dataclass(frozen=True)
 class RunSetup:
@@ -40,7 +51,8 @@ class RunSetup:
 
     `runs` is the run with each length of its rows, of which data.length_warmup makes several, and
     `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
-    a device, None if it is unknown. `undivided` are the lines of `check_split`.
+    a device, None if it is unknown. `undivided` are the lines of `check_split`. `reference` scores
+    batches for an objective that compares the model with the one that it starts from.
     `asked` is the run before automatic choices, and `record` a fingerprint of its data: what
     config.json and data.json hold.
     """
@@ -59,16 +71,18 @@ class RunSetup:
     undivided: list[str]
     asked: RunConfig
     record: dict[str, Any]
+    reference: "Reference | None" = None
 
     @property
     def tokens_per_step(self) -> int:
-        return self.run.train.batch_size * self.run.data.sequence_length
+        sequences = OBJECTIVES[self.corpus.task.name].sequences
+        return self.run.train.batch_size * sequences * self.run.data.sequence_length
 
     @functools.cached_property
     def flops_per_token(self) -> dict[int, int]:
         """By the length of the rows."""
-        source = self.run.data.source_length
-        return {n: flops_per_token(run.model, n, source) for n, run in self.runs.items()}
+        source, compared = self.run.data.source_length, self.reference is not None
+        return {n: flops_per_token(run.model, n, source, compared) for n, run in self.runs.items()}
 
     def length(self, step: int) -> int:
         """Tokens of a row in the batch of a step, counted from 0."""
@@ -96,6 +110,10 @@ class RunSetup:
         own = {name: value for name, value in self.record.items() if name != "labels"}
         return own | {"seed": self.run.run.seed}
 
+    def placed(self, batch: Any) -> Any:
+        """A batch on the devices, scored by the reference where there is one."""
+        return self.reference(batch) if self.reference else place_batch(batch, self.mesh)
+
     def step(self, length: int) -> Step:
         """The train step for rows of this many tokens."""
         run, objective = self.runs[length], self.corpus.task.name
@@ -110,6 +128,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         from jaxformer.runs.init_from import check_base
 
         run = check_base(run)
+    if compared := compares_with_start(run):
+        from jaxformer.reference import Reference, require_start
+
+        require_start(run)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
@@ -133,8 +155,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
+    whole = runs[run.data.sequence_length]
     return RunSetup(
-        run=runs[run.data.sequence_length],
+        run=whole,
         runs=runs,
         corpus=corpus,
         batches=batches,
@@ -148,6 +171,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         undivided=split,
         asked=run,
         record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels),
+        reference=Reference(whole, mesh) if compared else None,
     )
 
 

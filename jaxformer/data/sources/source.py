@@ -116,7 +116,7 @@ class Source:
 
     def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         kinds = [field.kind for field in self.fields]
-        shown = [index for index, kind in enumerate(kinds) if kind in ("text", "words")]
+        shown = [index for index, kind in enumerate(kinds) if kind not in ("label", "tags")]
         for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
             texts = (record[field] for field in shown)
             text = "\n".join(text if isinstance(text, str) else " ".join(text) for text in texts)
