@@ -1,7 +1,6 @@
 """The reference of the objectives "dpo" and "ipo": the model that a run starts from, frozen, which
 scores every batch before the step reads it."""
 
-import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +46,7 @@ class Reference:
     ) -> None:
         self._run, self._mesh = run, mesh
         self._record = Path(directory or run.run.dir) / RECORD
+        self._loaded: tuple[Params, dict[str, str]] | None = None
 
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:
             return reference_log_probs(params, run.model, batch)
@@ -54,10 +54,14 @@ class Reference:
         place = None if mesh is None else dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
         self._score = jax.jit(score, out_shardings=place, compiler_options=compiler_options(mesh))
 
-    @functools.cached_property
-    def _loaded(self) -> tuple[Params, dict[str, str]]:
-        """The params and their digests. Raises ConfigError where they cannot be read, do not fit
-        the model of the run, or are not those that it began with."""
+    def load(self) -> tuple[Params, dict[str, str]]:
+        """The params and their digests, which are read once. Raises ConfigError where they cannot
+        be read, do not fit the model of the run, or are not those that it began with."""
+        if self._loaded is None:
+            self._loaded = self._read()
+        return self._loaded
+
+    def _read(self) -> tuple[Params, dict[str, str]]:
         start = self._run.run.init_from
         try:
             params = load(start, mesh=self._mesh).params
@@ -87,13 +91,13 @@ class Reference:
 
     def keep(self) -> None:
         """Writes the digests of the params into the run directory, where it has none yet."""
-        _, found = self._loaded
+        _, found = self.load()
         if jax.process_index() == 0 and not self._record.is_file():
             write_text(self._record, json.dumps({"digests": found}, indent=1) + "\n")
 
     def __call__(self, batch: Any) -> Any:
         """A batch of pairs on the devices, with the log-probabilities of its completions."""
-        params, placed = self._loaded[0], place_batch(batch, self._mesh)
+        params, placed = self.load()[0], place_batch(batch, self._mesh)
         with on_mesh(self._mesh):
             return {**placed, **self._score(params, placed)}
 

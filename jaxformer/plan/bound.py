@@ -7,7 +7,13 @@ from jaxformer.models.cost import flops_per_token
 from jaxformer.params import rows
 from jaxformer.plan.activations import activations, array_names, stored_names
 from jaxformer.plan.links import Collective, link_bytes
-from jaxformer.plan.memory import REFERENCE, MemoryPlan, gradient_bytes, matrix_elements
+from jaxformer.plan.memory import (
+    REFERENCE,
+    MemoryPlan,
+    gradient_bytes,
+    matrix_elements,
+    tile_length,
+)
 from jaxformer.plan.planned import PlannedRun
 
 
@@ -85,6 +91,8 @@ def repeated_flops(planned: PlannedRun) -> float:
     read = array_names(planned, model)
     share = planned.source_length / planned.length
     total = 0.0
+    if planned.of_pairs and tile_length(planned) < planned.length:
+        total += 2 * model.vocab_size * model.d_model
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
         if spec.is_matrix and "layers" in spec.axes and name in read - stored:

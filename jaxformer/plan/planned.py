@@ -71,6 +71,11 @@ class PlannedRun:
         return self.run.train.batch_size * objective.sequences
 
     @property
+    def of_pairs(self) -> bool:
+        """Whether the loss is one of pairs, which computes the logits again for their gradient."""
+        return self.sequences > self.run.train.batch_size
+
+    @property
     def rows(self) -> int:
         """Sequences of a microbatch on a device."""
         return self.sequences // (self.run.train.microbatches * self.size("data", "fsdp"))

@@ -83,6 +83,8 @@ def _train(run: RunConfig, begin: float) -> Result:
             try:
                 state, programs = _begin(setup, checkpoints, log)
                 claim(setup.asked, setup.corpus.tokenizer, setup.record)
+                if setup.reference and programs:
+                    setup.reference.keep()
                 with doing("between two steps; the same command continues."):
                     state, last = _trained(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
@@ -157,6 +159,9 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                 " continue."
             )
             return state, {}
+        if setup.reference:
+            with memory_of("reading the reference"):
+                setup.reference.load()
         programs = programs or compile_from(int(state.step))
         return state, programs.result()
 
@@ -229,7 +234,6 @@ def _fit(
     evaluation = make_evaluation(setup.corpus.task.name, setup.run.model, token_bytes, options)
     batches = batches_of(setup)
     if setup.reference:
-        setup.reference.keep()
         batches = setup.reference.scored(batches)
 
     def evaluate(params: Params) -> Evaluation:
