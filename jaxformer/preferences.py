@@ -33,7 +33,7 @@ CERTAIN = -1e-6
 ReferenceOf = Callable[[Params], Params]
 
 
-class Pairs(NamedTuple):
+class PairScores(NamedTuple):
     """The completions of a batch, float32 [B, 2], chosen first: the sum of the log-probabilities of
     their tokens, and the number of these (both 0 in a row that only fills a batch); and what the
     layers returned."""
@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
 
 def pairs_of(
     params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None
-) -> Pairs:
+) -> PairScores:
     """The completions of a batch of pairs under a model; a key turns dropout on."""
     targets, weights = jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
     pairs, _, length = targets.shape
@@ -69,7 +69,7 @@ def pairs_of(
         bias=bias,
         soft_cap=config.logit_soft_cap,
     )
-    return Pairs(-nats.reshape(pairs, 2), weights.sum(axis=-1, dtype=jnp.float32), aux)
+    return PairScores(-nats.reshape(pairs, 2), weights.sum(axis=-1, dtype=jnp.float32), aux)
 
 
 def reference_log_probs(params: Params, config: ModelConfig, batch: Batch) -> dict[str, jax.Array]:
@@ -191,7 +191,7 @@ def _with_reference(
     batch: Batch,
     key: jax.Array | None,
     reference_of: ReferenceOf | None,
-) -> tuple[Pairs, jax.Array]:
+) -> tuple[PairScores, jax.Array]:
     """The completions under the model, and their log-probabilities [B, 2] under the reference."""
     if all(name in batch for name in REFERENCE_ARRAYS):
         given = [jnp.asarray(batch[name], jnp.float32) for name in REFERENCE_ARRAYS]
@@ -209,7 +209,7 @@ def _with_reference(
 
 
 def _sums(
-    pairs: Pairs, each: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
+    pairs: PairScores, each: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
 ) -> Sums:
     """What is minimized and what is logged beside it, sums over pairs, whose number is the weight.
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer.checkpoint_reading import flat_leaves
-from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.digests import as_text, digests
 from jaxformer.files import first_of, read_object, write_text
 from jaxformer.loading import load
@@ -23,12 +23,12 @@ from jaxformer.training.state import compiler_options, on_mesh
 RECORD = "reference.json"  # in a run directory: the digest of each leaf of the reference
 
 
-def require_start(run: RunConfig) -> None:
-    """Raises ConfigError where a run whose objective compares the model with the one that it starts
-    from names none."""
-    if not run.run.init_from:
+def require_start(start: str, objective: str) -> None:
+    """Raises ConfigError where run.init_from is empty, for an objective that compares the model
+    with the one that the run starts from."""
+    if not start:
         raise ConfigError(
-            f"data.objective={run.data.objective} compares the model with the one that the run"
+            f"data.objective={objective} compares the model with the one that the run"
             " starts from, and run.init_from is empty: name a run directory or a Hugging Face model"
             " there, or choose orpo or simpo, which compare with none."
         )
@@ -38,18 +38,22 @@ class Reference:
     """Scores batches with the params of run.init_from, which are read when they are first needed
     and held once on the devices, placed as those of the run. They are in no checkpoint.
 
-    `directory` is that of the run, if it is not run.dir; the digests that it holds are compared.
+    Args:
+      start: run.init_from, a run directory or a Hugging Face model.
+      config: the model of the run.
+      run_dir: the directory of the run; the digests that it holds are compared.
+      mesh: the devices; None: this machine's first one.
     """
 
     def __init__(
-        self, run: RunConfig, mesh: Mesh | None = None, directory: str | Path = ""
+        self, start: str, config: ModelConfig, run_dir: str | Path, mesh: Mesh | None = None
     ) -> None:
-        self._run, self._mesh = run, mesh
-        self._record = Path(directory or run.run.dir) / RECORD
+        self._start, self._config, self._mesh = start, config, mesh
+        self._record = Path(run_dir) / RECORD
         self._loaded: tuple[Params, dict[str, str]] | None = None
 
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:
-            return reference_log_probs(params, run.model, batch)
+            return reference_log_probs(params, config, batch)
 
         place = None if mesh is None else dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
         self._score = jax.jit(score, out_shardings=place, compiler_options=compiler_options(mesh))
@@ -62,14 +66,13 @@ class Reference:
         return self._loaded
 
     def _read(self) -> tuple[Params, dict[str, str]]:
-        start = self._run.run.init_from
         try:
-            params = load(start, mesh=self._mesh).params
-            check_model(params, self._run.model)
+            params = load(self._start, mesh=self._mesh).params
+            check_model(params, self._config)
         except ConfigError as error:
             raise ConfigError(
-                f"run.init_from={start!r}, with which data.objective={self._run.data.objective}"
-                f" compares the model, cannot be used: {error}"
+                f"run.init_from={self._start!r}, with which data.objective compares the model,"
+                f" cannot be used: {error}"
             ) from error
         sums = jax.device_get(digests(flat_leaves(params)))  # on all processes together
         found = {path: as_text(digest) for path, digest in sums.items()}
@@ -83,7 +86,7 @@ class Reference:
         apart = [path for path in {**before, **found} if before.get(path) != found.get(path)]
         if apart:
             raise ConfigError(
-                f"run.init_from={self._run.run.init_from!r} is not the model that this run began"
+                f"run.init_from={self._start!r} is not the model that this run began"
                 f" with, according to {self._record}: other values of {first_of(apart, 5, ', ')}."
                 " Restore it (further training of a run directory gives it a newer checkpoint), or"
                 " choose another run.dir."

@@ -42,8 +42,8 @@ def evaluate_run(
     if compares_with_start(run):
         from jaxformer.reference import Reference, require_start
 
-        require_start(run)
-        batches = map(Reference(run, directory=path), batches)
+        require_start(run.run.init_from, run.data.objective)
+        batches = map(Reference(run.run.init_from, model.config, path), batches)
     options = preference_options(run)
     evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus), options)
     return evaluate(model.params, batches)

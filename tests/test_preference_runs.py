@@ -14,7 +14,6 @@ from tiny_run import (
     copy,
     finish,
     fork,
-    launch,
     line,
     logged,
     params_of,
@@ -155,19 +154,24 @@ def test_without_a_start_there_is_nothing_to_compare_with(objective, base, capsy
     assert "run.init_from is empty" in error and not (base / "never").exists()
 
 
-@pytest.mark.parametrize("mesh", [{"mesh.data": 8}, {"mesh.fsdp": 2, "mesh.tensor": 2}], ids=str)
-def test_eight_devices_equal_one(mesh, base):
-    alike = {"model.dropout": 0.0, "train.batch_size": 16, "train.steps": 3}
-    name = f"eight {len(mesh)}"
+def test_eight_devices_equal_one(base):
+    """On replicas, shards and tensor parallelism at once, in two microbatches. Plain SGD, because
+    Adam divides a gradient that is nothing but rounding by its own size."""
+    alike = {"model.dropout": 0.0, "train.steps": 2, "train.eval_every": 0}
+    alike |= {"optimizer.name": "sgd", "optimizer.learning_rate": 0.5}
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    out, _ = finish(launch(arguments(base, name, alike | mesh), XLA_FLAGS=flags))
-    assert "8 x cpu" in out
-    if not (base / "one").exists():
-        finish(fork(arguments(base, "one", alike)))
-    for found, expected in zip(logged(base / name), logged(base / "one"), strict=True):
-        assert found == pytest.approx(expected, rel=1e-4, abs=2e-5)
-    for a, b in zip(params_of(base / name), params_of(base / "one"), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
+    mesh = {"mesh.fsdp": 2, "mesh.tensor": 2}
+    eight = fork(arguments(base, "eight", alike | mesh), XLA_FLAGS=flags)
+    finish(fork(arguments(base, "one", alike)))
+    out, _ = finish(eight)
+    assert "data 2, fsdp 2, tensor 2" in out
+    found, expected = logged(base / "eight"), logged(base / "one")
+    for entry in (found[0], expected[0]):
+        del entry["reward_accuracy"]  # of margins of 0, which rounding decides
+    assert found == [pytest.approx(entry, rel=1e-4, abs=1e-5) for entry in expected]
+    assert abs(expected[-1]["val_reward_margin"]) > 1e-3
+    for a, b in zip(params_of(base / "eight"), params_of(base / "one"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_orpo_needs_no_start(base):

@@ -51,8 +51,7 @@ class RunSetup:
 
     `runs` is the run with each length of its rows, of which data.length_warmup makes several, and
     `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
-    a device, None if it is unknown. `undivided` are the lines of `check_split`. `reference` scores
-    batches for an objective that compares the model with the one that it starts from.
+    a device, None if it is unknown. `undivided` are the lines of `check_split`.
     `asked` is the run before automatic choices, and `record` a fingerprint of its data: what
     config.json and data.json hold.
     """
@@ -71,12 +70,21 @@ class RunSetup:
     undivided: list[str]
     asked: RunConfig
     record: dict[str, Any]
-    reference: "Reference | None" = None
 
     @property
     def tokens_per_step(self) -> int:
         sequences = OBJECTIVES[self.corpus.task.name].sequences
         return self.run.train.batch_size * sequences * self.run.data.sequence_length
+
+    @functools.cached_property
+    def reference(self) -> "Reference | None":
+        """What scores batches, for an objective that compares the model with its start."""
+        if not compares_with_start(self.run):
+            return None
+        from jaxformer.reference import Reference
+
+        run = self.run
+        return Reference(run.run.init_from, run.model, run.run.dir, self.mesh)
 
     @functools.cached_property
     def flops_per_token(self) -> dict[int, int]:
@@ -128,10 +136,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         from jaxformer.runs.init_from import check_base
 
         run = check_base(run)
-    if compared := compares_with_start(run):
-        from jaxformer.reference import Reference, require_start
+    if compares_with_start(run):
+        from jaxformer.reference import require_start
 
-        require_start(run)
+        require_start(run.run.init_from, run.data.objective)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
@@ -155,9 +163,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
-    whole = runs[run.data.sequence_length]
     return RunSetup(
-        run=whole,
+        run=runs[run.data.sequence_length],
         runs=runs,
         corpus=corpus,
         batches=batches,
@@ -171,7 +178,6 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         undivided=split,
         asked=run,
         record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels),
-        reference=Reference(whole, mesh) if compared else None,
     )
 
 
