@@ -1,4 +1,6 @@
 from . import layers, tokenizer
+from .adapters.dropout import keyed
+from .adapters.lora import LoRA, adapter_mask, merge, without_adapters
 from .adapters.rows import adapt_specs
 from .checkpoints import Checkpoints
 from .config import RunConfig
@@ -8,7 +10,9 @@ from .generation.decode import generate
 from .interop.pretrained import save_pretrained
 from .loading import Loaded, load
 from .mesh import make_mesh
+from .models.adapt import adapt
 from .models.inspect import attention_maps, inspect
+from .models.quantize import quantize
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
 from .preferences import reference_log_probs
@@ -28,6 +32,7 @@ __all__ = [
     "ConfigError",
     "Diverged",
     "Interrupted",
+    "LoRA",
     "Loaded",
     "ModelConfig",
     "OutOfMemory",
@@ -36,7 +41,9 @@ __all__ = [
     "RunConfig",
     "SkipSteps",
     "TrainState",
+    "adapt",
     "adapt_specs",
+    "adapter_mask",
     "attention_maps",
     "beam_search",
     "fit",
@@ -45,6 +52,7 @@ __all__ = [
     "init",
     "init_state",
     "inspect",
+    "keyed",
     "layers",
     "load",
     "load_config",
@@ -52,9 +60,12 @@ __all__ = [
     "make_evaluate",
     "make_mesh",
     "make_step",
+    "merge",
+    "quantize",
     "reference_log_probs",
     "save_pretrained",
     "specs",
     "tokenizer",
     "train",
+    "without_adapters",
 ]

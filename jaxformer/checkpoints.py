@@ -7,13 +7,14 @@ table (`checkpoint_reading`).
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from jaxformer.params import dotted
 from jaxformer.settings import ConfigError, Log
 
 # Characters for which Orbax saves files that nobody can read again: it takes the path of a
@@ -32,7 +33,8 @@ class Checkpoints:
     `every` is the number of steps between two saves of `fit` (0: only at the end and on a signal).
     Kept are the newest `keep`, those whose step is a multiple of `keep_every` (0: none), and the
     `keep_best` with the lowest validation loss (0: none); others are deleted once a newer one is
-    on the disk. `run` identifies the run: checkpoints that say otherwise are refused.
+    on the disk. `run` identifies the run: checkpoints that say otherwise are refused. The leaves at
+    the dotted paths of `without`, as those below an adapter, are not saved.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Checkpoints:
         keep_every: int = 0,
         keep_best: int = 0,
         run: Mapping[str, Any] | None = None,
+        without: Collection[str] = (),
     ) -> None:
         self.directory = Path(run_dir)
         self.folder = self.directory.absolute() / "checkpoints"
         self.every = every
         self._run = dict(run or {})
+        self._without = frozenset(without)
         self._kept = (keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
         self._saving: int | None = None
@@ -115,6 +119,7 @@ class Checkpoints:
         from jaxformer.checkpoint_reading import flat_leaves, manifest_of
 
         leaves, metrics = flat_leaves(state), None
+        leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
         if self._kept[2] and "val_loss" in (evaluation or {}):
             metrics = {"val_loss": float(evaluation["val_loss"])}  # type: ignore[index]
         with _told(self.folder / str(step)):
@@ -132,14 +137,19 @@ class Checkpoints:
         """
         if not self.steps() or self.steps()[-1] <= int(state.step):
             return state
-        target = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-        )
-        jax.tree.map(lambda leaf: leaf.delete(), state)
-        return self.restore(target, log)
+
+        def freed(path: Any, leaf: jax.Array) -> Any:
+            if dotted(path) in self._without:
+                return leaf
+            shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            leaf.delete()
+            return shape
+
+        return self.restore(jax.tree.map_with_path(freed, state), log)
 
     def restore(self, target: Any, log: Log) -> Any | None:
         """The newest checkpoint that can be read, placed as `target` says; None if there are none.
+        The leaves that are not saved are those of `target`.
 
         Damaged checkpoints are renamed, with a file that says why, once an earlier one was read;
         none is deleted. Raises ConfigError if a checkpoint is of another run, model or optimizer,
@@ -151,7 +161,8 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
-                wanted = flat_leaves(target)
+                given = flat_leaves(target)
+                wanted = {path: leaf for path, leaf in given.items() if path not in self._without}
                 leaves = read_checkpoint(self.folder, step, wanted, run=self._run, log=log)
             except Damaged as error:
                 damaged[step] = str(error)
@@ -164,7 +175,8 @@ class Checkpoints:
                 set_aside(self.folder, damaged, log)
                 if self._manager is not None:
                     self._manager.reload()
-            return jax.tree.unflatten(jax.tree.structure(target), leaves.values())
+            whole = (given | leaves).values()
+            return jax.tree.unflatten(jax.tree.structure(target), whole)
         if damaged:
             lines = "\n  ".join(damaged.values())
             raise ConfigError(

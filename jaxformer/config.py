@@ -11,6 +11,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jaxformer.config_adapter import AdapterConfig as AdapterConfig
+from jaxformer.config_adapter import Quantization as Quantization
 from jaxformer.config_model import ModelConfig
 from jaxformer.config_train import LaunchConfig as LaunchConfig
 from jaxformer.config_train import MeshConfig as MeshConfig
@@ -134,6 +136,9 @@ class DataConfig(Section):
     """Field of the output: the target of a pair, or the answer to an instruction."""
     label_field: str = "label"
     """Field of a text's class, or of the list of tags of its words."""
+    messages_field: str = ""
+    """Field of a conversation, a list of messages with role and content, that the objective sft
+    reads in place of source and target; empty if there is none."""
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15
     """Fraction of the tokens that the objectives mlm and span_corruption corrupt."""
     span_length: Annotated[float, Bounds(1, most=1e6)] = 3.0
@@ -177,6 +182,8 @@ class TokenizerConfig(Section):
     vocab.json and merges.txt."""
     vocab_size: Annotated[int, Bounds(257, most=0x110000)] = 4096
     """Number of entries of a trained BPE, including special tokens."""
+    chat_template: Volatile[str] = ""
+    """File of a chat template in Jinja, in place of the tokenizer's own; empty keeps that."""
     pattern: WordPatternName = "gpt2"
     """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
     digits)."""
@@ -232,6 +239,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -184,6 +184,11 @@ def check(config: RunConfig) -> RunConfig:
             f" model.vocab_size={model.vocab_size}: raise model.vocab_size, or set it to 0 to use"
             " the size of the tokenizer."
         )
+    if config.adapter.kind != "none" and not config.run.init_from:
+        problems.append(
+            f"adapter.kind={config.adapter.kind!r} trains an adapter on top of a model: set"
+            " run.init_from to its directory."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return config

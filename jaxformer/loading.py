@@ -2,33 +2,36 @@
 
 import dataclasses
 import json
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.checkpoint_reading import Damaged, flat_leaves, read_checkpoint, saved_steps
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    Quantization,
     RunConfig,
     RunSettings,
     TokenizerConfig,
 )
 from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
-from jaxformer.files import read_object, write_text
+from jaxformer.files import write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
-from jaxformer.mesh import parameter_sharding
-from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, map_specs
+from jaxformer.models.quantize import check_quantization
+from jaxformer.models.quantize import quantize as quantize_params
+from jaxformer.params import Params
+from jaxformer.run_reading import (
+    adapted_params_of_run,
+    base_directory,
+    params_of_run,
+    record_of,
+    require_base,
+    require_tokenizer,
+)
 from jaxformer.tokenizer import Tokenizer
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
@@ -38,23 +41,36 @@ MOST_EVALUATION_TOKENS = 1024
 @dataclass(frozen=True)
 class Loaded:
     """A model read from disk. `tokenizer` is None where the directory has none; `labels` are the
-    names of its classes."""
+    names of its classes. Where `params` have an adapter, `base` is the directory of the model below
+    it, and `learned` are the branches of the params that learned with it."""
 
     params: Params
     config: ModelConfig
     tokenizer: Tokenizer | None
     labels: tuple[str, ...] = ()
+    base: str = ""
+    learned: tuple[str, ...] = ()
 
 
 def load(
-    path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32"
+    path: str | Path,
+    step: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    quantize: Quantization | None = None,
+    base: str | Path | None = None,
 ) -> Loaded:
     """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a
     Hugging Face directory.
 
     Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
-    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step or
-    cannot be read, or if its architecture, an option or a tensor is not supported.
+    (float32, bfloat16, float16). With `quantize` the matrices of the blocks are quantized as by
+    `jf.quantize`, each before the next leaf is read: neither host nor device ever holds the whole
+    model unquantized. The params of a run with an adapter are adapted ones, over the model that it
+    was trained on; `base` is that model's directory where it was moved. Raises ConfigError if
+    `path` is neither, has no such step or cannot be read, or if its architecture, an option or a
+    tensor is not supported.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -64,7 +80,8 @@ def load(
             f" model directory{hub}."
         )
     check_dtype(dtype)
-    tokenizer = Tokenizer.find(folder)
+    if quantize is not None:
+        check_quantization(quantize)
     if is_pretrained(folder):
         if step is not None:
             raise ConfigError(
@@ -72,43 +89,63 @@ def load(
             )
         from jaxformer.interop.pretrained import load_pretrained
 
-        found = load_pretrained(folder, mesh, dtype)
-        return Loaded(found.params, found.config, tokenizer, found.labels)
-    return _load_run(folder, step, tokenizer, mesh, dtype)
+        found = load_pretrained(folder, mesh, dtype, quantize)
+        return Loaded(found.params, found.config, Tokenizer.find(folder), found.labels)
+    return _load_run(folder, step, mesh, dtype, quantize, base)
 
 
 def _load_run(
-    run_dir: Path, step: int | None, tokenizer: Tokenizer | None, mesh: Mesh | None, dtype: str
+    run_dir: Path,
+    step: int | None,
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None,
+    base: str | Path | None,
 ) -> Loaded:
-    config = read_config(run_dir / "config.json").model
-    record = _record(run_dir)
-    _require_tokenizer(run_dir, tokenizer, record)
-    steps = saved_steps(run_dir)
-    if not steps or (step is not None and step not in steps):
-        held = f"it holds steps {steps}" if steps else "training has not saved one yet"
-        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ConfigError(f"{run_dir} has {missing}: {held}.")
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    run, record = read_config(run_dir / "config.json"), record_of(run_dir)
+    tokenizer = Tokenizer.find(run_dir)
+    require_tokenizer(run_dir, tokenizer, record)
+    labels = tuple(record.get("labels", ()))
+    if run.adapter.kind == "none":
+        if base is not None:
+            raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
+        params = params_of_run(run_dir, step, run, record, mesh, dtype, quantize)
+        return Loaded(params, run.model, tokenizer, labels)
+    from jaxformer.models.adapt import quantization_of
 
-    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
-        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=place)
+    kind = quantization_of(run.adapter)
+    if quantize not in (None, kind) and kind is not None:
+        raise ConfigError(
+            f"{run_dir} has an adapter over a base in {kind}: leave out quantize={quantize!r}."
+        )
+    place = base_directory(run_dir, run, record, base)
+    below = load_base(place, mesh, kind).params
+    require_base(run_dir, place, below, record)
+    if kind is None and quantize is not None:
+        below = quantize_params(below, quantize)
+    params = adapted_params_of_run(run_dir, step, run, record, below, mesh, dtype)
+    learned = tuple(record.get("learned", ()))
+    return Loaded(params, run.model, tokenizer, labels, base=str(place), learned=learned)
 
-    shapes = map_specs(shape, model_specs(config))
-    wanted = flat_leaves({"params": shapes})
-    errors, folder = [], run_dir.absolute() / "checkpoints"
-    for candidate in [step] if step is not None else reversed(steps):
-        try:
-            leaves = read_checkpoint(folder, candidate, wanted, whole=False, run=record)
-        except Damaged as error:
-            errors.append(f"step {candidate}: {error}")
-            said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
-            warnings.warn(said, stacklevel=2)
-            continue
-        typed = [leaf.astype(dtype) for leaf in leaves.values()]
-        params = jax.tree.unflatten(jax.tree.structure(shapes), typed)
-        return Loaded(params, config, tokenizer, tuple(record.get("labels", ())))
-    raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+def load_base(
+    path: str | Path, mesh: Mesh | None = None, quantize: Quantization | None = None
+) -> Loaded:
+    """A model to start from: an adapter there is merged, and then the parameters are quantized.
+    Raises ConfigError as `load` does."""
+    if not has_adapter(Path(path)):
+        return load(path, mesh=mesh, quantize=quantize)
+    from jaxformer.adapters.lora import merge
+
+    found = load(path, mesh=mesh)
+    merged = merge(found.params)
+    params = quantize_params(merged, quantize) if quantize else merged
+    return dataclasses.replace(found, params=params)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether a directory is that of an adapter, or of a run with one."""
+    return run_of(folder).adapter.kind != "none"
 
 
 def run_of(path: str | Path) -> RunConfig:
@@ -146,29 +183,3 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
     settings, tokenizer = RunSettings(dir=str(target)), TokenizerConfig(path=str(target))
     run = dataclasses.replace(run_of(origin), run=settings, tokenizer=tokenizer)
     write_text(target / "config.json", to_json(run))
-
-
-def _record(run_dir: Path) -> dict[str, Any]:
-    """What data.json of a run directory holds; nothing where there is none. Raises ConfigError."""
-    path = run_dir / "data.json"
-    record = read_object(path) if path.exists() else {}
-    labels = record.get("labels", [])
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        shown = json.dumps(labels)[:80]
-        raise ConfigError(f"{path}: labels={shown} must be a list of names: restore the file.")
-    return record
-
-
-def _require_tokenizer(
-    run_dir: Path, tokenizer: Tokenizer | None, record: Mapping[str, Any]
-) -> None:
-    """Raises ConfigError if the tokenizer is not the one that the run was trained with."""
-    wanted = record.get("tokenizer")
-    found = tokenizer.fingerprint() if tokenizer is not None else None
-    if wanted is not None and found is not None and wanted != found:
-        raise ConfigError(
-            f"{run_dir}/tokenizer.json is not the one that the run was trained with: its"
-            f" fingerprint is {found}, and data.json has {wanted}. Restore the file: the same train"
-            " command writes it again. To use this tokenizer with the model all the same, convert"
-            " the run to a Hugging Face directory first, and replace it there."
-        )

@@ -5,25 +5,25 @@ import functools
 import inspect
 import pkgutil
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxformer.config import (
-    FORMER_OBJECTIVES,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    ObjectiveName,
-    PreferenceObjective,
-)
+from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
 from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
 from jaxformer.data.sources.records import RecordField
-from jaxformer.data.spans import PrefixRows, SpanRows, missing_sentinels
-from jaxformer.data.task import MakeRows, Task, causal_rows, nothing_missing
+from jaxformer.data.task import (
+    MakeRows,
+    Task,
+    causal_rows,
+    missing_sentinels,
+    nothing_missing,
+    prefix_rows,
+    span_rows,
+)
 from jaxformer.data.templates import ClassTemplate, PairTemplate, SFTTemplate, TagTemplate, Template
 from jaxformer.head_loss import accuracy, head_loss
 from jaxformer.params import Params
@@ -38,12 +38,14 @@ class Objective(NamedTuple):
     The models that can learn it are those of its `families` and its `head`.
 
     fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field,
-        or a `RecordField` itself, as `Field("", "rejected", "text")`. One alone means that it reads
-        text.
+        or a `RecordField` itself, as `Field("", "rejected", "text")`. A text alone means that it
+        reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
     template, rows: how rows are made, of records by the template, of text by `rows`. A template or
         a loss may be named by its place, "package.module:name", and is imported where it is used.
+    of_messages: the template of conversations, which are read in place of `fields` where
+        data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
     shortest: the fewest tokens of a row that has room for special tokens and text.
     takes_packing: rows may hold several texts, so data.packing may be other than "stream".
@@ -62,6 +64,7 @@ class Objective(NamedTuple):
     fields: tuple[str | RecordField, ...]
     specials: tuple[str, ...] = ()
     template: type[Template] | str | None = None
+    of_messages: type[Template] | str | None = None
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     shortest: int = 8
@@ -119,7 +122,7 @@ OBJECTIVES: Table[Objective] = Table(
             "language",
             ("text",),
             SENTINELS,
-            rows=SpanRows,
+            rows=span_rows,
             missing=missing_sentinels,
             takes_packing=False,
             rowwise=True,
@@ -128,7 +131,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("encoder_decoder",),
             "language",
             ("text",),
-            rows=PrefixRows,
+            rows=prefix_rows,
             takes_packing=False,
             rowwise=True,
         ),
@@ -140,7 +143,12 @@ OBJECTIVES: Table[Objective] = Table(
             rowwise=True,
         ),
         "sft": Objective(
-            ("decoder",), "language", ("source", "target"), template=SFTTemplate, rowwise=True
+            ("decoder",),
+            "language",
+            ("source", "target"),
+            template=SFTTemplate,
+            of_messages="jaxformer.data.conversations:MessagesTemplate",
+            rowwise=True,
         ),
         "classes": Objective(
             ("encoder", "decoder"),
@@ -160,7 +168,7 @@ OBJECTIVES: Table[Objective] = Table(
             metrics=accuracy,
             rowwise=True,
         ),
-        **{name: _preference(name) for name in get_args(PreferenceObjective)},
+        **{name: _preference(name) for name in ("dpo", "ipo", "orpo", "simpo")},
     },
     besides=("auto",),
 )
@@ -198,6 +206,12 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
 def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     """Raises ConfigError where settings ask what the rows of an objective are not made for."""
     row = OBJECTIVES[name]
+    if data.messages_field and not row.of_messages:
+        able = ", ".join(known for known, other in OBJECTIVES.items() if other.of_messages)
+        raise ConfigError(
+            f"data.messages_field={data.messages_field!r} names conversations, which"
+            f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
+        )
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         asked = f"data.packing={data.packing}"
@@ -234,17 +248,13 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     return Task(
         name,
         row_format(model, data),
-        fields_of(row.fields, data),
+        fields_of(("messages",) if data.messages_field else row.fields, data),
         row.specials if model.family != "decoder" else (),
-        _imported(row.template),
+        _imported(row.of_messages if data.messages_field else row.template),
         row.rows,
         row.missing,
         row.every_token,
     )
-
-
-# The settings of options of a loss, where they have another name.
-OPTION_SETTINGS = {"beta": "preference_beta", "margin": "preference_margin"}
 
 
 def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
@@ -264,14 +274,17 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     loss = _imported(OBJECTIVES[objective].loss)
     known = inspect.signature(loss).parameters
     if unknown := [name for name in options if name not in known]:
-        settings = (f"train.{OPTION_SETTINGS.get(name, name)}" for name in unknown)
         raise ConfigError(
             f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
-            f" and {', '.join(settings)} at its default."
+            " and the setting of train that gives it at its default."
         )
 
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        if key is not None:
+            from jaxformer.adapters.dropout import keyed
+
+            params = keyed(params, key)
         return loss(params, config, batch, key, **options)
 
     return bound

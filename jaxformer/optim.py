@@ -89,6 +89,8 @@ def decay_groups(config: OptimizerConfig, specs: Specs) -> dict[str, tuple[int, 
     """`{"decayed": (tensors, parameters), "not decayed": ...}`, for the start of a run to print."""
     groups = {"decayed": (0, 0), "not decayed": (0, 0)}
     for spec in rows(specs).values():
+        if not spec.trainable:
+            continue
         name = "decayed" if config.decay == "all" or spec.is_matrix else "not decayed"
         tensors, parameters = groups[name]
         groups[name] = (tensors + 1, parameters + math.prod(spec.shape))

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxformer.logit_loss import Extras, logits_of, summed
 from jaxformer.losses import tile_length
 from jaxformer.params import CustomLeaf
-from jaxformer.tiled_loss import TokenRows, by_device, target_logits, tiled_backward, tiled_forward
+from jaxformer.tiled_loss import TokenRows, by_device, target_logits, tiled_backward
 
 
 @jax.named_scope("loss")
@@ -84,25 +85,25 @@ def _tiled_row_nats(
 
 
 def _row_nats_forward(
-    x: jax.Array,
-    head: Any,
-    bias: jax.Array | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    extras: Extras,
-    tile: int,
+    x: Any, head: Any, bias: Any, targets: Any, weights: Any, extras: Extras, tile: int
 ) -> tuple[jax.Array, Any]:
-    parts = (x, head, bias, targets, weights)
-    return _tiled_row_nats(*parts, extras, tile), parts
+    # Which leaves of the head learn, in the structure of what is saved, since a bool would become
+    # an array in it.
+    learns = [() if kept else None for kept in perturbed(head)]
+    parts = tuple(values_of(entry) for entry in (x, head, bias, targets, weights))
+    return _tiled_row_nats(*parts, extras, tile), (parts, learns)
 
 
-def _row_nats_backward(extras: Extras, tile: int, saved: Any, slopes: jax.Array) -> tuple[Any, ...]:
+def _row_nats_backward(extras: Extras, tile: int, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """With g_b the slope of row b, the gradient of sum g_b nats_b is that of the cross-entropy of
     all tokens with the weights g_b w_bt, which `tiled_loss` computes in tiles."""
-    x, head, bias, targets, weights = saved
-    each = slopes[:, None] * weights
-    _, found = tiled_forward(x, head, bias, targets, each, extras, tile)
+    (x, head, bias, targets, weights), learns = saved
+    if isinstance(slopes, SymbolicZero):  # the rows are not used
+        slopes = jnp.zeros(slopes.shape, slopes.dtype)
+    rows = TokenRows(x, targets, slopes[:, None] * weights)
+    kept = [mark is not None for mark in learns]
+    _, found = tiled_gradients(rows, head, bias, kept, extras, tile)
     return tiled_backward(extras, tile, found, (jnp.float32(1), jnp.float32(0)))
 
 
-_tiled_row_nats.defvjp(_row_nats_forward, _row_nats_backward)
+_tiled_row_nats.defvjp(_row_nats_forward, _row_nats_backward, symbolic_zeros=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer import data
-from jaxformer.config import ConfigError, ObjectiveName, RunConfig
+from jaxformer.config import ConfigError, ObjectiveName, Quantization, RunConfig
 from jaxformer.evaluation import Evaluation, bytes_of_targets, corpus_of, make_evaluation, own_cache
 from jaxformer.objectives import objective_of, task_of
 from jaxformer.plan.abstract import compares_with_start, preference_options
@@ -20,9 +20,10 @@ def evaluate_run(
     step: int | None = None,
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
+    quantize: Quantization | None = None,
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
-    the text that the run held out.
+    the text that the run held out; with `quantize` as `jf.load` quantizes it.
 
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
@@ -32,7 +33,7 @@ def evaluate_run(
     """
     from jaxformer.loading import load, run_of
 
-    model = load(path, step)
+    model = load(path, step, quantize=quantize)
     run = _on_text(run_of(path), Path(path), validation, objective, cache_dir)
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
@@ -44,7 +45,7 @@ def evaluate_run(
 
         require_start(run.run.init_from, run.data.objective)
         batches = map(Reference(run.run.init_from, model.config, path), batches)
-    options = preference_options(run)
+    options = preference_options(run, corpus.task.name)
     evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus), options)
     return evaluate(model.params, batches)
 
@@ -62,6 +63,7 @@ def translate_run(
     validation: str = "",
     step: int | None = None,
     cache_dir: str | Path = "",
+    quantize: Quantization | None = None,
     **search: Any,
 ) -> Translations:
     """The pairs of `validation`, or those the run held out, each source translated by beam search.
@@ -79,7 +81,7 @@ def translate_run(
             f"{path} was trained with data.objective={objective}, but translation needs a model"
             " trained with seq2seq."
         )
-    model = load(path, step)
+    model = load(path, step, quantize=quantize)
     records = [piece.record for piece in corpus_of(run).validation_records()]
     if not records or model.tokenizer is None:
         raise _nothing_held_out(path)
@@ -117,5 +119,5 @@ def _on_text(
         named = dataclasses.replace(settings, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, named).fields)
         settings = dataclasses.replace(named, train=text, weights="", epochs="", length_warmup="")
-    tokenizer = dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path)))
+    tokenizer = dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path)), chat_template="")
     return dataclasses.replace(run, data=settings, tokenizer=tokenizer)

@@ -324,13 +324,13 @@ def test_settings_reach_the_loss_and_are_refused_where_it_has_none(models):
     for name in OBJECTIVES:
         assert value(name) == expected(name) == expected(name, beta=2.0 if name == "simpo" else 0.1)
         assert value(name, preference_beta=0.4) == expected(name, beta=0.4) != value(name)
-        with pytest.raises(jf.ConfigError, match=r"takes no z_loss: .* train\.z_loss at its"):
+        with pytest.raises(jf.ConfigError, match="takes no z_loss: leave it out"):
             value(name, z_loss=1e-4)
     assert value("simpo", preference_margin=0.0) == expected("simpo", margin=0.0) != value("simpo")
-    message = r"'dpo' takes no margin: .* train\.preference_margin at its default"
+    message = "'dpo' takes no margin: leave it out, and the setting"
     with pytest.raises(jf.ConfigError, match=message):
         value("dpo", preference_margin=0.0)
-    with pytest.raises(jf.ConfigError, match=r"'causal' takes no beta: .* train\.preference_beta"):
+    with pytest.raises(jf.ConfigError, match="'causal' takes no beta"):
         value("causal", preference_beta=0.1)
 
 

@@ -19,7 +19,10 @@ from jaxformer.training.signals import guarded, importing
 COMMANDS = {
     "train": ("CONFIG [--section.field VALUE ...]", "Train a model, or continue its run."),
     "plan": ("CONFIG [--device h100] [--devices 8]", "What a run needs and costs, before it runs."),
-    "sample": ('RUN [--prompt "..."]', "Generate text, or predict masked tokens, classes or tags."),
+    "sample": (
+        'RUN [--prompt "..."] [--chat]',
+        "Generate text, chat, predict tokens, classes or tags.",
+    ),
     "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),
     "convert": ("SOURCE TARGET [--verify]", "Convert a run to a Hugging Face model, or back."),
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),

@@ -16,6 +16,7 @@ from jaxformer.cli.arguments import StepArguments, parse
 from jaxformer.config import ConfigError
 from jaxformer.interop.hf_config import Dtype
 from jaxformer.report import human_count
+from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from jaxformer.loading import Loaded
@@ -30,8 +31,7 @@ WRITTEN_NAMES = (
     "model*.safetensors",
     "model.safetensors.index.json",
     "model.tmp",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    *TOKENIZER_FILES,
     "*.tmp",
 )
 SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}

@@ -26,8 +26,8 @@ METRIC_FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments(ModelArguments):
-    """Prints the loss of a model, with perplexity and bits per byte or with accuracy; with --beams
-    also the BLEU of its translations."""
+    """Prints the loss of a model, with perplexity and bits per byte or with accuracy; with
+    --quantize also that of the quantized model, and with --beams the BLEU of its translations."""
 
     validation: Annotated[str, tyro.conf.arg(name="data.validation")] = ""
     """Text to evaluate on, as data.validation takes it. If empty, the held-out text of the run."""
@@ -57,16 +57,17 @@ def run(arguments: Sequence[str]) -> int:
     if asked.beams:
         _translate(asked)
     place = (asked.path, asked.validation, asked.step)
-    found = evaluate_run(*place, asked.objective, cache_dir=asked.cache_dir)
-    print(told(found))
-    if math.isfinite(found["val_loss"]):
-        return 0
-    print(
-        f"not finite: the loss of {asked.path} is {found['val_loss']}; evaluate an earlier"
-        " checkpoint with --step.",
-        file=sys.stderr,
-    )
-    return 1
+    for kind in (None, asked.quantize) if asked.quantize else (None,):
+        found = evaluate_run(*place, asked.objective, asked.cache_dir, quantize=kind)
+        print(f"{kind or 'unquantized'}: {told(found)}" if asked.quantize else told(found))
+        if not math.isfinite(found["val_loss"]):
+            print(
+                f"not finite: the loss of {asked.path} is {found['val_loss']}; evaluate an earlier"
+                " checkpoint with --step.",
+                file=sys.stderr,
+            )
+            return 1
+    return 0
 
 
 def told(found: dict[str, float]) -> str:
@@ -88,7 +89,11 @@ def _translate(asked: EvaluateArguments) -> None:
     from jaxformer.run_evaluation import translate_run
 
     metric = bleu_metric()
-    search = {"beams": asked.beams, "length_penalty": asked.length_penalty}
+    search = {
+        "quantize": asked.quantize,
+        "beams": asked.beams,
+        "length_penalty": asked.length_penalty,
+    }
     made = translate_run(asked.path, asked.validation, asked.step, asked.cache_dir, **search)
     score = metric.corpus_score(made.outputs, [made.references]).score
     print(

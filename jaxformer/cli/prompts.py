@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model with all that a command needs to read a prompt."""
+    """A model with all that a command needs to read a prompt. `stops` are ids that end a text
+    beside those of the tokenizer."""
 
     path: Path
     params: dict[str, Any]
@@ -29,6 +30,11 @@ class Model:
     tokenizer: Tokenizer
     labels: tuple[str, ...]
     run: RunConfig
+    stops: tuple[int, ...] = ()
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([*self.tokenizer.end_tokens, *self.stops]))
 
 
 def open_model(asked: ModelArguments, pair: str) -> Model:
@@ -36,7 +42,7 @@ def open_model(asked: ModelArguments, pair: str) -> Model:
     a second text `pair`."""
     from jaxformer.loading import load, run_of
 
-    path, found = asked.path, load(asked.path, asked.step)
+    path, found = asked.path, load(asked.path, asked.step, quantize=asked.quantize)
     if found.tokenizer is None:
         raise without_tokenizer(path)
     if pair and found.config.family != "encoder":
@@ -95,7 +101,7 @@ def written(
     from jaxformer.generation.beam import beam_search
     from jaxformer.generation.decode import stream_tokens
 
-    rules |= {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    rules |= {"end_token": model.end_tokens, "vocab_size": model.tokenizer.vocab_size}
     if source:
         rules["source"] = [source]
     if beams:

@@ -36,6 +36,11 @@ class SampleArguments(ModelArguments):
 
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text to continue or to read. If not given, a decoder starts a new text."""
+    chat: bool = False
+    """Read the prompt as the turn of a user, in the chat template of the tokenizer, and write the
+    answer. Without --prompt, each line of standard input is a turn of one conversation."""
+    system: str = ""
+    """With --chat: the message of the system before the conversation."""
     pair: str = ""
     """Second text of an encoder that reads two."""
     max_new_tokens: int = 256
@@ -76,6 +81,15 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--seed {asked.seed} must be a whole number of 64 bits.")
     if asked.beyond == "slide":
         _require_slide(model, asked)
+    if asked.chat:
+        from jaxformer.cli.conversation import converse
+
+        converse(
+            model, asked.prompt, asked.system, lambda m, start: _print_growing(m, asked, start, [])
+        )
+        return 0
+    if asked.system:
+        raise ConfigError("--system is a message of a conversation: add --chat, or leave it out.")
     ANSWERS[head](model, asked)
     return 0
 
@@ -97,7 +111,7 @@ def _require_slide(model: Model, asked: SampleArguments) -> None:
 def _write(model: Model, asked: SampleArguments) -> None:
     """Prints the text that continues the prompt, or the target of the prompt as a source."""
     start, source = start_of(model, asked.prompt or "")
-    context, end = model.config.max_length, model.tokenizer.end_tokens
+    context = model.config.max_length
     if asked.prompt is None:
         start = start or [model.tokenizer.end_token]
     if source:
@@ -105,10 +119,20 @@ def _write(model: Model, asked: SampleArguments) -> None:
     else:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
     print("" if source else asked.prompt or "", end="")
+    _print_growing(model, asked, start, source)
+
+
+def _print_growing(
+    model: Model, asked: SampleArguments, start: list[int], source: list[int]
+) -> str:
+    """Prints what the model writes after `start` as it is made, and returns it."""
+    context, end = model.config.max_length, model.end_tokens
     pieces, made = itertools.tee(_pieces(model, asked, start, source))
     shown = printable if sys.stdout.isatty() else str  # a pipe or a file gets what is written
-    for text in _growing(functools.partial(text_of, model.tokenizer), start, pieces):
+    decode, texts = functools.partial(text_of, model.tokenizer), list[str]()
+    for text in _growing(decode, start, _until(end, pieces)):
         print(shown(text), end="", flush=True)
+        texts.append(text)
     print(flush=True)
     space, ended = context - len(start), not {*itertools.chain(*made)}.isdisjoint(end)
     if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
@@ -118,6 +142,16 @@ def _write(model: Model, asked: SampleArguments) -> None:
             f" after the prompt into the context of {context}{slide}.",
             file=sys.stderr,
         )
+    return "".join(texts)
+
+
+def _until(end: tuple[int, ...], pieces: Iterator[list[int]]) -> Iterator[list[int]]:
+    """The tokens before the first end token."""
+    for piece in pieces:
+        kept = [*itertools.takewhile(lambda token: token not in end, piece)]
+        yield kept
+        if len(kept) < len(piece):
+            return
 
 
 def _pieces(
@@ -140,7 +174,7 @@ def _pieces(
         return written(model, start, source, count, 0, key=key, **rules)
     from jaxformer.generation.slide import slide_tokens
 
-    rules |= {"end_token": model.tokenizer.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    rules |= {"end_token": model.end_tokens, "vocab_size": model.tokenizer.vocab_size}
     beginning = len(model.tokenizer.as_prompt([]))  # special tokens with which every text begins
     count = asked.max_new_tokens
     row = slide_tokens(

@@ -157,6 +157,10 @@ def tokenizer_of(
 ) -> Tokenizer:
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
     tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
+    if settings.chat_template:
+        from jaxformer.tokenizer.chat import set_chat_template
+
+        set_chat_template(tokenizer, settings.chat_template)
     check_fit(task, vocab_size, tokenizer, settings.path)
     return tokenizer
 
@@ -216,8 +220,8 @@ def _example_store(
     split: Split, task: Task, template: Template, folder: Path, log: Log
 ) -> ExampleStore:
     """The examples of a split, made or found."""
-    made_by = template.tokenizer.fingerprint()
-    directory = folder / fingerprint(FORMAT, split.identity(), made_by, task.name)
+    made_by = (template.tokenizer.fingerprint(), task.name, *template.recipe)
+    directory = folder / fingerprint(FORMAT, split.identity(), *made_by)
     began = time.perf_counter()
     found = ExampleStore.open(directory)
     if not found:

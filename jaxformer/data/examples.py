@@ -19,6 +19,7 @@ from jaxformer.config import ConfigError
 from jaxformer.data.directories import claimed
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD, Written, digest
 from jaxformer.data.sources import Piece
+from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import in_batches
 from jaxformer.files import read_object, replacing, write_text
@@ -31,6 +32,7 @@ Parts = tuple[Sequence[int], ...]
 
 # Names of labels and their numbers, in the order in which they are met.
 Labels = dict[str, int]
+# It may raise RecordError for a record that cannot be encoded.
 EncodeRecords = Callable[[list[Record], Labels], Iterable[Parts]]
 
 
@@ -125,7 +127,10 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
     tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
     size = documents = parts = 0
     for batch in in_batches(records, lambda piece: len(piece.text)):
-        examples = list(encode([piece.record for piece in batch], labels))
+        try:
+            examples = list(encode([piece.record for piece in batch], labels))
+        except RecordError as error:
+            raise ConfigError(f"{batch[error.index].place}{error}") from None
         sequences = list(itertools.chain.from_iterable(examples))
         tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
         lengths.append(np.fromiter(map(len, sequences), np.int64))

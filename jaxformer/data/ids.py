@@ -20,7 +20,7 @@ from jaxformer.data.shards import IdArray, Shard, digest_of_ids
 from jaxformer.data.sources import Source, fingerprint
 from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
 from jaxformer.data.sources.reading import SourceFile, unreadable
-from jaxformer.data.sources.records import Fields
+from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, write_file, write_index
@@ -62,7 +62,7 @@ def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
         files = find_id_files(spec, setting)
     except OSError as error:
         raise unreadable(f"{setting}: {spec}", error) from None
-    if len(fields) > 1:
+    if not is_text(fields):
         told = "holds token ids of text, and data.objective reads records: name their source"
         raise ConfigError(f"{setting}: {spec} {told}.")
     return IdFiles(setting, spec, files, fields)

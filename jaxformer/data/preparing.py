@@ -13,6 +13,7 @@ from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_o
 from jaxformer.data.ids import IdFiles
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD
 from jaxformer.data.sources import Source
+from jaxformer.data.sources.records import is_text
 from jaxformer.data.splits import Scan, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
@@ -159,7 +160,7 @@ def _require_sources(sources: Iterable[Source]) -> None:
 
 
 def _require_text(task: Task) -> None:
-    if len(task.fields) > 1:
+    if not is_text(task.fields):
         told = "reads records, which training encodes itself: jaxformer prepare tokenizes text"
         raise ConfigError(f"data.objective={task.name} {told}.")
 

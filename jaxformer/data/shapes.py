@@ -1,6 +1,7 @@
 """The names, shapes and dtypes of the arrays of a batch, without any data: those of one row that an
 objective's own code makes of invented text."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ from jaxformer.tokenizer import Tokenizer, byte_tokenizer
 VALUES: dict[Kind, Value] = {
     **dict.fromkeys(("text", "completion", "label"), "a"),
     **dict.fromkeys(("words", "tags"), ("a",)),
+    "messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]',
 }
+INVENTED_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class ArrayShape(NamedTuple):
@@ -42,6 +45,7 @@ def _rows(task: Task, data: DataConfig) -> Rows:
         # Enough for a row of any objective, of which some read several rows' worth.
         size = 4 * (task.format.length + task.format.source_length)
         return task.rows(_InventedText(size, tokenizer), data, task.format, tokenizer)
+    tokenizer.metadata = replace(tokenizer.metadata, template=INVENTED_CHAT)
     template = task.template(task.format, tokenizer)
     record: Record = tuple(VALUES[field.kind] for field in task.fields)
     (parts,) = template.encode([record], {})

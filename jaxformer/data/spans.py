@@ -11,11 +11,6 @@ from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import Tokenizer
 
 
-def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
-    """Names of the special tokens that `SpanRows` needs and a tokenizer lacks."""
-    return [] if tokenizer.sentinels() else ["<extra_id_0> and so on"]
-
-
 class SourceRows(TextRows):
     """Rows of a source, and the target that is made of it, in the tokenizer's format for an
     encoder-decoder."""

@@ -117,7 +117,7 @@ def _read(group: Source, log: Log) -> Scan:
     log(f"{group}: reading {len(group.files):,} new or changed file{'s' * (len(group.files) > 1)}")
     digest, progress = hashlib.blake2b(digest_size=16), ProgressNotes(log, work=f"{group}: read")
     documents, skipped = 0, Skipped()
-    for text, name, ends, fields in group.pieces(skipped):
+    for text, name, ends, fields, _ in group.pieces(skipped):
         raw = text.encode()
         digest.update(json.dumps(fields).encode() if fields else raw)
         progress.done += len(raw)

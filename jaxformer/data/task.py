@@ -25,6 +25,29 @@ def causal_rows(
     return CausalRows(store, data)
 
 
+def span_rows(
+    store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
+) -> Rows:
+    """Rows of which spans are hidden."""
+    from jaxformer.data.spans import SpanRows  # which a decoder does without
+
+    return SpanRows(store, data, row_format, tokenizer)
+
+
+def prefix_rows(
+    store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
+) -> Rows:
+    """Rows of a source and the text that continues it."""
+    from jaxformer.data.spans import PrefixRows
+
+    return PrefixRows(store, data, row_format, tokenizer)
+
+
+def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
+    """Names of the special tokens that hidden spans need and a tokenizer lacks."""
+    return [] if tokenizer.sentinels() else ["<extra_id_0> and so on"]
+
+
 def nothing_missing(tokenizer: Tokenizer) -> list[str]:
     """For rows that work with every tokenizer."""
     return []
@@ -33,7 +56,7 @@ def nothing_missing(tokenizer: Tokenizer) -> list[str]:
 class Task(NamedTuple):
     """An objective as the data package sees it, resolved for one run (`objectives.task_of`).
 
-    `fields` are those that are read of each record; one alone means text. `specials` are the
+    `fields` are those that are read of each record; a text alone means text. `specials` are the
     special tokens, beside the end token, of a tokenizer that is made for it. Records become rows by
     their `template`, text by `rows` where there is no template. `missing` gives the names of the
     special tokens that the rows need and a tokenizer lacks. `every_token` is true where each token

@@ -20,10 +20,12 @@ class Template(abc.ABC):
 
     `capacity` is how many tokens each stream of a row holds (a row has one, or a source and a
     target), `lengths` how long each array of a row is; a template whose arrays have other names
-    adds theirs. `cut_where` says where what does not fit is cut.
+    adds theirs. `recipe` is what its ids depend on beside the records and the tokenizer, and
+    `cut_where` says where what does not fit is cut.
     """
 
     packs, cut_where = True, "at the end"
+    recipe: tuple[str, ...] = ()
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.end = tokenizer, tokenizer.end_token

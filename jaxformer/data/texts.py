@@ -15,7 +15,7 @@ from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD, missing_of
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
-from jaxformer.data.sources.records import Fields
+from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, file_groups, scan, scan_group
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
@@ -103,7 +103,7 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
             f"{setting}: {folder / MANIFEST} is not what `jaxformer prepare --output` of this"
             f" version writes ({error}): prepare the text again."
         ) from None
-    if len(fields) > 1:
+    if not is_text(fields):
         told = "holds tokens of text, and data.objective reads records: name their source"
         raise ConfigError(f"{setting}: {folder} {told}.")
     return [

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.checkpoint_reading import flat_leaves
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config import ConfigError, ModelConfig, Quantization
 from jaxformer.files import first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
@@ -24,6 +24,7 @@ from jaxformer.interop.safetensors import TensorFiles
 from jaxformer.interop.shards import write_tensors
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.mesh import parameter_sharding
+from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows
 from jaxformer.report.format import human_count
@@ -48,10 +49,14 @@ def pretrained_config(directory: Path) -> ModelConfig:
 
 
 def load_pretrained(
-    directory: Path, mesh: Mesh | None = None, dtype: str = "float32"
+    directory: Path,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    quantize: Quantization | None = None,
 ) -> Pretrained:
     """The model of a directory, leaf by leaf to its place on `mesh` (or this machine's first
-    device), as `dtype`.
+    device), as `dtype`; with `quantize` each matrix of the blocks is quantized before the next leaf
+    is read (see `jf.quantize`).
 
     The host holds one leaf at a time. Raises ConfigError for an architecture or an option that is
     not supported, and for tensors that do not fit config.json, each by its name and file.
@@ -67,12 +72,15 @@ def load_pretrained(
     part = leaf_reader(plan, _checked_names(family, config, plan, files), files.read)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    def leaf(path: str, spec: Spec) -> jax.Array:
+    def leaf(path: str, spec: Spec) -> Any:
         place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
         made = jax.make_array_from_callback(
             spec.shape, place, lambda index: part(path, index or (), jnp.dtype(dtype))
         )
-        return made.block_until_ready()  # the host holds the leaf until it is on its device
+        made.block_until_ready()  # the host holds the leaf until it is on its device
+        if quantize is None or not is_quantized(spec):
+            return made
+        return jax.block_until_ready(quantized_leaf(path, made, spec, quantize))
 
     return Pretrained(map_specs(leaf, model_specs(config)), config, labels)
 

@@ -18,6 +18,7 @@ from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.params import Specs
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, Step, make_step
@@ -54,7 +55,7 @@ def abstract_run(
     check_batch_size(places, run.train.batch_size, run.train.microbatches)
     batch = abstract_batch(run, mesh, packed)
     run, _ = with_kernel(run, assumed_segments(run, batch), mesh)
-    specs = model_specs(run.model)
+    specs = run_specs(run)
     schedule = make_schedule(run.optimizer, run.train.steps)
     optimizer = make_optimizer(run.optimizer, schedule, specs)
     step = step_of(run, task_of(run.model, run.data).name, optimizer, schedule)
@@ -74,24 +75,44 @@ def step_of(
         microbatches=run.train.microbatches,
         seed=run.run.seed,
         schedules={"learning_rate": schedule},
-        rowwise=OBJECTIVES[objective].rowwise and not run.model.dropout,
+        rowwise=is_rowwise(run, objective),
     )
+
+
+def is_rowwise(run: RunConfig, objective: str) -> bool:
+    """Whether the loss of a run is a sum over rows that do not read each other, nor its key."""
+    return OBJECTIVES[objective].rowwise and not run.model.dropout and not run.adapter.dropout
+
+
+def run_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
+    """The table of parameters of a run: with an adapter, that of the adapted model, in which only
+    it is trainable, and the branches named in `learned`."""
+    if run.adapter.kind == "none":
+        return model_specs(run.model)
+    from jaxformer.models.adapt import adapted_table
+
+    return adapted_table(run.model, run.adapter, learned)
 
 
 def run_loss(run: RunConfig, objective: str) -> Loss:
     """The loss that a run minimizes."""
     extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
     given = {name: value for name, value in extras.items() if value}
-    return loss_of(objective, run.model, **given, **preference_options(run))
+    return loss_of(objective, run.model, **given, **preference_options(run, objective))
 
 
-def preference_options(run: RunConfig) -> dict[str, Any]:
-    """The options of the loss of preferences that a run does not leave at their defaults."""
+def preference_options(run: RunConfig, objective: str) -> dict[str, Any]:
+    """The options of the loss of preferences that a run does not leave at their defaults. With an
+    adapter the reference is the model below it."""
     train, found = run.train, dict[str, Any]()
     if train.preference_beta:
         found["beta"] = train.preference_beta
     if train.preference_margin != TrainConfig.preference_margin:
         found["margin"] = train.preference_margin
+    if OBJECTIVES[objective].reference and run.adapter.kind != "none":
+        from jaxformer.adapters.lora import without_adapters
+
+        found["reference_of"] = without_adapters
     return found
 
 
@@ -129,8 +150,10 @@ def with_reference(batch: dict[str, Any], run: RunConfig, mesh: Mesh) -> dict[st
 
 
 def compares_with_start(run: RunConfig) -> bool:
-    """Whether the objective of a run compares the model with the one that it starts from."""
-    return OBJECTIVES[objective_of(run.model, run.data)].reference
+    """Whether the objective of a run compares the model with the one that it starts from, which
+    has to be kept because the run trains all of it."""
+    objective = OBJECTIVES[objective_of(run.model, run.data)]
+    return objective.reference and run.adapter.kind == "none"
 
 
 def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:

@@ -54,7 +54,9 @@ class Bound(NamedTuple):
 def products(planned: PlannedRun) -> Products:
     """The FLOPs of a step."""
     model, tokens = planned.model, planned.tokens_per_step
-    per_token = flops_per_token(model, planned.length, planned.source_length, planned.has_reference)
+    per_token = flops_per_token(
+        model, planned.length, planned.source_length, planned.specs, planned.objective.reference
+    )
     repeated = repeated_flops(planned)
     fused = model.attention_kernel not in ("auto", "xla")
     skipped = causal_flops(planned) * (1 - visible_fraction(planned)) if fused else 0.0

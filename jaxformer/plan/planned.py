@@ -13,14 +13,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.hardware import Device, device_named
 from jaxformer.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
-from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import OBJECTIVES, objective_of
+from jaxformer.objectives import OBJECTIVES, Objective, objective_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
 from jaxformer.plan.abstract import (
     abstract_batch,
     assumed_segments,
     compares_with_start,
+    run_specs,
     with_kernel,
 )
 from jaxformer.settings import ConfigError
@@ -65,10 +65,13 @@ class PlannedRun:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
+    def objective(self) -> Objective:
+        return OBJECTIVES[objective_of(self.model, self.run.data)]
+
+    @property
     def sequences(self) -> int:
         """Sequences of the model in a step: a row of the batch is one, or the two of a pair."""
-        objective = OBJECTIVES[objective_of(self.model, self.run.data)]
-        return self.run.train.batch_size * objective.sequences
+        return self.run.train.batch_size * self.objective.sequences
 
     @property
     def of_pairs(self) -> bool:
@@ -158,7 +161,7 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
 
 
 def _specs_and_optimizer(run: RunConfig) -> tuple[Specs, optax.GradientTransformation]:
-    specs = model_specs(run.model)
+    specs = run_specs(run)
     schedule = make_schedule(run.optimizer, run.train.steps)
     return specs, make_optimizer(run.optimizer, schedule, specs)
 

@@ -18,6 +18,7 @@ EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}  # by head, for the command t
 def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
     """Plots the losses of a run, and returns what is printed at its end."""
     run, bits = setup.run.run, last.get("val_bits_per_byte")
+    chat = " --chat" * bool(setup.run.data.messages_field)
     prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
     end = closing(
         seconds=seconds,
@@ -27,7 +28,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
         sample=_sample(setup, params),
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
-        next_command=f'jaxformer sample {run.dir} --prompt "{prompt}"',
+        next_command=f'jaxformer sample {run.dir}{chat} --prompt "{prompt}"',
     )
     several = jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language"
     alone = ["There is no sample, which one process alone would write: see the command above."]

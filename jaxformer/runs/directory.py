@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxformer.config_file import differences, read_config
 from jaxformer.config_json import to_json
 from jaxformer.files import read_object, write_text
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 LOCK = ".lock"
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
@@ -114,20 +115,26 @@ def check_config(run: RunConfig) -> None:
 
 
 def check_data(
-    run: RunConfig, tokenizer: Tokenizer, texts: dict[str, str], labels: tuple[str, ...]
+    run: RunConfig,
+    tokenizer: Tokenizer,
+    texts: dict[str, str],
+    labels: tuple[str, ...],
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What data.json holds: the fingerprints of tokenizer and text, and the id of the run, which
     one that is begun now gets.
 
-    `texts` maps each split to its fingerprint; `labels` are the names of its classes, if any.
+    `texts` maps each split to its fingerprint; `labels` are the names of its classes, if any;
+    `base` is what is to be known of the model below an adapter, which was compared before.
     Raises ConfigError if the text or the tokenizer has changed since the run was begun.
     """
     path, named = Path(run.run.dir) / "data.json", {"labels": list(labels)} if labels else {}
     now: dict[str, Any] = {"tokenizer": tokenizer.fingerprint(), **texts, **named}
     before = read_object(path) if path.is_file() else now
-    identity = {"run_id": before.get("run_id") or uuid.uuid4().hex}
+    own = {"run_id": before.get("run_id") or uuid.uuid4().hex}
+    own |= {name: before.get(name, value) for name, value in (base or {}).items()}
     changed = [
-        name for name in {**before, **now} if before.get(name) != now.get(name) and name != "run_id"
+        name for name in {**before, **now} if before.get(name) != now.get(name) and name not in own
     ]
     if changed:
         raise ConfigError(
@@ -136,7 +143,7 @@ def check_data(
             " another run.dir."
         )
     check_config(run)
-    return now | identity
+    return now | own
 
 
 def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
@@ -167,6 +174,5 @@ def release(run: RunConfig) -> None:
     if jax.process_index():
         return
     folder = Path(run.run.dir)
-    written = ("config.json", "data.json", "tokenizer.json", "tokenizer_config.json")
-    for name in (*written, "reference.json"):
+    for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)

@@ -22,7 +22,8 @@ from jaxformer.runs.directory import check_config
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.run import compile_step
-from jaxformer.runs.setup import RunSetup, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.runs.states import first_state
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")

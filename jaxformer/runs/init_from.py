@@ -3,15 +3,15 @@ be new."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.checkpoint_reading import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
+from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, rows
+from jaxformer.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
 
 HEADS = ("head", "pooler", "next_sentence")
@@ -75,26 +75,35 @@ def _apart(wanted: LeafShapes, found: LeafShapes) -> list[str]:
     return [path for path in {**wanted, **found} if wanted.get(path) != found.get(path)]
 
 
-def warm_start(
-    run: RunConfig, params: Params, mesh: Mesh | None = None, labels: tuple[str, ...] = ()
-) -> tuple[Params, str]:
-    """`params` with the leaves of `run.init_from` that fit, and a sentence about those that are
-    new.
+class WarmStart(NamedTuple):
+    """Parameters on their mesh, and the paths of those that the model of run.init_from has not."""
 
-    A head of classes is used only if its labels are those of the data, in their order. Raises
-    ConfigError if a leaf outside of the heads does not fit.
+    params: Params
+    new: list[str]
+
+    def sentence(self, base: str) -> str:
+        kept = len(jax.tree.leaves(self.params)) - len(self.new)
+        return f"{kept} tensors are those of {base}; new: {', '.join(self.new) or 'none'}."
+
+
+def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> WarmStart:
+    """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
+    seed, for its heads that are others.
+
+    An adapter there is merged first. A head of classes is used only if its labels are those of the
+    data, in their order. Raises ConfigError if a leaf outside of the heads does not fit.
     """
-    from jaxformer.loading import load
+    from jaxformer.loading import load_base
+    from jaxformer.models.adapt import quantization_of
 
-    old = load(run.run.init_from, mesh=mesh)
-    found, wanted = flat_leaves(old.params), flat_leaves(params)
-    other_head = old.config.output != run.model.output or (old.labels and old.labels != labels)
-    leaves, new = dict(wanted), list[str]()
-    for path, leaf in wanted.items():
+    base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
+    table, found = model_specs(run.model), _leaves(base.params)
+    wanted = rows(table)
+    other_head = base.config.output != run.model.output or (base.labels and base.labels != labels)
+    new = list[str]()
+    for path, spec in wanted.items():
         renewed = other_head and path.partition(".")[0] == "head"
-        if path in found and found[path].shape == leaf.shape and not renewed:
-            leaves[path] = jax.device_put(found[path], leaf.sharding)
-        else:
+        if path not in found or found[path].shape != spec.shape or renewed:
             new.append(path)
     without_place = [*new, *(path for path in found if path not in wanted)]
     if lost := [path for path in without_place if path.partition(".")[0] not in HEADS]:
@@ -102,9 +111,26 @@ def warm_start(
             f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
             f" {', '.join(lost)}."
         )
-    made: Any = jax.tree.unflatten(jax.tree.structure(params), list(leaves.values()))
-    kept = len(wanted) - len(new)
-    return (
-        made,
-        f"{kept} tensors are those of {run.run.init_from}; new: {', '.join(new) or 'none'}.",
-    )
+    drawn = {}
+    if new:
+        places = {path: _place(wanted[path], mesh) for path in new}
+        table_of_new, key = {path: wanted[path] for path in new}, jax.random.key(run.run.seed)
+        drawn = jax.jit(lambda: init_params(table_of_new, key), out_shardings=places)()
+
+    def leaf(path: str, spec: Spec) -> Any:
+        own = drawn.get(path, found.get(path))
+        return own if is_custom(own) else jax.device_put(own, _place(spec, mesh))
+
+    return WarmStart(map_specs(leaf, table), new)
+
+
+def _leaves(params: Params) -> dict[str, Any]:
+    """The leaves by their dotted paths, a quantized one as one."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_custom)
+    return {dotted(path): leaf for path, leaf in leaves}
+
+
+def _place(spec: Spec, mesh: Mesh | None) -> Any:
+    if mesh is None:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return parameter_sharding(mesh, spec.shape, spec.axes)

@@ -30,7 +30,7 @@ EXPECTED = (ConfigError, LostProcess, Diverged, OutOfMemory, SystemExit)
 # Settings that may differ between the processes of a run, which compare the texts themselves.
 OF_A_PROCESS = {
     *("run.progress", "run.compilation_cache", "data.cache_dir", "data.prefetch"),
-    *("data.train", "data.validation", "tokenizer.path"),
+    *("data.train", "data.validation", "tokenizer.path", "tokenizer.chat_template"),
 }
 
 _joined: "list[RollCall]" = []  # that of this process, if it has joined others

@@ -21,13 +21,13 @@ from jaxformer.logit_loss import gathered
 from jaxformer.mesh import place_batch
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
-from jaxformer.objectives import OBJECTIVES
 from jaxformer.params import Params, Specs, rows
-from jaxformer.plan.abstract import run_loss
+from jaxformer.plan.abstract import is_rowwise, run_loss
 from jaxformer.report import read_metrics
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.run import compile_step
-from jaxformer.runs.setup import RunSetup, batches_of, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, batches_of, make_setup
+from jaxformer.runs.states import first_state, unsaved, with_base_of
 from jaxformer.settings import Log
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, gradients
@@ -121,16 +121,18 @@ def replay(
 def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     """The newest state of the run from before a step: from a checkpoint, or the first one."""
     folder = Path(setup.run.run.dir).absolute()
-    target = setup.target
+    given, left = flat_leaves(with_base_of(setup, setup.target)), set(unsaved(setup))
+    wanted = {path: leaf for path, leaf in given.items() if path not in left}
     for saved in reversed([number for number in saved_steps(folder) if number < step]):
         try:
             leaves = read_checkpoint(
-                folder / "checkpoints", saved, flat_leaves(target), run=setup.identity, log=log
+                folder / "checkpoints", saved, wanted, run=setup.identity, log=log
             )
         except Damaged as error:
             log(f"The checkpoint of step {saved} cannot be read; an earlier one is used: {error}")
             continue
-        state: TrainState = jax.tree.unflatten(jax.tree.structure(target), leaves.values())
+        whole = (given | leaves).values()
+        state: TrainState = jax.tree.unflatten(jax.tree.structure(setup.target), whole)
         return state
     return first_state(setup, log)
 
@@ -145,7 +147,7 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
     The gradient is the one before it is clipped."""
     run, objective = setup.run, setup.corpus.task.name
     loss, pieces = run_loss(run, objective), run.train.microbatches
-    rowwise = OBJECTIVES[objective].rowwise and not run.model.dropout
+    rowwise = is_rowwise(run, objective)
     layered = _layered(setup.specs)
 
     def norms_of(state: TrainState, batch: Batch) -> dict[str, jax.Array]:

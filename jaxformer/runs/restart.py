@@ -6,10 +6,11 @@ from jaxformer.config_file import read_config
 from jaxformer.report import read_metrics
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
-    *("config.json", "data.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl"),
+    *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl"),
     *(ROLLBACKS, "reference.json", "checkpoints", "loss.png", "profile", "tensorboard"),
 )
 

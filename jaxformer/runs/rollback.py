@@ -15,7 +15,8 @@ from jaxformer.data.rows import NumpyBatch
 from jaxformer.files import read_object, write_text
 from jaxformer.processes import require_same, together
 from jaxformer.runs.directory import ROLLBACKS
-from jaxformer.runs.setup import RunSetup, first_state
+from jaxformer.runs.setup import RunSetup
+from jaxformer.runs.states import first_state, restored
 from jaxformer.settings import ConfigError, Log
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState
@@ -83,7 +84,7 @@ def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     # Before it is written, and after the last save.
     require_same({ROLLBACKS: str(rollbacks), "checkpoints": str(checkpoints.steps())})
     jax.tree.map(lambda leaf: leaf.delete(), error.state)
-    state = checkpoints.restore(setup.target, log)
+    state = restored(setup, checkpoints, log)
     if state is None:
         state = first_state(setup, log)
     at, bad = int(state.step), error.step - 1  # counted from 0

@@ -23,7 +23,8 @@ from jaxformer.report.format import escaped
 from jaxformer.runs.directory import claim, is_begun, lock, release
 from jaxformer.runs.metric_logger import MetricLogger, logged_before
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.setup import RunSetup, batches_of, checkpoints_of, first_state, make_setup
+from jaxformer.runs.setup import RunSetup, batches_of, make_setup
+from jaxformer.runs.states import checkpoints_of, first_state, restored
 from jaxformer.runs.step_by_length import Programs, StepByLength, traced
 from jaxformer.runs.summary import summary
 from jaxformer.settings import Log
@@ -148,7 +149,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
         # The newest checkpoint may prove unreadable, so compilation starts from the oldest.
         programs = compile_from(saved[0]) if saved[-1] < run.train.steps else None
         with memory_of("reading the newest checkpoint"):
-            state = checkpoints.restore(setup.target, log)
+            state = restored(setup, checkpoints, log)
         if state is None:
             state = first_state(setup, log)
         elif int(state.step) < run.train.steps:
@@ -230,8 +231,9 @@ def _fit(
     signal cut it short, is made first."""
     settings, heldout = setup.run.train, setup.heldout
     token_bytes = bytes_of_targets(setup.corpus)
-    options = preference_options(setup.run)
-    evaluation = make_evaluation(setup.corpus.task.name, setup.run.model, token_bytes, options)
+    objective = setup.corpus.task.name
+    options = preference_options(setup.run, objective)
+    evaluation = make_evaluation(objective, setup.run.model, token_bytes, options)
     batches = batches_of(setup)
     if setup.reference:
         batches = setup.reference.scored(batches)

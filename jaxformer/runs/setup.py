@@ -13,7 +13,6 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
@@ -28,17 +27,21 @@ from jaxformer.mesh import (
 )
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
-from jaxformer.models.transformer import specs as model_specs
 from jaxformer.objectives import OBJECTIVES
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
-from jaxformer.plan.abstract import compares_with_start, step_of, with_kernel, with_rows_of
+from jaxformer.plan.abstract import (
+    compares_with_start,
+    run_specs,
+    step_of,
+    with_kernel,
+    with_rows_of,
+)
 from jaxformer.report import human_bytes
 from jaxformer.runs.directory import ROLLBACKS, check_data
-from jaxformer.runs.out_of_memory import memory_of
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
-from jaxformer.training.state import TrainState, abstract_state, init_state
+from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class RunSetup:
     `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
     a device, None if it is unknown. `undivided` are the lines of `check_split`.
     `asked` is the run before automatic choices, and `record` a fingerprint of its data: what
-    config.json and data.json hold.
+    config.json and data.json hold. `base` is the model below an adapter (`runs.adapter.Base`).
     """
 
     run: RunConfig
@@ -70,6 +73,7 @@ class RunSetup:
     undivided: list[str]
     asked: RunConfig
     record: dict[str, Any]
+    base: Any = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,8 +93,12 @@ class RunSetup:
     @functools.cached_property
     def flops_per_token(self) -> dict[int, int]:
         """By the length of the rows."""
-        source, compared = self.run.data.source_length, self.reference is not None
-        return {n: flops_per_token(run.model, n, source, compared) for n, run in self.runs.items()}
+        source = self.run.data.source_length
+        compared = OBJECTIVES[self.corpus.task.name].reference
+        return {
+            n: flops_per_token(run.model, n, source, self.specs, compared)
+            for n, run in self.runs.items()
+        }
 
     def length(self, step: int) -> int:
         """Tokens of a row in the batch of a step, counted from 0."""
@@ -115,7 +123,8 @@ class RunSetup:
     @property
     def identity(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the run that saved it."""
-        own = {name: value for name, value in self.record.items() if name != "labels"}
+        shown = ("labels", "base_path")  # which may change, or follow from what may not
+        own = {name: value for name, value in self.record.items() if name not in shown}
         return own | {"seed": self.run.run.seed}
 
     def placed(self, batch: Any) -> Any:
@@ -154,7 +163,12 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if corpus.validation:
         texts["validation"] = corpus.validation
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
-    specs = model_specs(run.model)
+    base = None
+    if run.adapter.kind != "none":
+        from jaxformer.runs.adapter import read_base
+
+        base = read_base(run, mesh, corpus.labels)
+    specs = run_specs(run, base.learned if base else ())
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
     packed = "segment_ids" in batches[0]
@@ -163,6 +177,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
     fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
+    if run.data.messages_field:
+        from jaxformer.tokenizer.chat import ChatTemplate
+
+        fingerprints["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
     return RunSetup(
         run=runs[run.data.sequence_length],
         runs=runs,
@@ -177,7 +195,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         kernels={length: reason for length, (_, reason) in chosen.items()},
         undivided=split,
         asked=run,
-        record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels),
+        record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels, base and base.record),
+        base=base,
     )
 
 
@@ -188,41 +207,6 @@ def batches_of(setup: RunSetup) -> Any:
     from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks
 
     return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
-
-
-def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
-    """The checkpoints of a run, which refuse those of another one. Says how the schedule of a run
-    that continues from them has changed; raises ConfigError where it would jump unasked."""
-    train = setup.run.train
-    checkpoints = Checkpoints(
-        setup.run.run.dir,
-        train.keep_checkpoints,
-        train.checkpoint_every,
-        keep_every=train.keep_every,
-        keep_best=train.keep_best,
-        run=setup.identity,
-    )
-    if steps := checkpoints.steps():
-        from jaxformer.runs.planned import check_schedule
-
-        check_schedule(setup.run, steps[-1], log)
-    return checkpoints
-
-
-def first_state(setup: RunSetup, log: Log) -> TrainState:
-    """The state before the first step: drawn from the seed, or with run.init_from the parameters
-    of that model."""
-    run = setup.run
-    with memory_of("the initial state"):
-        state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=run.run.seed)
-        jax.block_until_ready(state)
-    if run.run.init_from:
-        from jaxformer.runs.init_from import warm_start
-
-        params, sentence = warm_start(run, state.params, setup.mesh, setup.corpus.labels)
-        state = state.replace(params=params)  # type: ignore[attr-defined]
-        log(sentence)
-    return state
 
 
 def published_peak(run: RunConfig, mesh: Mesh) -> float | None:

@@ -1,4 +1,5 @@
 from .bpe import train_bpe
+from .chat import ChatTemplate, set_chat_template
 from .files import END_OF_TEXT, MARKS, SENTINELS
 from .make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 from .tokenizer import Tokenizer
@@ -7,9 +8,11 @@ __all__ = [
     "END_OF_TEXT",
     "MARKS",
     "SENTINELS",
+    "ChatTemplate",
     "Tokenizer",
     "byte_tokenizer",
     "character_tokenizer",
+    "set_chat_template",
     "train_bpe",
     "train_bpe_tokenizer",
 ]

@@ -90,14 +90,14 @@ class Encoder:
                     return pool.map(encode, texts)
             return self._slow(texts, named)
         except Exception as error:  # the libraries raise nothing narrower
-            raise self._unencodable(texts, error) from None
+            raise self.unencodable(texts, error) from None
 
     def _slow(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
         backend = self.marking if named else self._backend
         encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
+    def unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
         characters = sorted({*"".join(texts)})
         if half := next((char for char in characters if "\ud800" <= char <= "\udfff"), None):
             return ConfigError(

@@ -19,6 +19,7 @@ ADDED_FILE = "added_tokens.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 IDS_FILE = "generation_config.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, IDS_FILE)  # that `save` writes
 # Files of tokenizers that have no tokenizer.json.
 OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.spm", "tekken.json")
 
@@ -54,7 +55,8 @@ class TokenizerMetadata:
 
     `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for,
     `ids` those of roles that a model's own files give by number, and `ends` all ids that these give
-    for tokens that end a text; `template` is the text of chat_template.jinja.
+    for tokens that end a text; `template` is the text of chat_template.jinja, `template_name` its
+    path, or what else names it in messages.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class TokenizerMetadata:
     ids: dict[str, int] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
     template: str | None = None
+    template_name: str = TEMPLATE_FILE
 
     @classmethod
     def read(cls, folder: Path, backend: "tokenizers.Tokenizer") -> "TokenizerMetadata":
@@ -86,14 +89,10 @@ class TokenizerMetadata:
         ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
             ids |= _ids(backend, read_optional(folder / name), folder / name)
-        template = folder / TEMPLATE_FILE
-        return cls(
-            settings,
-            named,
-            ids={role: several[0] for role, several in ids.items()},
-            ends=tuple(ids.get("eos", ())),
-            template=read_text(template) if template.exists() else None,
-        )
+        first = {role: several[0] for role, several in ids.items()}
+        file = folder / TEMPLATE_FILE
+        template = read_text(file) if file.exists() else None
+        return cls(settings, named, first, tuple(ids.get("eos", ())), template, str(file))
 
     def write(
         self,

@@ -57,14 +57,14 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend, self._origin, self._reads_names = backend, origin, special_tokens
-        self._metadata = metadata or TokenizerMetadata()
-        split_names = bool(self._metadata.settings.get("split_special_tokens"))
-        self._encoder = Encoder(backend, split_names, origin)
-        self._cleans = self._metadata.cleans(backend)
+        self._backend, self.origin, self._reads_names = backend, origin, special_tokens
+        self.metadata = metadata or TokenizerMetadata()
+        split_names = bool(self.metadata.settings.get("split_special_tokens"))
+        self.encoder = Encoder(backend, split_names, origin)
+        self._cleans = self.metadata.cleans(backend)
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._guessed = guessed_roles(self._vocab)
-        self._roles = self._guessed | self._metadata.ids | self._metadata.named
+        self._roles = self._guessed | self.metadata.ids | self.metadata.named
         self.forced_token: int | None = self._roles.get("forced")
         self.vocab_size: int = max(self._vocab.values()) + 1
 
@@ -77,14 +77,14 @@ class Tokenizer:
     def end_token(self) -> int:
         if "eos" not in self._roles:
             raise ConfigError(
-                f"{self._origin} has no token that ends a document: add one of"
+                f"{self.origin} has no token that ends a document: add one of"
                 f" {', '.join(ROLES['eos'])} to its special tokens, or take another tokenizer."
             )
         return self._roles["eos"]
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys([self.end_token, *self._metadata.ends]))
+        return tuple(dict.fromkeys([self.end_token, *self.metadata.ends]))
 
     @property
     def start_token(self) -> int:
@@ -145,10 +145,10 @@ class Tokenizer:
             added = self._backend.get_added_tokens_decoder()
             known = [role for role in ROLES if self._roles.get(role) in added]
             names = {role: added[self._roles[role]].content for role in known}
-            told = self._guessed | self._metadata.named
+            told = self._guessed | self.metadata.named
             told |= {"start": told["eos"]} if "eos" in told else {}
             ids = {key: token for key, token in self.ids().items() if token != told.get(IDS[key])}
-            self._metadata.write(file.parent, names, ids, max_length)
+            self.metadata.write(file.parent, names, ids, max_length)
         write_text(file, self._backend.to_str(pretty=True))
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
@@ -166,12 +166,12 @@ class Tokenizer:
         """Token ids of each text, as `encode` gives them, computed on all cores."""
         named = self._reads_names if special_tokens is None else special_tokens
         before, after = self._template if named else ([], [])
-        rows = map(_as_list, self._encoder.rows(texts, named))
+        rows = map(_as_list, self.encoder.rows(texts, named))
         return [[*before, *row, *after] for row in rows] if before or after else [*rows]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text as plain text, uint32, computed on all cores."""
-        return [np.asarray(row, np.uint32) for row in self._encoder.rows(texts, False)]
+        return [np.asarray(row, np.uint32) for row in self.encoder.rows(texts, False)]
 
     def encode_iterable(
         self, iterable: Iterable[str], special_tokens: bool | None = None
@@ -183,7 +183,7 @@ class Tokenizer:
         """
         named = self._reads_names if special_tokens is None else special_tokens
         yield from self.prefix if named else ()
-        for row in self._encoder.stream(iterable, named):
+        for row in self.encoder.stream(iterable, named):
             yield from _as_list(row)
         yield from self.suffix if named else ()
 
@@ -211,7 +211,7 @@ class Tokenizer:
             return [], []
         # Any text that can surely be encoded: what is marked as special around it is the template.
         name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else "a"
-        found = self._encoder.marking.encode(name)
+        found = self.encoder.marking.encode(name)
         places = [place for place, added in enumerate(found.special_tokens_mask) if not added]
         return found.ids[: places[0]], found.ids[places[-1] + 1 :]
 
@@ -240,7 +240,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _spelling(self) -> Spelling:
-        return Spelling.of(self._encoder.spec())
+        return Spelling.of(self.encoder.spec())
 
     def special(self, role: str) -> int | None:
         """The id of the token with a role of `ROLES` (bos, eos, pad, unk, cls, sep, mask); None
@@ -286,7 +286,7 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """A digest that is the same for tokenizers that agree in all that training depends on."""
-        settings = json.dumps(self._encoder.spec(), sort_keys=True)
+        settings = json.dumps(self.encoder.spec(), sort_keys=True)
         end, guess = self._roles.get("eos"), self._guessed.get("eos")
         ends = [end, self._roles.get("start", end), self.forced_token]
         said = "" if ends == [guess, guess, None] else json.dumps(ends)

@@ -16,8 +16,8 @@ from jaxformer.settings import ConfigError
 from jaxformer.sharding import platform
 
 # Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the
-# leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: those
-# whose `Spec` says so, and all without specs.
+# leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: all
+# but those whose `Spec`, or whose custom leaf, has `trainable` False.
 Trainable = Any
 
 
@@ -75,6 +75,20 @@ def init_state(
     return program(given)  # type: ignore[no-any-return]
 
 
+def state_of(
+    params: Params, optimizer: optax.GradientTransformation, target: TrainState
+) -> TrainState:
+    """The state before the first step of params that are in their places, which are not copied: a
+    step takes them. `target` is the state as shapes and shardings."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, (target.step, target.optimizer))
+
+    def start(params: Params) -> Any:
+        return jnp.int32(0), optimizer.init(learning(params, target.frozen))
+
+    step, moments = jax.jit(start, out_shardings=places)(params)
+    return TrainState(step, params, moments, target.frozen)
+
+
 def abstract_state(
     tree: Any,
     optimizer: optax.GradientTransformation,
@@ -99,7 +113,13 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
     """The dotted paths of the leaves that do not learn, in the order of the tree."""
     leaves = jax.tree.leaves_with_path(tree)
     if trainable is None:
-        return tuple(dotted(path) for path, leaf in leaves if not getattr(leaf, "trainable", True))
+        nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_frozen)
+        return tuple(
+            dotted(path + inside)
+            for path, node in nodes
+            if _is_frozen(node)
+            for inside, _ in jax.tree.leaves_with_path(node)
+        )
     if callable(trainable):
         return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
 
@@ -114,6 +134,11 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
             f" which one bool may stand for a whole branch, or a function of (path, leaf). {error}"
         ) from error
     return tuple(dotted(path) for (path, _), keep in zip(leaves, kept, strict=True) if not keep)
+
+
+def _is_frozen(node: Any) -> bool:
+    """Whether a row, or a custom leaf with all its parts, says that it does not learn."""
+    return not getattr(node, "trainable", True)
 
 
 def learning(params: Params, frozen: tuple[str, ...]) -> Params:

@@ -34,7 +34,7 @@ def _rows(
     names, number = list(dict.fromkeys(field.name for field in fields)), 0
     with _arrow_errors(path):
         for batch in batches(path, fields):
-            for row in zip(*(_values(batch.column(name)) for name in names), strict=True):
+            for row in zip(*(_values(batch.column(n), f"{path}, {n}") for n in names), strict=True):
                 number += 1
                 where = f"{path}, row {number}"
                 given = [isinstance(value, bytes) for value in row]
@@ -46,11 +46,17 @@ def _rows(
                     yield number, zip(names, values, strict=True)
 
 
-def _values(column: "pyarrow.Array") -> list[Any]:
+def _values(column: "pyarrow.Array", where: str) -> list[Any]:
     """The values of a column; as bytes where one of its texts is not UTF-8."""
+    import pyarrow
+
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
+        if pyarrow.types.is_nested(column.type):  # of messages, which no policy repairs
+            raise ConfigError(
+                f"{where} is not UTF-8 text ({error}): write the file again."
+            ) from None
         return column.cast("large_binary").to_pylist()
 
 

@@ -42,19 +42,21 @@ class Skipped(dict[str, tuple[int, str]]):
 
 class RecordError(Exception):
     """A record that cannot be used: the reason it is counted by, and the message, which follows
-    the place."""
+    the place; `index` is that of the record among those that are encoded together."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, index: int = 0) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.index = reason, index
 
 
-@dataclass(frozen=True)
+@dataclass
 class ErrorHandler:
-    """Applies an error policy during one reading of a source."""
+    """Applies an error policy during one reading of a source; `place` is that of the record that
+    was read last."""
 
     policy: ErrorPolicy = STRICT
     skipped: Skipped = field(default_factory=Skipped)
+    place: str = ""
 
     def malformed(self, record_error: RecordError, place: str) -> None:
         """Raises ConfigError, or counts the record."""

@@ -16,7 +16,7 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources.documents import TextPiece, in_pieces
 from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.reading import READ_BYTES, SourceFile, hashed, is_blank, unreadable
-from jaxformer.data.sources.records import Fields, Record
+from jaxformer.data.sources.records import Fields, Record, is_text
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Tables and texts rather than code, which would be told apart at a glance.
@@ -28,7 +28,7 @@ FEWEST_LINES, MOST_LINES = 10, 40
 
 def standard_library(where: str, fields: Fields) -> tuple[SourceFile, ...]:
     """The running Python's own modules, without its tests and installed packages."""
-    if len(fields) > 1:
+    if fields and not is_text(fields):
         wanted = " and ".join(map(str, fields))
         raise ConfigError(f"{where} is plain text, and data.objective needs records of {wanted}.")
     root = Path(sysconfig.get_path("stdlib"))

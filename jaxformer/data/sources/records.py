@@ -9,11 +9,11 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
-# A text, a completion (which is not empty), a label, or the words of a text or their tags; a record
-# has one for each field.
+# A text, a completion (which is not empty), a label, the words of a text or their tags, or messages
+# as JSON; a record has one for each field.
 Value = str | tuple[str, ...]
 Record = tuple[Value, ...]
-Kind = Literal["text", "completion", "label", "words", "tags"]
+Kind = Literal["text", "completion", "label", "words", "tags", "messages"]
 
 
 class RecordField(NamedTuple):
@@ -31,6 +31,11 @@ class RecordField(NamedTuple):
 
 
 Fields = tuple[RecordField, ...]
+
+
+def is_text(fields: Fields) -> bool:
+    """Whether what is read is text alone, which may be in other files than records are."""
+    return [field.kind for field in fields] == ["text"]
 
 
 def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
@@ -82,15 +87,16 @@ def checked_records(
     where: str,
 ) -> Iterator[Record]:
     """The fields of each numbered row, of which `parse` makes an object or raises RecordError."""
-    alone = [field.kind for field in fields] == ["text"]
+    alone = is_text(fields)
     for number, row in rows:
+        handler.place = f"{where} {number}"
         try:
             record = _record(parse(row), fields)
         except RecordError as record_error:
-            handler.malformed(record_error, f"{where} {number}")
+            handler.malformed(record_error, handler.place)
             continue
         if alone and is_blank(str(record[0])):
-            handler.blank(f"{where} {number}")
+            handler.blank(handler.place)
         else:
             yield record
 
@@ -98,7 +104,8 @@ def checked_records(
 def check_names(names: Iterable[str], fields: Fields, where: str) -> None:
     """Raises ConfigError where a table has no column for a field."""
     try:
-        _record(dict.fromkeys(names, "a"), fields)
+        for field in fields:
+            _require(dict.fromkeys(names), field)
     except RecordError as record_error:
         raise ConfigError(f"{where}{record_error}") from None
 
@@ -149,7 +156,8 @@ def _record(found: Any, fields: Fields) -> Record:
     return record
 
 
-def _value(found: Any, field: RecordField) -> Value:
+def _require(found: Any, field: RecordField) -> None:
+    """Raises RecordError for what is no object, or has no such field."""
     name = field.name
     if not isinstance(found, dict) or name not in found:
         shown = "it is no object"
@@ -158,8 +166,15 @@ def _value(found: Any, field: RecordField) -> Value:
         remedy = f"data.objective reads the {field.kind} there, so give it that name"
         if field.setting:
             remedy = f"set {field.setting} to the one that holds the {field.kind}"
+        if isinstance(found, dict) and "messages" in found:
+            remedy += ", or for conversations data.objective=sft and data.messages_field=messages"
         reason = f"records without the field {name!r}"
         raise RecordError(reason, f" has no field {name!r} ({shown}): {remedy}.")
+
+
+def _value(found: Any, field: RecordField) -> Value:
+    _require(found, field)
+    name = field.name
     convert, expected = CONVERTERS[field.kind]
     value = convert(found[name])
     if value is None:
@@ -198,6 +213,24 @@ def _each(convert: Callable[[Any], str | None], value: Any) -> tuple[str, ...] |
     return found if len(found) == len(entries) else None
 
 
+def _messages(value: Any) -> str:
+    """A conversation in which the assistant has a turn, as JSON. Raises RecordError."""
+    from jaxformer.tokenizer.messages import checked_messages, require_assistant
+
+    try:
+        require_assistant(messages := checked_messages(value))
+        return json.dumps(messages, ensure_ascii=False)
+    except (ConfigError, TypeError) as error:  # Arrow has values that JSON has not
+        raise RecordError("records whose messages cannot be used", f": {error}.") from None
+
+
+def readable(value: Value, kind: Kind) -> str:
+    """The text of a field: its words joined by spaces, the contents of messages by line breaks."""
+    if kind == "messages":
+        return "\n".join(message.get("content", "") for message in json.loads(str(value)))
+    return value if isinstance(value, str) else " ".join(value)
+
+
 def _words(value: Any) -> Value | None:
     return _each(_text, value)
 
@@ -213,4 +246,5 @@ CONVERTERS: dict[Kind, tuple[Callable[[Any], Value | None], str]] = {
     "label": (_label, "a string or a whole number"),
     "words": (_words, "a list of strings, or a string of words separated by spaces"),
     "tags": (_tags, "a list of strings or whole numbers, or a string of tags separated by spaces"),
+    "messages": (_messages, "a list of messages"),
 }

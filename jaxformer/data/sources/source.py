@@ -19,12 +19,14 @@ from jaxformer.data.sources.records import (
     Fields,
     Record,
     RecordField,
+    is_text,
     json_records,
     parallel_records,
+    readable,
     tsv_records,
 )
 
-# A source of one field gives documents of text; one of several gives records.
+# A source of this field gives documents of text; one of others gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
 
 # What reads a file, by its format.
@@ -53,13 +55,15 @@ RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]
 class Piece(NamedTuple):
     """A part of a document, the document's name within its source, and whether it ends here.
 
-    A record is one piece: its fields, and its texts and words joined by line breaks.
+    A record is one piece: its fields, its texts, words and messages joined by line breaks, and
+    where it stands, for messages.
     """
 
     text: str
     document: str
     ends: bool
     record: Record = ()
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Source:
 
     @property
     def of_records(self) -> bool:
-        return len(self.fields) > 1
+        return not is_text(self.fields)
 
     def part(self, files: Iterable[SourceFile]) -> "Source":
         """The source with some of its files, whose documents keep their names and places."""
@@ -116,11 +120,10 @@ class Source:
 
     def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         kinds = [field.kind for field in self.fields]
-        shown = [index for index, kind in enumerate(kinds) if kind not in ("label", "tags")]
+        shown = [place for place, kind in enumerate(kinds) if kind not in ("label", "tags")]
         for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
-            texts = (record[field] for field in shown)
-            text = "\n".join(text if isinstance(text, str) else " ".join(text) for text in texts)
-            yield Piece(text, file.document(index), True, record)
+            text = "\n".join(readable(record[place], kinds[place]) for place in shown)
+            yield Piece(text, file.document(index), True, record, handler.place)
 
     @property
     def order(self) -> str:
@@ -167,7 +170,7 @@ def find_source(
 def _check(file: SourceFile, where: str, fields: Fields) -> None:
     """Raises ConfigError where a file's format cannot hold the fields."""
     wanted, count = " and ".join(map(str, fields)), len(file.beside) + 1
-    if file.format in TEXTS and len(fields) > 1:
+    if file.format in TEXTS and not is_text(fields):
         raise ConfigError(
             f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}:"
             " give a .jsonl, .tsv or .parquet file, or line-aligned files as in 'train.{de,en}'."

@@ -1,0 +1,49 @@
+"""Rows of conversations: messages in the chat template of the tokenizer, of which the turns of the
+assistant are learned."""
+
+import json
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.data.examples import Labels, Parts
+from jaxformer.data.rows import NumpyBatch, RowFormat
+from jaxformer.data.sources.error_policy import RecordError
+from jaxformer.data.sources.records import Record
+from jaxformer.data.templates import Template
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.chat import ChatTemplate
+
+
+class MessagesTemplate(Template):
+    """A conversation in its chat template; only what the assistant wrote is learned, with the token
+    that ends its turn."""
+
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
+        self.chat = ChatTemplate.of(tokenizer)
+        self.recipe = (self.chat.fingerprint(),)
+
+    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
+        """Of each conversation its ids, and the places in these at which what is learned begins and
+        ends, in turn. Raises RecordError for one that the template refuses."""
+        marked = []
+        for index, (messages,) in enumerate(records):
+            try:
+                marked.append(self.chat.marked(json.loads(str(messages))))
+            except ConfigError as error:
+                reason = "conversations that the chat template refuses"
+                raise RecordError(reason, f": {error}.", index) from None
+        for ids, learned in self.chat.encode_marked(marked):
+            steps = np.diff(np.array([0, *learned, 0], np.int8))
+            yield ids, np.flatnonzero(steps).tolist()
+
+    def sizes(self, lengths: np.ndarray) -> np.ndarray:
+        return np.maximum(lengths[:, :1] - 1, 0)  # the last token is a target alone
+
+    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
+        ids, edges = parts[0][: self.length + 1], parts[1]
+        # A token is learned where an odd number of edges has been passed.
+        learned = np.searchsorted(edges, np.arange(len(ids)), side="right") % 2
+        return {"tokens": ids[:-1], "targets": ids[1:], "weights": learned[1:].astype(np.float32)}

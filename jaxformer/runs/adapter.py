@@ -1,0 +1,65 @@
+"""A run that trains an adapter: the model below it, which its checkpoints do not hold."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxformer.adapters.lora import filled, over_base
+from jaxformer.checkpoint_reading import flat_leaves
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.digests import fingerprint
+from jaxformer.files import read_object
+from jaxformer.params import Params, Specs
+from jaxformer.runs.init_from import warm_start
+from jaxformer.training.state import TrainState
+
+
+class Base(NamedTuple):
+    """The model below an adapter: its parameters on the mesh, and the branches among them (a new
+    head) that learn with the adapter. `record` is what data.json says of it."""
+
+    params: Params
+    learned: tuple[str, ...]
+    record: dict[str, Any]
+    sentence: str
+
+
+def read_base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Base:
+    """The model of run.init_from, below the adapter of a run. Raises ConfigError if it is not the
+    one that the run directory was begun with."""
+    start = warm_start(run, mesh, labels)
+    learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
+    kept = {name: part for name, part in start.params.items() if name not in learned}
+    found = fingerprint(flat_leaves(kept))
+    path = Path(run.run.dir) / "data.json"
+    before = read_object(path).get("base") if path.is_file() else None
+    if before not in (None, found):
+        raise ConfigError(
+            f"run.init_from={run.run.init_from!r} is not the model that the adapter in"
+            f" {run.run.dir} was begun with: its fingerprint is {found}, and data.json has"
+            f" {before}. Restore that model there, or choose another run.dir."
+        )
+    place = str(Path(run.run.init_from).absolute())
+    record = {"base": found, "base_path": place, "learned": list(learned)}
+    return Base(start.params, learned, record, start.sentence(run.run.init_from))
+
+
+def first_params(table: Specs, base: Params, target: Params, seed: int) -> Params:
+    """The params of an adapted model before the first step, placed as `target` says."""
+    params = filled(table, base, jax.random.key(seed))
+    return jax.tree.map(  # type: ignore[no-any-return]
+        lambda leaf, wanted: jax.device_put(leaf, wanted.sharding), params, target
+    )
+
+
+def with_base(table: Specs, target: TrainState, base: Params) -> TrainState:
+    """A state as shapes, but for the leaves of the base, which are its arrays."""
+    return target.replace(params=over_base(table, target.params, base))  # type: ignore[attr-defined, no-any-return]
+
+
+def is_there(params: Params) -> bool:
+    """Whether the arrays of a base still hold their values, which a step takes when it is given
+    them."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))

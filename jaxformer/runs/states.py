@@ -1,0 +1,92 @@
+"""The states of a run: the first one, those of its checkpoints, and what stays below an adapter."""
+
+from typing import Any
+
+import jax
+
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.runs.out_of_memory import memory_of
+from jaxformer.runs.setup import RunSetup
+from jaxformer.settings import Log
+from jaxformer.training.state import TrainState, init_state, state_of
+
+
+def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
+    """The checkpoints of a run, which refuse those of another one. Says how the schedule of a run
+    that continues from them has changed; raises ConfigError where it would jump unasked."""
+    train = setup.run.train
+    checkpoints = Checkpoints(
+        setup.run.run.dir,
+        train.keep_checkpoints,
+        train.checkpoint_every,
+        keep_every=train.keep_every,
+        keep_best=train.keep_best,
+        run=setup.identity,
+        without=unsaved(setup),
+    )
+    if steps := checkpoints.steps():
+        from jaxformer.runs.planned import check_schedule
+
+        check_schedule(setup.run, steps[-1], log)
+    return checkpoints
+
+
+def first_state(setup: RunSetup, log: Log) -> TrainState:
+    """The state before the first step: drawn from the seed, or with run.init_from the parameters
+    of that model."""
+    run, seed, target = setup.run, setup.run.run.seed, setup.target
+    with memory_of("the initial state"):
+        if not run.run.init_from:
+            state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
+            return jax.block_until_ready(state)  # type: ignore[no-any-return]
+        if setup.base is not None:
+            from jaxformer.runs.adapter import first_params
+
+            base = base_of(setup)
+            params = first_params(setup.specs, base.params, target.params, seed)
+            log(base.sentence)
+        else:
+            from jaxformer.runs.init_from import warm_start
+
+            start = warm_start(run, setup.mesh, setup.corpus.labels)
+            params = start.params
+            log(start.sentence(run.run.init_from))
+        state = state_of(params, setup.optimizer, target)
+        return jax.block_until_ready(state)  # type: ignore[no-any-return]
+
+
+def base_of(setup: RunSetup) -> Any:
+    """The model below the adapter of a run, read again where a step has taken its arrays."""
+    from jaxformer.runs.adapter import is_there, read_base
+
+    if is_there(setup.base.params):
+        return setup.base
+    return read_base(setup.run, setup.mesh, setup.corpus.labels)
+
+
+def restored(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> TrainState | None:
+    """The state of the newest checkpoint of a run that can be read; None if there are none. Raises
+    ConfigError as `Checkpoints.restore` does."""
+    target = setup.target
+    if setup.base is not None and checkpoints.steps():
+        target = with_base_of(setup, target)
+    return checkpoints.restore(target, log)  # type: ignore[no-any-return]
+
+
+def with_base_of(setup: RunSetup, target: TrainState) -> TrainState:
+    """A state as shapes, in which the leaves below an adapter are arrays; `target` without one."""
+    if setup.base is None:
+        return target
+    from jaxformer.runs.adapter import with_base
+
+    return with_base(setup.specs, target, base_of(setup).params)
+
+
+def unsaved(setup: RunSetup) -> list[str]:
+    """The paths of the leaves of a state that its checkpoints do not hold: those below an
+    adapter."""
+    if setup.base is None:
+        return []
+    from jaxformer.adapters.lora import base_paths
+
+    return [f"params.{path}" for path in base_paths(setup.specs)]

@@ -1,0 +1,261 @@
+"""Chat templates: a conversation as the text that a model reads, its token ids, and which of them
+the assistant wrote.
+
+A template is a text in Jinja, as the tokenizers of Hugging Face models have it:
+chat_template.jinja, or chat_template in tokenizer_config.json.
+"""
+
+import copy
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxformer.files import read_text
+from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.chat_files import special_names, template_of
+from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, require_assistant
+from jaxformer.tokenizer.pieces import without_panic
+from jaxformer.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# A text, and the places of characters in it: (of the first, after the last).
+Span = tuple[int, int]
+Marked = tuple[str, list[Span]]
+
+# A change in how conversations become ids takes a new number, so that no older cache is read.
+FORMAT_OF_CHATS = 1
+
+# The day that strftime_now shows in training data, so that tokens do not depend on when they were
+# made; it is the one that Llama 3's template names where there is no clock.
+TRAINING_DAY = datetime.datetime(2024, 7, 26)
+
+OLDEST_JINJA = (3, 1, 6)
+
+GENERATION = "{% generation %} ... {% endgeneration %}"
+PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Names of special tokens are these tokens wherever they are in the rendered text, as in
+    transformers; nothing is put before or after it, since templates write <s> and so on themselves.
+    """
+
+    def __init__(self, text: str, tokenizer: Tokenizer, where: str, today: bool = False) -> None:
+        """`where` names the template in messages; `today`: strftime_now shows the present, and not
+        `TRAINING_DAY`. Raises ConfigError for a text that is no template, and without jinja2."""
+        _require_jinja(where)
+        from jinja2 import TemplateSyntaxError
+
+        from jaxformer.tokenizer.chat_environment import compiled
+
+        self.text, self.tokenizer, self.where = text, tokenizer, where
+        # Marks that no text holds by chance: noncharacters of Unicode around random digits.
+        digits = secrets.token_hex(8)
+        self._marks = (f"\ufdd0{digits}\ufdd0", f"\ufdd1{digits}\ufdd1")
+        now = datetime.datetime.now if today else lambda: TRAINING_DAY
+        try:
+            self._template, self.has_blocks = compiled(text, self._marks, now)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{where} is no template of Jinja (line {error.lineno}: {error.message}): correct"
+                " it, or set tokenizer.chat_template to another one."
+            ) from None
+        self._names = special_names(tokenizer)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, today: bool = False) -> "ChatTemplate":
+        """The template that a tokenizer was read with, or was given by `set_chat_template`. Raises
+        ConfigError where it has none."""
+        text, where = template_of(tokenizer)
+        return cls(text, tokenizer, where, today)
+
+    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and which of them are learned: those of the assistant's turns.
+
+        With generation blocks these are the tokens inside of them. Otherwise a turn is what the
+        template adds to the prompt for it, up to the special token that ends it. A token that also
+        holds text from outside of a turn is not learned. Raises ConfigError for messages that are
+        none, that the template refuses or whose turns cannot be told.
+        """
+        return self.encode_marked([self.marked(messages)])[0]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids after which the assistant writes its answer to a conversation."""
+        text = self.render(checked_messages(messages), True)
+        return [int(token) for token in self.tokenizer.encoder.rows([text], True)[0]]
+
+    def encode_marked(self, several: Sequence[Marked]) -> list[tuple[list[int], list[bool]]]:
+        """What `encode` gives for each text of `marked`, computed on all cores."""
+        texts = [text for text, _ in several]
+        try:
+            encodings = without_panic(self._aligned.encode_batch, texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise self.tokenizer.encoder.unencodable(texts, error) from None
+        return [
+            (encoding.ids, _inside(encoding.offsets, spans))
+            for encoding, (_, spans) in zip(encodings, several, strict=True)
+        ]
+
+    def marked(self, messages: Sequence[Message]) -> Marked:
+        """The text of a conversation, and the places in it of what is learned. Raises ConfigError
+        as `encode` does."""
+        checked = checked_messages(messages)
+        require_assistant(checked)
+        text, spans = self._rendered(checked, False)
+        if not self.has_blocks:
+            spans = self._turns(checked, text)
+        if not spans:
+            raise ConfigError(
+                f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"
+                " there is nothing to learn: put these blocks around its content"
+            )
+        return text, spans
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """The text of messages, with the beginning of an answer if `add_generation_prompt`. Raises
+        ConfigError for what the template refuses."""
+        return self._rendered(messages, add_generation_prompt)[0]
+
+    def end_of_turn(self, messages: Sequence[Message]) -> int | None:
+        """The special token with which the template ends an answer to `messages`; None where it
+        writes no special token after its content."""
+        text = self.render([*messages, {"role": ASSISTANT, "content": PROBE}])
+        after = text.rpartition(PROBE)[2].lstrip()
+        name = next((name for name in self._added if after.startswith(name)), None)
+        return None if name is None else self._added[name]
+
+    def fingerprint(self) -> str:
+        """A digest that is the same for templates that give the same ids of a tokenizer."""
+        parts = json.dumps([FORMAT_OF_CHATS, self.text, self._names])
+        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> Marked:
+        """The text, and the places in it of generation blocks that hold some text."""
+        try:
+            found = self._template.render(
+                messages=[*messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
+            )
+        except Exception as error:  # a template's own, or any that its code may lead to
+            told = str(error).strip().rstrip(".") or type(error).__name__
+            raise ConfigError(f"{self.where} refuses the messages: {told}") from None
+        text, begins, spans = "", list[int](), list[Span]()
+        for part in re.split("|".join(f"({mark})" for mark in self._marks), found):
+            if part == self._marks[0]:
+                begins.append(len(text))
+            elif part == self._marks[1]:
+                if begins and len(text) > (begin := begins.pop()):
+                    spans.append((begin, len(text)))
+            else:
+                text += part or ""
+        return text, spans
+
+    def _turns(self, messages: list[Message], whole: str) -> list[Span]:
+        """The places of the assistant's turns in the text of all messages, each after the prompt
+        for it, to the special token that ends it. Raises ConfigError where the text of the first
+        messages is no beginning of the whole."""
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            last = index == len(messages) - 1
+            try:
+                prompt = self.render(messages[:index], True)
+                turn = whole if last else self.render(messages[: index + 1])
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
+                    f" which a turn is found). {self._remedy()}"
+                ) from None
+            if not (turn.startswith(prompt) and whole.startswith(turn)):
+                part = f"the first {index + 1} messages"
+                if not turn.startswith(prompt):
+                    part = f"the prompt for message {index + 1}"
+                raise ConfigError(
+                    f"{self.where} renders {part} otherwise than at the beginning of what follows,"
+                    f" so that the turns of the assistant cannot be told. {self._remedy()}"
+                )
+            content = turn[len(prompt) :].rstrip()
+            ended = content.endswith(tuple(self._added))
+            spans.append((len(prompt), len(prompt) + len(content) if ended else len(turn)))
+        return [(begin, end) for begin, end in spans if end > begin]
+
+    @staticmethod
+    def _remedy() -> str:
+        return (
+            f"Put {GENERATION} around what the assistant writes, in a copy of the template that"
+            " tokenizer.chat_template names"
+        )
+
+    @functools.cached_property
+    def _added(self) -> dict[str, int]:
+        """The tokens that the tokenizer reads as a whole, the longest first."""
+        added = self.tokenizer.encoder.spec()["added_tokens"]
+        return {
+            entry["content"]: entry["id"]
+            for entry in sorted(added, key=lambda entry: -len(entry["content"]))
+        }
+
+    @functools.cached_property
+    def _aligned(self) -> "tokenizers.Tokenizer":
+        """The tokenizer that reads names of special tokens, and whose offsets are those of whole
+        tokens: its last step may cut off spaces from them."""
+        backend = copy.deepcopy(self.tokenizer.encoder.marking)
+        backend.post_processor = None  # type: ignore[assignment]
+        return backend
+
+
+def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
+    """Gives a tokenizer the template of a file, in place of its own; it is saved with it. Raises
+    ConfigError for a file that is missing or no template."""
+    file = Path(path).expanduser()
+    text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
+    name = f"tokenizer.chat_template={path}"
+    ChatTemplate(text, tokenizer, name)
+    settings = {k: v for k, v in tokenizer.metadata.settings.items() if k != "chat_template"}
+    tokenizer.metadata = replace(
+        tokenizer.metadata, settings=settings, template=text, template_name=name
+    )
+
+
+def _require_jinja(where: str) -> None:
+    """Raises ConfigError where jinja2 is missing, or is of a version from which a template can get
+    out of its sandbox."""
+    try:
+        found = importlib.metadata.version("jinja2")
+        import jinja2  # noqa: F401  (its metadata may be there without it)
+    except ImportError:
+        found = ""
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < OLDEST_JINJA:
+        told = f"is {found}" if found else "is not installed"
+        oldest = ".".join(map(str, OLDEST_JINJA))
+        raise ConfigError(
+            f"{where} needs jinja2 {oldest} or newer, which {told}: pip install 'jaxformer[chat]'."
+        )
+
+
+def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens lie within one of the spans, by the places of their first character and after
+    their last."""
+    learned = np.zeros(len(offsets), bool)
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    for begin, end in spans:
+        learned |= (begins >= begin) & (begins < end) & (ends <= end)
+    return [bool(value) for value in learned]

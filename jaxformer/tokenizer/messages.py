@@ -1,0 +1,59 @@
+"""What a conversation is: a list of messages, each with a role and a content."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxformer.settings import ConfigError
+
+Message = dict[str, Any]
+
+# The role whose turns are learned.
+ASSISTANT = "assistant"
+SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
+
+
+def checked_messages(value: Any) -> list[Message]:
+    """The messages of a conversation, of which each has a role and a text. Keys whose value is null
+    are left out, since Parquet and Arrow cannot tell them from missing ones.
+
+    A message with tool_calls may lack its content. Raises ConfigError for anything else: what is
+    wrong, without its place.
+    """
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{_shown(value)} is no conversation: give {SHAPE}")
+    if not value:
+        raise ConfigError(f"the conversation has no messages: give {SHAPE}")
+    return [_checked(message, f"message {number}") for number, message in enumerate(value, 1)]
+
+
+def require_assistant(messages: list[Message]) -> None:
+    """Raises ConfigError for a conversation in which the assistant has no turn."""
+    roles = [message["role"] for message in messages]
+    if ASSISTANT not in roles:
+        raise ConfigError(
+            f"no message has the role {ASSISTANT!r} (the roles are {', '.join(map(repr, roles))}),"
+            " so there is nothing to learn: only the turns of that role are learned"
+        )
+
+
+def _checked(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ConfigError(f"{where} is {_shown(message)}: give {SHAPE}")
+    given = {str(key): entry for key, entry in message.items() if entry is not None}
+    if not isinstance(given.get("role"), str):
+        keys = ", ".join(map(repr, message)) or "none"
+        raise ConfigError(f'{where} has no "role" that is a string (its keys are {keys}): {SHAPE}')
+    content = given.get("content")
+    if isinstance(content, list):
+        raise ConfigError(
+            f"{where}: its content is a list, as of parts with images: only text is read, so join"
+            " its texts to one string"
+        )
+    if not isinstance(content, str) and not (content is None and given.get("tool_calls")):
+        told = "has no content" if content is None else f"has a content that is {_shown(content)}"
+        raise ConfigError(f"{where} {told}: the content is a string")
+    return given
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:40]!r})"
