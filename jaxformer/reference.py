@@ -23,17 +23,6 @@ from jaxformer.training.state import compiler_options, on_mesh
 RECORD = "reference.json"  # in a run directory: the digest of each leaf of the reference
 
 
-def require_start(start: str, objective: str) -> None:
-    """Raises ConfigError where run.init_from is empty, for an objective that compares the model
-    with the one that the run starts from."""
-    if not start:
-        raise ConfigError(
-            f"data.objective={objective} compares the model with the one that the run"
-            " starts from, and run.init_from is empty: name a run directory or a Hugging Face model"
-            " there, or choose orpo or simpo, which compare with none."
-        )
-
-
 class Reference:
     """Scores batches with the params of run.init_from, which are read when they are first needed
     and held once on the devices, placed as those of the run. They are in no checkpoint.

@@ -16,7 +16,15 @@ from jaxtyping import Array, Float, Int
 from jaxformer.logit_loss import Extras, logits_of, summed
 from jaxformer.losses import tile_length
 from jaxformer.params import CustomLeaf
-from jaxformer.tiled_loss import TokenRows, by_device, target_logits, tiled_backward
+from jaxformer.tiled_loss import (
+    TokenRows,
+    by_device,
+    perturbed,
+    target_logits,
+    tiled_backward,
+    tiled_gradients,
+    values_of,
+)
 
 
 @jax.named_scope("loss")

@@ -10,7 +10,7 @@ from jaxformer import data
 from jaxformer.config import ConfigError, ObjectiveName, Quantization, RunConfig
 from jaxformer.evaluation import Evaluation, bytes_of_targets, corpus_of, make_evaluation, own_cache
 from jaxformer.objectives import objective_of, task_of
-from jaxformer.plan.abstract import compares_with_start, preference_options
+from jaxformer.plan.abstract import check_start, compares_with_start, preference_options
 from jaxformer.tokenizer.files import tokenizer_file
 
 
@@ -41,9 +41,9 @@ def evaluate_run(
     rows = run.train.batch_size // run.train.microbatches
     batches: Iterable[Any] = data.evaluation_batches(corpus.validation, run.data, rows)
     if compares_with_start(run):
-        from jaxformer.reference import Reference, require_start
+        from jaxformer.reference import Reference
 
-        require_start(run.run.init_from, run.data.objective)
+        check_start(run)
         batches = map(Reference(run.run.init_from, model.config, path), batches)
     options = preference_options(run, corpus.task.name)
     evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus), options)

@@ -32,16 +32,12 @@ def flops_per_token(
     found = rows(table or specs(config))
     for spec in found.values():
         if spec.is_matrix and not spec.lookup:
-            learning = 1.0 if spec.trainable else 2 / 3
-            total += (
-                (learning + again)
-                * math.prod(spec.shape)
-                * (share if spec.reads == "source" else 1)
-            )
+            passes = again + (1.0 if spec.trainable else 2 / 3)
+            total += passes * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
     if config.tied_head and config.output in ("language", "masked"):
         embedding = found.get("embed.tokens")  # None where it is below an adapter
-        learning = 1.0 if embedding is not None and embedding.trainable else 2 / 3
-        total += (learning + again) * config.vocab_size * config.d_model
+        passes = again + (1.0 if embedding is not None and embedding.trainable else 2 / 3)
+        total += passes * config.vocab_size * config.d_model
     width = config.n_heads * (config.head_width + config.value_width)
     total += (1 + again) * config.n_layers * length * width
     if config.family == "encoder_decoder":

@@ -156,6 +156,16 @@ def compares_with_start(run: RunConfig) -> bool:
     return objective.reference and run.adapter.kind == "none"
 
 
+def check_start(run: RunConfig) -> None:
+    """Raises ConfigError where a run that compares the model with its start names none."""
+    if compares_with_start(run) and not run.run.init_from:
+        raise ConfigError(
+            f"data.objective={run.data.objective} compares the model with the one that the run"
+            " starts from, and run.init_from is empty: name a run directory or a Hugging Face model"
+            " there, or choose orpo or simpo, which compare with none."
+        )
+
+
 def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:
     """The highest segment id of the rows of a batch, which only the data knows: 0 without ids, 1
     for padded rows, else `model.max_segments` or ASSUMED_SEGMENTS."""

@@ -31,6 +31,7 @@ from jaxformer.objectives import OBJECTIVES
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
 from jaxformer.plan.abstract import (
+    check_start,
     compares_with_start,
     run_specs,
     step_of,
@@ -145,10 +146,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         from jaxformer.runs.init_from import check_base
 
         run = check_base(run)
-    if compares_with_start(run):
-        from jaxformer.reference import require_start
-
-        require_start(run.run.init_from, run.data.objective)
+    check_start(run)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
