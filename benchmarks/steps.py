@@ -46,7 +46,7 @@ def ready(run: RunConfig) -> Ready:
         mesh=setup.mesh,
         step=loop.compile_step(setup, setup.run.data.sequence_length, _quiet),
         state=lambda: _state(setup),
-        batch=lambda i: place_batch(setup.batches[i], setup.mesh),
+        batch=lambda i: setup.placed(setup.batches[i]),
         tokens_per_step=setup.tokens_per_step,
     )
 

@@ -15,6 +15,7 @@ from .models.inspect import attention_maps, inspect
 from .models.quantize import quantize
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
+from .preferences import reference_log_probs
 from .runs.config import load_config
 from .runs.out_of_memory import OutOfMemory
 from .runs.run import Result, train
@@ -61,6 +62,7 @@ __all__ = [
     "make_step",
     "merge",
     "quantize",
+    "reference_log_probs",
     "save_pretrained",
     "specs",
     "tokenizer",

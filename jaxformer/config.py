@@ -65,8 +65,10 @@ Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
 TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
 RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification"]
+PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo"]
 ObjectiveName = Annotated[
-    Literal["auto", TextObjective, RecordObjective], TableAt("jaxformer.objectives.OBJECTIVES")
+    Literal["auto", TextObjective, RecordObjective, PreferenceObjective],
+    TableAt("jaxformer.objectives.OBJECTIVES"),
 ]
 # Former names of objectives, which are still read.
 FORMER_OBJECTIVES = {

@@ -31,6 +31,11 @@ class TrainConfig(Section):
     """Weight of the uniform distribution in the targets."""
     z_loss: NonNegative = 0.0
     """Coefficient of the squared log-partition function, usually 1e-4; 0 disables it."""
+    preference_beta: NonNegative = 0.0
+    """Coefficient beta of a preference objective (lambda of orpo, tau of ipo); 0 uses its default:
+    0.1 for dpo, ipo and orpo, 2 for simpo."""
+    preference_margin: NonNegative = 0.5
+    """Target margin of the rewards of simpo as a fraction of beta (gamma / beta)."""
     log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
     eval_every: Volatile[Natural] = 200

@@ -42,8 +42,8 @@ class Objective(NamedTuple):
         reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
-    template, rows: how rows are made, of records by the template, of text by `rows`. A template may
-        be named by its place, "package.module:name", and is imported where it is used.
+    template, rows: how rows are made, of records by the template, of text by `rows`. A template or
+        a loss may be named by its place, "package.module:name", and is imported where it is used.
     of_messages: the template of conversations, which are read in place of `fields` where
         data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
@@ -55,6 +55,8 @@ class Objective(NamedTuple):
         what is logged as the loss where that is another.
     rowwise: whether its sums are over rows that do not read each other, as in `make_step`.
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
+    sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
+    reference: whether the loss compares the model with the one that it starts from.
     """
 
     families: tuple[str, ...]
@@ -69,9 +71,27 @@ class Objective(NamedTuple):
     takes_packing: bool = True
     can_be_cut: bool = False
     every_token: bool = False
-    loss: Callable[..., Sums] = head_loss
+    loss: Callable[..., Sums] | str = head_loss
     rowwise: bool = False
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
+    sequences: int = 1
+    reference: bool = False
+
+
+def _preference(name: str) -> Objective:
+    """An objective of pairs: a prompt, the completion that is preferred, and the one that is
+    not."""
+    sides = (RecordField("", side, "completion") for side in ("chosen", "rejected"))
+    return Objective(
+        ("decoder",),
+        "language",
+        (RecordField("", "prompt", "text"), *sides),
+        template="jaxformer.data.preference_template:PreferenceTemplate",
+        loss=f"jaxformer.preferences:{name}_loss",
+        rowwise=True,
+        sequences=2,
+        reference=name in ("dpo", "ipo"),
+    )
 
 
 # For a model's family and head, `auto` is the first that both can learn.
@@ -148,6 +168,7 @@ OBJECTIVES: Table[Objective] = Table(
             metrics=accuracy,
             rowwise=True,
         ),
+        **{name: _preference(name) for name in ("dpo", "ipo", "orpo", "simpo")},
     },
     besides=("auto",),
 )
@@ -240,21 +261,22 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     """The loss that `train.py` uses for an objective of `data.objective`: (params, batch, key) ->
     Sums.
 
-    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies;
-    0 leaves one out. Raises ConfigError for an objective that there is not, and for an option that
-    its loss does not have.
+    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
+    where 0 leaves one out; beta, and margin of "simpo", for preferences (`jaxformer.preferences`).
+    Raises ConfigError for an objective that there is not, and for an option that its loss does not
+    have.
     """
     objective = FORMER_OBJECTIVES.get(objective, objective)
     if objective not in OBJECTIVES:
         raise ConfigError(
             f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."
         )
-    loss = OBJECTIVES[objective].loss
-    given = {name: value for name, value in options.items() if value}
+    loss = _imported(OBJECTIVES[objective].loss)
     known = inspect.signature(loss).parameters
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [name for name in options if name not in known]:
         raise ConfigError(
-            f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: set it to 0."
+            f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
+            " and the setting of train that gives it at its default."
         )
 
     @functools.wraps(loss)
@@ -263,7 +285,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
             from jaxformer.adapters.dropout import keyed
 
             params = keyed(params, key)
-        return loss(params, config, batch, key, **given)
+        return loss(params, config, batch, key, **options)
 
     return bound
 

@@ -31,15 +31,15 @@ def _tiles(a: jax.Array, tile: int) -> jax.Array:
     return jnp.moveaxis(padded.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
 
 
-class _Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """What belongs to each row: x [B, T, D], targets and weights [B, T]."""
 
     x: jax.Array
     targets: jax.Array
     weights: jax.Array
 
-    def tiles(self, tile: int) -> "_Rows":
-        return _Rows(*(_tiles(array, tile) for array in self))
+    def tiles(self, tile: int) -> "TokenRows":
+        return TokenRows(*(_tiles(array, tile) for array in self))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -52,8 +52,8 @@ def tiled(
     extras: Extras,
     tile: int,
 ) -> ObjectiveAndNats:
-    def sums_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
-        def add(total: ObjectiveAndNats, item: _Rows) -> tuple[ObjectiveAndNats, None]:
+    def sums_of(rows: TokenRows, matrix: Any, bias: jax.Array | None) -> Any:
+        def add(total: ObjectiveAndNats, item: TokenRows) -> tuple[ObjectiveAndNats, None]:
             logits = logits_of(item.x, matrix, bias)
             objective, nats, _ = sums_of_logits(logits, item.targets, item.weights, extras, taken)
             return (total[0] + objective, total[1] + nats), None
@@ -62,30 +62,41 @@ def tiled(
         sums, _ = jax.lax.scan(add, (zero, zero), rows.tiles(tile))
         return sums, None, [None, None]
 
-    taken = _target_logits()
-    sums, _, _ = _by_device(sums_of, _Rows(x, targets, weights), head.astype(x.dtype), bias)
+    taken = target_logits()
+    sums, _, _ = by_device(sums_of, TokenRows(x, targets, weights), head.astype(x.dtype), bias)
     return sums  # type: ignore[no-any-return]
 
 
-def _tiled_forward(
+def tiled_forward(
     x: Any, head: Any, bias: Any, targets: Any, weights: Any, extras: Extras, tile: int
 ) -> tuple[ObjectiveAndNats, Any]:
     """The sums and their gradients by x, head and bias, from one set of logits per tile.
 
     The objective is one scalar, so the backward pass only scales gradients that are made here,
     where the logits of a tile [B, tile, V] are at hand. They are never stored or computed again.
-    Arrays come with a bool, whether anything is differentiated by them: an output layer that does
-    not learn, as below an adapter, has no gradient.
     """
-    learns = [entry.perturbed for entry in jax.tree.leaves(head, is_leaf=_is_primal)]
-    x, head, bias, targets, weights = (_values(a) for a in (x, head, bias, targets, weights))
+    learns = perturbed(head)
+    rows = TokenRows(*(values_of(a) for a in (x, targets, weights)))
+    return tiled_gradients(rows, values_of(head), values_of(bias), learns, extras, tile)
+
+
+def tiled_gradients(
+    rows: TokenRows,
+    head: Any,
+    bias: jax.Array | None,
+    learns: list[bool],
+    extras: Extras,
+    tile: int,
+) -> tuple[ObjectiveAndNats, Any]:
+    """The sums, and what `tiled_backward` makes the gradients of; `learns` says of which leaves of
+    the head there is one."""
     product = functools.partial(_custom_product, learns=learns) if any(learns) else _fixed_product
     if learns == [True] and not is_custom(head):
         product = _matrix_product
-    taken = _target_logits()
+    taken = target_logits()
 
-    def gradients_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
-        def add(total: Any, item: _Rows) -> tuple[Any, jax.Array]:
+    def gradients_of(rows: TokenRows, matrix: Any, bias: jax.Array | None) -> Any:
+        def add(total: Any, item: TokenRows) -> tuple[Any, jax.Array]:
             logits, pull = product(item.x, matrix)
             logits = logits if bias is None else logits + bias
             objective, nats, shares = sums_of_logits(
@@ -108,8 +119,8 @@ def _tiled_forward(
         d_x = jnp.moveaxis(d_x, 0, 1).reshape(shape[0], -1, shape[2])[:, : shape[1]]
         return (objective, nats), d_x, slopes
 
-    own = head if is_custom(head) else head.astype(x.dtype)
-    sums, d_x, slopes = _by_device(gradients_of, _Rows(x, targets, weights), own, bias)
+    own = head if is_custom(head) else head.astype(rows.x.dtype)
+    sums, d_x, slopes = by_device(gradients_of, rows, own, bias)
     given = iter(slopes[0])
     of_parts = [next(given) if kept else None for kept in learns]
     return sums, (d_x, of_parts, slopes[1], head, bias)
@@ -119,18 +130,25 @@ def _is_primal(entry: Any) -> bool:
     return isinstance(entry, CustomVJPPrimal)
 
 
-def _values(entries: Any) -> Any:
+def perturbed(head: Any) -> list[bool]:
+    """Whether anything is differentiated by each leaf: an output layer that does not learn, as
+    below an adapter, has no gradient."""
+    return [entry.perturbed for entry in jax.tree.leaves(head, is_leaf=_is_primal)]
+
+
+def values_of(entries: Any) -> Any:
+    """The arrays of a `custom_vjp` with symbolic zeros, which come with such a bool."""
     return jax.tree.map(lambda entry: entry.value, entries, is_leaf=_is_primal)
 
 
-def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
+def target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A gather, unless the mesh in force splits the vocabulary."""
     axes = free_axes()
     split = explicit_axes() or any(axes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
     return summed if split else gathered
 
 
-def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
+def by_device(run: Callable[..., Any], rows: TokenRows, head: Any, bias: jax.Array | None) -> Any:
     """`run(rows, head, bias)` -> (sums, gradient of x or None, gradients of head and bias or None),
     by each device for its own rows.
 
@@ -148,7 +166,7 @@ def _by_device(run: Callable[..., Any], rows: _Rows, head: Any, bias: jax.Array 
     fits = columns and not is_custom(head) and head.shape[1] % axes[columns[0]] == 0
     whole, by_row = PartitionSpec(), PartitionSpec(over)
 
-    def local(rows: _Rows, head: Any, bias: jax.Array | None) -> Any:
+    def local(rows: TokenRows, head: Any, bias: jax.Array | None) -> Any:
         sums, d_x, slopes = run(rows, head, bias)
         if fits and slopes[0]:
             ((d_matrix,), d_bias), (column,) = slopes, columns
@@ -220,7 +238,7 @@ def _learning(head: Any, learns: list[bool]) -> list[jax.Array]:
     return [leaf for leaf, kept in zip(jax.tree.leaves(head), learns, strict=True) if kept]
 
 
-def _tiled_backward(
+def tiled_backward(
     extras: Extras, tile: int, saved: Any, slopes: ObjectiveAndNats
 ) -> tuple[Any, ...]:
     d_x, of_parts, d_bias, head, bias = saved
@@ -241,4 +259,4 @@ def _tiled_backward(
     return of_x, jax.tree.unflatten(treedef, of_head), of_bias, None, None
 
 
-tiled.defvjp(_tiled_forward, _tiled_backward, symbolic_zeros=True)
+tiled.defvjp(tiled_forward, tiled_backward, symbolic_zeros=True)

@@ -332,6 +332,7 @@ def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
         "config_file",
         "config_json",
         "evaluation",
+        "run_evaluation",
         "loading",
         "__init__",
     )

@@ -15,7 +15,6 @@ import jaxformer as jf
 from jaxformer.cli import convert
 from jaxformer.config import ModelConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config_json import to_json
-from jaxformer.evaluation import evaluate_run
 from jaxformer.interop import verify
 from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
@@ -27,6 +26,7 @@ from jaxformer.loading import run_of, save_run
 from jaxformer.mesh import MESH_AXES, parameter_sharding
 from jaxformer.models.transformer import specs
 from jaxformer.params import init_params, map_specs
+from jaxformer.run_evaluation import evaluate_run
 from jaxformer.runs.config import with_base
 from jaxformer.runs.init_from import warm_start
 from jaxformer.runs.setup import with_classes

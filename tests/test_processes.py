@@ -161,7 +161,7 @@ def test_the_global_batches_and_the_random_numbers_are_those_of_one_process_bitw
 
 OWN_PROGRAM = """
 import jaxformer as jf
-from jaxformer.evaluation import evaluate_run
+from jaxformer.run_evaluation import evaluate_run
 
 run = jf.load_config(sys.argv[2], sys.argv[3:])
 result = jf.train(run)

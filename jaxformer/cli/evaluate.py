@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,6 +18,9 @@ METRIC_FORMATS = {
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_accuracy": "accuracy {:.2%}",
     "val_next_sentence_accuracy": "next-sentence accuracy {:.2%}",
+    "val_reward_margin": "reward margin {:.4f}",
+    "val_reward_accuracy": "reward accuracy {:.2%}",
+    "val_kl": "KL to the reference {:.4f}",
 }
 
 
@@ -49,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
     if asked.output is not None and not asked.beams:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
     check_output(asked.output)
-    from jaxformer.evaluation import evaluate_run
+    from jaxformer.run_evaluation import evaluate_run
 
     if asked.beams:
         _translate(asked)
@@ -70,7 +73,9 @@ def run(arguments: Sequence[str]) -> int:
 def told(found: dict[str, float]) -> str:
     """An evaluation in one line."""
     loss = found["val_loss"]
-    if "val_accuracy" in found:
+    if "val_reward_margin" in found:
+        parts = [f"loss {loss:.4f} per pair"]
+    elif "val_accuracy" in found:
         parts = [f"loss {loss:.4f} nats per target"]
     else:
         parts = [f"loss {loss:.4f} nats per token", f"perplexity {math.exp(min(loss, 700)):,.2f}"]
@@ -80,8 +85,8 @@ def told(found: dict[str, float]) -> str:
 
 def _translate(asked: EvaluateArguments) -> None:
     """Prints the BLEU of the translations, and writes them to --output."""
-    from jaxformer.evaluation import translate_run
     from jaxformer.generation.translate import bleu_metric
+    from jaxformer.run_evaluation import translate_run
 
     metric = bleu_metric()
     search: dict[str, Any] = {

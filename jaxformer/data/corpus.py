@@ -249,7 +249,7 @@ def _example_rows(
         log(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
     if rows.cut:
         which = f"{rows.cut:,} of {len(store):,} examples"
-        log(f"{split.name}: {which} are longer than a row, and are cut at the end")
+        log(f"{split.name}: {which} are longer than a row, and are cut {template.cut_where}")
     return rows
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from jaxformer.data.examples import ExampleStore
-from jaxformer.data.rows import NumpyBatch, Rows, padded
-from jaxformer.data.templates import SEGMENTS, Template
+from jaxformer.data.rows import NumpyBatch, Rows
+from jaxformer.data.templates import Template
 
 # Rows that an example may go to; when none has room, the fullest is closed for a new one.
 OPEN_ROWS = 512
@@ -14,8 +14,8 @@ class ExampleRows(Rows):
     """Rows of whole examples, packed in an order that the seed gives; one example a row where the
     template does not pack.
 
-    `cut` counts the examples that are longer than a row, which are cut at their end; `filled` is
-    the fraction of the rows that holds tokens.
+    `cut` counts the examples that are longer than a row, which the template cuts; `filled` is the
+    fraction of the rows that holds tokens.
     """
 
     def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
@@ -45,15 +45,8 @@ class ExampleRows(Rows):
         return self._members[self._bounds[index] : self._bounds[index + 1]]
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        examples = [self.template.arrays(*self.store[member]) for member in self.members(index)]
-        row = {
-            name: np.concatenate([example[name] for example in examples]) for name in examples[0]
-        }
-        numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
-        for name, array in SEGMENTS.items():
-            if array in row:
-                row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
-        return padded(row, self.template.lengths)
+        members = self.members(index)
+        return self.template.row([self.template.arrays(*self.store[member]) for member in members])
 
 
 def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> list[list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxformer.data.examples import Labels, Parts
-from jaxformer.data.rows import NumpyBatch, RowFormat
+from jaxformer.data.rows import NumpyBatch, RowFormat, padded
 from jaxformer.data.sources.records import Record
 from jaxformer.tokenizer import Tokenizer
 
@@ -20,10 +20,11 @@ class Template(abc.ABC):
 
     `capacity` is how many tokens each stream of a row holds (a row has one, or a source and a
     target), `lengths` how long each array of a row is; a template whose arrays have other names
-    adds theirs. `recipe` is what its ids depend on beside the records and the tokenizer.
+    adds theirs. `recipe` is what its ids depend on beside the records and the tokenizer, and
+    `cut_where` says where what does not fit is cut.
     """
 
-    packs = True
+    packs, cut_where = True, "at the end"
     recipe: tuple[str, ...] = ()
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
@@ -50,6 +51,18 @@ class Template(abc.ABC):
     @abc.abstractmethod
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         """The arrays of one example, cut to what a row holds."""
+
+    def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
+        """The arrays of a row: those of its examples one after the other, numbered from 1 as
+        segments, and padding."""
+        row = {
+            name: np.concatenate([example[name] for example in examples]) for name in examples[0]
+        }
+        numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
+        for name, array in SEGMENTS.items():
+            if array in row:
+                row[name] = np.repeat(numbers, [len(example[array]) for example in examples])
+        return padded(row, self.lengths)
 
     def ids(self, records: list[Record], field: int) -> list[list[int]]:
         return self.tokenizer.encode_batch([str(record[field]) for record in records])

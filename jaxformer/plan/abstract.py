@@ -6,16 +6,17 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config import ConfigError, RunConfig, TrainConfig
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.layers import kernels
 from jaxformer.mesh import batch_sharding, check_batch_size
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.objectives import OBJECTIVES, loss_of, task_of
+from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
 from jaxformer.sharding import platform
@@ -96,7 +97,23 @@ def run_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
 def run_loss(run: RunConfig, objective: str) -> Loss:
     """The loss that a run minimizes."""
     extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
-    return loss_of(objective, run.model, **extras)
+    given = {name: value for name, value in extras.items() if value}
+    return loss_of(objective, run.model, **given, **preference_options(run, objective))
+
+
+def preference_options(run: RunConfig, objective: str) -> dict[str, Any]:
+    """The options of the loss of preferences that a run does not leave at their defaults. With an
+    adapter the reference is the model below it."""
+    train, found = run.train, dict[str, Any]()
+    if train.preference_beta:
+        found["beta"] = train.preference_beta
+    if train.preference_margin != TrainConfig.preference_margin:
+        found["margin"] = train.preference_margin
+    if OBJECTIVES[objective].reference and run.adapter.kind != "none":
+        from jaxformer.adapters.lora import without_adapters
+
+        found["reference_of"] = without_adapters
+    return found
 
 
 def abstract_batch(
@@ -114,10 +131,39 @@ def abstract_batch(
             found.pop(name, None)
     places: Any = mesh  # an AbstractMesh too
     rows = batch_sharding(places)
-    return {
+    batch = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
         for name, array in found.items()
     }
+    return with_reference(batch, run, places)
+
+
+def with_reference(batch: dict[str, Any], run: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """A batch with the log-probabilities of the reference as shapes, where a run reads them."""
+    if not compares_with_start(run):
+        return batch
+    from jaxformer.preferences import REFERENCE_ARRAYS
+
+    place, pairs = batch_sharding(mesh), run.train.batch_size
+    scores = jax.ShapeDtypeStruct((pairs,), np.float32, sharding=place)
+    return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
+
+
+def compares_with_start(run: RunConfig) -> bool:
+    """Whether the objective of a run compares the model with the one that it starts from, which
+    has to be kept because the run trains all of it."""
+    objective = OBJECTIVES[objective_of(run.model, run.data)]
+    return objective.reference and run.adapter.kind == "none"
+
+
+def check_start(run: RunConfig) -> None:
+    """Raises ConfigError where a run that compares the model with its start names none."""
+    if compares_with_start(run) and not run.run.init_from:
+        raise ConfigError(
+            f"data.objective={run.data.objective} compares the model with the one that the run"
+            " starts from, and run.init_from is empty: name a run directory or a Hugging Face model"
+            " there, or choose orpo or simpo, which compare with none."
+        )
 
 
 def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:

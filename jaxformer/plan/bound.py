@@ -7,7 +7,13 @@ from jaxformer.models.cost import flops_per_token
 from jaxformer.params import rows
 from jaxformer.plan.activations import activations, array_names, stored_names
 from jaxformer.plan.links import Collective, link_bytes
-from jaxformer.plan.memory import MemoryPlan, gradient_bytes, matrix_elements
+from jaxformer.plan.memory import (
+    REFERENCE,
+    MemoryPlan,
+    gradient_bytes,
+    matrix_elements,
+    tile_length,
+)
 from jaxformer.plan.planned import PlannedRun
 
 
@@ -48,7 +54,9 @@ class Bound(NamedTuple):
 def products(planned: PlannedRun) -> Products:
     """The FLOPs of a step."""
     model, tokens = planned.model, planned.tokens_per_step
-    per_token = flops_per_token(model, planned.length, planned.source_length, planned.specs)
+    per_token = flops_per_token(
+        model, planned.length, planned.source_length, planned.specs, planned.objective.reference
+    )
     repeated = repeated_flops(planned)
     fused = model.attention_kernel not in ("auto", "xla")
     skipped = causal_flops(planned) * (1 - visible_fraction(planned)) if fused else 0.0
@@ -85,6 +93,8 @@ def repeated_flops(planned: PlannedRun) -> float:
     read = array_names(planned, model)
     share = planned.source_length / planned.length
     total = 0.0
+    if planned.of_pairs and tile_length(planned) < planned.length:
+        total += 2 * model.vocab_size * model.d_model
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
         if spec.is_matrix and "layers" in spec.axes and name in read - stored:
@@ -97,15 +107,18 @@ def repeated_flops(planned: PlannedRun) -> float:
 def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     """The least bytes that a step moves between a device and its memory.
 
-    The state is read and written once, and so is each gradient; in every microbatch the matrices
-    are read in the forward and in the backward pass, and what is stored is written and read.
+    The state is read and written once, and so is each gradient; a reference is read once. In every
+    microbatch the matrices are read in the forward and in the backward pass, and what is stored is
+    written and read.
     """
-    state = sum(line.bytes for line in memory.held if line.name != "batch")
+    state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
+    reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
     # Each device multiplies by whole matrices, gathered over fsdp.
     matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
     pieces = 2 * matrices + 2 * stored
-    return 2 * state + 2 * gradient_bytes(planned) + planned.run.train.microbatches * pieces
+    microbatches = planned.run.train.microbatches
+    return 2 * state + reference + 2 * gradient_bytes(planned) + microbatches * pieces
 
 
 def bound(planned: PlannedRun, memory: MemoryPlan, collectives: list[Collective]) -> Bound:

@@ -153,7 +153,8 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
         elements = matrices[0].elements
         # Each device adds up the gradient of the whole vocabulary.
         whole = math.prod(matrices[0].spec.shape)
-        yield one("all-gather", "output layer", 1, elements, numbers)
+        passes = 2 if planned.of_pairs else 1
+        yield one("all-gather", "output layer", passes, passes * elements, numbers)
         yield one("reduce-scatter", "gradient of the output layer", 1, whole, 4)
         if tensor > 1 and whole != elements:
             gradient = one("all-gather", "gradient of the output layer", 1, whole, 4)

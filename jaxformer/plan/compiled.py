@@ -97,10 +97,12 @@ def compiled_report(
 def model_flops(run: RunConfig) -> float:
     """FLOPs of the model in a step over all devices, as MFU counts them."""
     from jaxformer.models.cost import flops_per_token
+    from jaxformer.objectives import OBJECTIVES, objective_of
 
+    objective = OBJECTIVES[objective_of(run.model, run.data)]
     length = run.data.sequence_length
     per_token = flops_per_token(run.model, length, run.data.source_length)
-    return float(per_token * run.train.batch_size * length)
+    return float(per_token * run.train.batch_size * objective.sequences * length)
 
 
 def compile_here(

@@ -13,6 +13,8 @@ from jaxformer.plan.activations import StackActivations, activations, edge_bytes
 from jaxformer.plan.planned import PlannedRun, shard_bytes, tree_bytes
 from jaxformer.training.state import learning
 
+REFERENCE = "parameters of the reference"
+
 Certainty = Literal["exact", "estimate"]
 # The fraction of a GPU's memory that JAX takes for itself unless the environment says otherwise.
 GPU_FRACTION = 0.75
@@ -70,6 +72,8 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
         MemoryLine("optimizer state", tree_bytes((state.step, state.optimizer)), "exact"),
         MemoryLine("batch", tree_bytes(planned.batch), "exact"),
     ]
+    if planned.has_reference:
+        held.append(MemoryLine(REFERENCE, tree_bytes(state.params), "exact"))
     return MemoryPlan(held, _stages(planned), capacity_of(planned.device))
 
 
@@ -163,7 +167,7 @@ def tile_length(planned: PlannedRun) -> int:
     """Positions of each row whose logits are computed at a time."""
     model = planned.model
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
-    of_microbatch = planned.run.train.batch_size // planned.run.train.microbatches
+    of_microbatch = planned.sequences // planned.run.train.microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
         return losses.tile_length(of_microbatch, planned.length, outputs) or planned.length
 

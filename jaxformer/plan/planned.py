@@ -13,9 +13,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxformer.config import ModelConfig, RunConfig
 from jaxformer.hardware import Device, device_named
 from jaxformer.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
+from jaxformer.objectives import OBJECTIVES, Objective, objective_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
-from jaxformer.plan.abstract import abstract_batch, assumed_segments, run_specs, with_kernel
+from jaxformer.plan.abstract import (
+    abstract_batch,
+    assumed_segments,
+    compares_with_start,
+    run_specs,
+    with_kernel,
+)
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState, abstract_state
 
@@ -58,10 +65,28 @@ class PlannedRun:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
+    def objective(self) -> Objective:
+        return OBJECTIVES[objective_of(self.model, self.run.data)]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the model in a step: a row of the batch is one, or the two of a pair."""
+        return self.run.train.batch_size * self.objective.sequences
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the loss is one of pairs, which computes the logits again for their gradient."""
+        return self.sequences > self.run.train.batch_size
+
+    @property
     def rows(self) -> int:
-        """Rows of a microbatch on a device."""
-        split = self.run.train.microbatches * self.size("data", "fsdp")
-        return self.run.train.batch_size // split
+        """Sequences of a microbatch on a device."""
+        return self.sequences // (self.run.train.microbatches * self.size("data", "fsdp"))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the devices also hold the parameters that the run starts from."""
+        return compares_with_start(self.run)
 
     @property
     def length(self) -> int:
@@ -75,7 +100,7 @@ class PlannedRun:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.run.train.batch_size * self.length
+        return self.sequences * self.length
 
 
 def abstract_mesh(sizes: tuple[int, int, int], name: str) -> AbstractMesh:
@@ -152,6 +177,8 @@ def _with_known_sizes(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if model.output in ("classes", "tags") and not model.n_classes:
         model = dataclasses.replace(model, n_classes=ASSUMED_CLASSES)
         notes.append(f"{ASSUMED_CLASSES} classes are assumed; the data says how many there are")
+    if compares_with_start(run):
+        notes.append("what the forward pass of the reference exchanges and stores is not counted")
     return dataclasses.replace(run, model=model), tuple(notes)
 
 

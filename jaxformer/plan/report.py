@@ -41,6 +41,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     if model.family == "encoder_decoder":
         layers = f"{model.encoder_layers} + {model.n_layers}"
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
+    pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
     head: dict[str, str | list[str]] = {
         "devices": f"{planned.mesh.size} x {planned.device_name}: {_figures(planned.device)}",
         "mesh": mesh,
@@ -51,7 +52,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         ),
         "attention": planned.kernel,
         "a step": (
-            f"{run.train.batch_size:,} rows of {planned.length:,} tokens{source},"
+            f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
             f" {'with' if planned.packed else 'without'} segment ids, in"
             f" {run.train.microbatches} microbatch{'es' * (run.train.microbatches > 1)}:"
             f" {planned.rows:,} rows of a device at a time"
@@ -145,7 +146,7 @@ def _products(plan: Plan) -> str:
         ("of the model, a step", _flops(found.model), "exact"),
     ]
     if found.recomputed:
-        table.append(("recomputed by remat", _flops(found.recomputed), "estimate"))
+        table.append(("recomputed", _flops(found.recomputed), "estimate"))
     if found.skipped:
         table.append(("skipped, masked scores", _flops(found.skipped), "estimate"))
     return _titled("Products, over all devices", table)

@@ -33,7 +33,7 @@ def closing(
     seconds: float,
     val_loss: float | None,
     bits_per_byte: float | None,
-    accuracy: float | None = None,
+    figures: Mapping[str, str] | None = None,
     gzip_bits_per_byte: float | None,
     sample: tuple[str, str] | None,
     run_dir: str,
@@ -42,15 +42,15 @@ def closing(
     """The end of a run in plain text: how well it predicts held-out text, a sample (prompt,
     continuation), and what to do next.
 
-    `val_loss` is in nats per target, None where nothing was held out. `gzip_bits_per_byte` is that
-    of `gzip -9` on the same held-out bytes.
+    `val_loss` is in nats per target, None where nothing was held out or it is in another unit;
+    `figures` are other results by name. `gzip_bits_per_byte` is that of `gzip -9` on the same
+    held-out bytes.
     """
     summary: dict[str, str] = {}
     if val_loss is not None:
         perplexity = _perplexity(val_loss)
         summary["validation loss"] = f"{val_loss:.4f} nats per target (perplexity {perplexity})"
-    if accuracy is not None:
-        summary["accuracy"] = f"{accuracy:.2%} of the held-out targets"
+    summary |= figures or {}
     if bits_per_byte is not None:
         beside_gzip = _beside_gzip(bits_per_byte, gzip_bits_per_byte)
         summary["bits per byte"] = f"{bits_per_byte:.3f}{beside_gzip}"

@@ -129,7 +129,8 @@ def _losses(axes: "Axes", train: Lines, evals: Lines, scale: float) -> None:
     axes.plot(x, loss, color=BLUE, alpha=0.28, linewidth=0.9)
     axes.plot(x[places], smooth, color=BLUE, linewidth=1.8, label="training", **line)
     axes.plot(marks, val, color=RED, linewidth=1.0, label="validation", **dots)
-    axes.text(0.995, 0.985, "loss (nats per token)", transform=axes.transAxes, ha="right", va="top")
+    unit = "per pair" if any("reward_margin" in line for line in train) else "nats per token"
+    axes.text(0.995, 0.985, f"loss ({unit})", transform=axes.transAxes, ha="right", va="top")
     axes.set_ylim(_range(loss, val))
     _label_ends(axes, [(x[places], smooth, BLUE), (marks, val, RED)])
 

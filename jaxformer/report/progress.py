@@ -104,6 +104,8 @@ LINE_PARTS: dict[str, Callable[[Any], str]] = {
     "val_loss": lambda value: f"validation loss {value:.4f}",
     "val_bits_per_byte": lambda value: f"{value:.3f} bits per byte",
     "val_accuracy": lambda value: f"accuracy {value:.2%}",
+    **dict.fromkeys(("reward_margin", "val_reward_margin"), lambda value: f"margin {value:.4f}"),
+    **dict.fromkeys(("reward_accuracy", "val_reward_accuracy"), lambda value: f"{value:.1%} right"),
     "learning_rate": lambda value: f"lr {value:.2e}",
     "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
     "mfu": lambda value: f"MFU {value:.1%}" if value > 0 else "",

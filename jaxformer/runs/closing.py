@@ -22,9 +22,9 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
     end = closing(
         seconds=seconds,
-        val_loss=last.get("val_loss"),
+        val_loss=None if "val_reward_margin" in last else last.get("val_loss"),
         bits_per_byte=bits,
-        accuracy=last.get("val_accuracy"),
+        figures=_figures(last),
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
         sample=_sample(setup, params),
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
@@ -33,6 +33,19 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     several = jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language"
     alone = ["There is no sample, which one process alone would write: see the command above."]
     return "\n\n".join([*_profile(setup), end, *(alone if several else [])])
+
+
+def _figures(last: Evaluation) -> dict[str, str]:
+    """What an evaluation gives beside a loss in nats per target."""
+    if "val_reward_margin" in last:
+        margin, right = last["val_reward_margin"], last["val_reward_accuracy"]
+        return {
+            "validation loss": f"{last['val_loss']:.4f} per pair",
+            "rewards": f"margin {margin:.4f}, {right:.2%} of the held-out pairs right",
+        }
+    if "val_accuracy" in last:
+        return {"accuracy": f"{last['val_accuracy']:.2%} of the held-out targets"}
+    return {}
 
 
 def _profile(setup: RunSetup) -> list[str]:

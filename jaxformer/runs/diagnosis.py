@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxformer.files import first_of
 from jaxformer.layers.capture import Request
-from jaxformer.mesh import place_batch
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.params import dotted, rows
@@ -31,7 +30,7 @@ def diagnosis(setup: RunSetup, error: Diverged) -> str:
     lines = [f"its batch: rows {', '.join(map(str, numbers))} of the training data"]
     if error.state is None:
         return _indented(lines)
-    batch = place_batch(ShiftedBatches(setup.batches, rollbacks)[step], setup.mesh)
+    batch = setup.placed(ShiftedBatches(setup.batches, rollbacks)[step])
     try:
         with on_mesh(mesh_of(error.state)):
             bad = _bad_leaves(setup, jax.device_get(_are_finite(setup, error.state.params)))
@@ -77,7 +76,9 @@ def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> s
     @jax.jit
     def finite(params: Any, piece: Any) -> dict[str, jax.Array]:
         request = Request(("residual",))
-        _, _, aux = hidden(params, run.model, inputs_of(piece), request=request)
+        # A pair [B, 2, T] is two sequences.
+        flat = {name: a.reshape(-1, a.shape[-1]) for name, a in piece.items() if a.ndim > 1}
+        _, _, aux = hidden(params, run.model, inputs_of(flat), request=request)
         return {name: jnp.isfinite(value).all() for name, value in aux.captures.items()}
 
     def layer(name: str) -> tuple[bool, int]:  # an encoder comes before its decoder

@@ -174,5 +174,5 @@ def release(run: RunConfig) -> None:
     if jax.process_index():
         return
     folder = Path(run.run.dir)
-    for name in ("config.json", "data.json", *TOKENIZER_FILES):
+    for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)

@@ -16,7 +16,6 @@ import jax
 
 from jaxformer.checkpoints import require_savable
 from jaxformer.config import ConfigError, RunConfig
-from jaxformer.mesh import place_batch
 from jaxformer.report import human_bytes, human_time
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config
@@ -170,7 +169,7 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
     try:
         program = compile_step(setup, length, lines.append)
         state = first_state(setup, lines.append)
-        batch = place_batch(setup.batches[0], setup.mesh)
+        batch = setup.placed(setup.batches[0])
         with memory_of("the first step"):
             state, metrics = program(state, batch)
             first = as_logged(jax.device_get(metrics))

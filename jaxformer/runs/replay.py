@@ -104,7 +104,7 @@ def replay(
         length = setup.length(number)
         if length not in programs:
             programs[length] = compile_step(setup, length, log)
-        placed = place_batch(batch, setup.mesh)
+        placed = setup.placed(batch)
         return programs[length](state, placed)  # type: ignore[no-any-return]
 
     for number in range(begun, step - 1):
@@ -162,7 +162,7 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
         return norms
 
     with on_mesh(setup.mesh):
-        found = jax.device_get(jax.jit(norms_of)(state, place_batch(batch, setup.mesh)))
+        found = jax.device_get(jax.jit(norms_of)(state, setup.placed(batch)))
     return {path: np.atleast_1d(norm).tolist() for path, norm in found.items()}
 
 

@@ -17,6 +17,7 @@ from jaxformer.config import LaunchConfig, RunConfig, TrainConfig
 from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
+from jaxformer.plan.abstract import preference_options, with_reference
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.format import escaped
 from jaxformer.runs.directory import claim, is_begun, lock, release
@@ -83,6 +84,8 @@ def _train(run: RunConfig, begin: float) -> Result:
             try:
                 state, programs = _begin(setup, checkpoints, log)
                 claim(setup.asked, setup.corpus.tokenizer, setup.record)
+                if setup.reference and programs:
+                    setup.reference.keep()
                 with doing("between two steps; the same command continues."):
                     state, last = _trained(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
@@ -157,6 +160,9 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                 " continue."
             )
             return state, {}
+        if setup.reference:
+            with memory_of("reading the reference"):
+                setup.reference.load()
         programs = programs or compile_from(int(state.step))
         return state, programs.result()
 
@@ -225,13 +231,19 @@ def _fit(
     signal cut it short, is made first."""
     settings, heldout = setup.run.train, setup.heldout
     token_bytes = bytes_of_targets(setup.corpus)
-    evaluation = make_evaluation(setup.corpus.task.name, setup.run.model, token_bytes)
+    objective = setup.corpus.task.name
+    options = preference_options(setup.run, objective)
+    evaluation = make_evaluation(objective, setup.run.model, token_bytes, options)
+    batches = batches_of(setup)
+    if setup.reference:
+        batches = setup.reference.scored(batches)
 
     def evaluate(params: Params) -> Evaluation:
         """Reads all batches at the end, and train.eval_batches of them before."""
         limit = 0 if step.done == settings.steps else settings.eval_batches
         with memory_of(f"the evaluation after step {step.done}"):
-            return evaluation(params, itertools.islice(heldout or (), limit or None))
+            read = itertools.islice(heldout or (), limit or None)
+            return evaluation(params, map(setup.placed, read))
 
     if heldout and not before and is_evaluated(step.done, settings):
         with doing(f"in the evaluation after step {step.done}; the same command makes it."):
@@ -242,7 +254,7 @@ def _fit(
         return fit(
             advance,
             state,
-            batches_of(setup),
+            batches,
             steps=settings.steps,
             evaluate=evaluate if heldout else None,
             evaluate_every=settings.eval_every,
@@ -263,6 +275,7 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
     begin = time.perf_counter()
     first = next(first for first, tokens in setup.batches.lengths if tokens == length)
     batch = place_batch(setup.batches[first], setup.mesh)
+    batch = with_reference(batch, setup.run, setup.mesh)
     with memory_of("compiling the step"):
         compiled = setup.step(length).lower(setup.target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)

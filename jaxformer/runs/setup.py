@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -17,18 +17,36 @@ from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
 from jaxformer.layers.kernels import MOST_SEGMENTS
-from jaxformer.mesh import check_batch_size, held_blocks, make_mesh, parameter_sharding, undivided
+from jaxformer.mesh import (
+    check_batch_size,
+    held_blocks,
+    make_mesh,
+    parameter_sharding,
+    place_batch,
+    undivided,
+)
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
+from jaxformer.objectives import OBJECTIVES
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
-from jaxformer.plan.abstract import run_specs, step_of, with_kernel, with_rows_of
+from jaxformer.plan.abstract import (
+    check_start,
+    compares_with_start,
+    run_specs,
+    step_of,
+    with_kernel,
+    with_rows_of,
+)
 from jaxformer.report import human_bytes
 from jaxformer.runs.directory import ROLLBACKS, check_data
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Step
+
+if TYPE_CHECKING:
+    from jaxformer.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -60,14 +78,27 @@ class RunSetup:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.run.train.batch_size * self.run.data.sequence_length
+        sequences = OBJECTIVES[self.corpus.task.name].sequences
+        return self.run.train.batch_size * sequences * self.run.data.sequence_length
+
+    @functools.cached_property
+    def reference(self) -> "Reference | None":
+        """What scores batches, for an objective that compares the model with its start."""
+        if not compares_with_start(self.run):
+            return None
+        from jaxformer.reference import Reference
+
+        run = self.run
+        return Reference(run.run.init_from, run.model, run.run.dir, self.mesh)
 
     @functools.cached_property
     def flops_per_token(self) -> dict[int, int]:
         """By the length of the rows."""
         source = self.run.data.source_length
+        compared = OBJECTIVES[self.corpus.task.name].reference
         return {
-            n: flops_per_token(run.model, n, source, self.specs) for n, run in self.runs.items()
+            n: flops_per_token(run.model, n, source, self.specs, compared)
+            for n, run in self.runs.items()
         }
 
     def length(self, step: int) -> int:
@@ -97,6 +128,10 @@ class RunSetup:
         own = {name: value for name, value in self.record.items() if name not in shown}
         return own | {"seed": self.run.run.seed}
 
+    def placed(self, batch: Any) -> Any:
+        """A batch on the devices, scored by the reference where there is one."""
+        return self.reference(batch) if self.reference else place_batch(batch, self.mesh)
+
     def step(self, length: int) -> Step:
         """The train step for rows of this many tokens."""
         run, objective = self.runs[length], self.corpus.task.name
@@ -111,6 +146,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         from jaxformer.runs.init_from import check_base
 
         run = check_base(run)
+    check_start(run)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))

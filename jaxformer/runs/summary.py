@@ -18,6 +18,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     run, model, device = setup.run, setup.run.model, jax.devices()[0]
     state = sum(map(_bytes_per_device, jax.tree.leaves(setup.target)))
     flops = human_count(setup.flops_per_token[run.data.sequence_length])
+    held = sum(map(_bytes_per_device, jax.tree.leaves(setup.target.params)))
+    compared = f", and {human_bytes(held)} of those of the reference" if setup.reference else ""
     groups = decay_groups(run.optimizer, setup.specs).items()
     kernels = [f"rows of {length}: {reason}" for length, reason in setup.kernels.items()]
     same_kernel = len({*setup.kernels.values()}) == 1
@@ -36,8 +38,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
             f"{name}: {tensors} tensors, {human_count(size)} parameters"
             for name, (tensors, size) in groups
         ),
-        "memory": f"{human_bytes(state)} of parameters and optimizer state per device",
-        "FLOPs": f"{flops} per token, forward and backward",
+        "memory": f"{human_bytes(state)} of parameters and optimizer state per device{compared}",
+        "FLOPs": f"{flops} per token, forward and backward{' and reference' if compared else ''}",
         "attention": setup.kernels[run.data.sequence_length] if same_kernel else kernels,
         **_data(setup),
         "run directory": run.run.dir,

@@ -9,11 +9,11 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
-# A text, a label, the words of a text or their tags, or messages as JSON; a record has one for each
-# field.
+# A text, a completion (which is not empty), a label, the words of a text or their tags, or messages
+# as JSON; a record has one for each field.
 Value = str | tuple[str, ...]
 Record = tuple[Value, ...]
-Kind = Literal["text", "label", "words", "tags", "messages"]
+Kind = Literal["text", "completion", "label", "words", "tags", "messages"]
 
 
 class RecordField(NamedTuple):
@@ -179,6 +179,7 @@ def _value(found: Any, field: RecordField) -> Value:
     value = convert(found[name])
     if value is None:
         given = "null" if found[name] is None else type(found[name]).__name__
+        given = "empty" if found[name] == "" else given
         told = f"field {name!r} is {given}"
         message = f": the {told}, not {expected}; see {field.setting or 'data.objective'}."
         raise RecordError(f"records whose {told}", message)
@@ -193,6 +194,10 @@ def _value(found: Any, field: RecordField) -> Value:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _completion(value: Any) -> str | None:
+    return _text(value) or None
 
 
 def _label(value: Any) -> str | None:
@@ -237,6 +242,7 @@ def _tags(value: Any) -> Value | None:
 # For each kind of field: what converts a value of JSON (None if it cannot), and what that expects.
 CONVERTERS: dict[Kind, tuple[Callable[[Any], Value | None], str]] = {
     "text": (_text, "a string"),
+    "completion": (_completion, "a string with text"),
     "label": (_label, "a string or a whole number"),
     "words": (_words, "a list of strings, or a string of words separated by spaces"),
     "tags": (_tags, "a list of strings or whole numbers, or a string of tags separated by spaces"),
