@@ -7,6 +7,8 @@ from .config import RunConfig
 from .config_model import ModelConfig
 from .generation.beam import beam_search
 from .generation.decode import generate
+from .interop.peft_read import read_adapter
+from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
 from .loading import Loaded, load
 from .mesh import make_mesh
@@ -59,6 +61,8 @@ __all__ = [
     "make_mesh",
     "make_step",
     "merge",
+    "read_adapter",
+    "save_adapter",
     "save_pretrained",
     "specs",
     "tokenizer",

@@ -1,4 +1,4 @@
-"""Models read from disk: the checkpoint of a run, or a Hugging Face directory."""
+"""Models read from disk: the checkpoint of a run, a Hugging Face directory, or an adapter."""
 
 import dataclasses
 import json
@@ -26,10 +26,12 @@ from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
 from jaxformer.files import read_object, write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
+from jaxformer.interop.peft_config import ADAPTER_CONFIG, base_of, is_adapter
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, map_specs
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.files import tokenizer_file
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
 MOST_EVALUATION_TOKENS = 1024
@@ -38,25 +40,41 @@ MOST_EVALUATION_TOKENS = 1024
 @dataclass(frozen=True)
 class Loaded:
     """A model read from disk. `tokenizer` is None where the directory has none; `labels` are the
-    names of its classes."""
+    names of its classes. Where `params` have an adapter, `base` is the directory of the model below
+    it, and `learned` are the branches of the params that learned with it."""
 
     params: Params
     config: ModelConfig
     tokenizer: Tokenizer | None
     labels: tuple[str, ...] = ()
+    base: str = ""
+    learned: tuple[str, ...] = ()
 
 
 def load(
-    path: str | Path, step: int | None = None, *, mesh: Mesh | None = None, dtype: str = "float32"
+    path: str | Path,
+    step: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    base: str | Path | None = None,
 ) -> Loaded:
-    """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a
-    Hugging Face directory.
+    """The model of a run directory (its newest readable checkpoint, or that of `step`), of a
+    Hugging Face directory, or of an adapter in peft's format, over the base that it names or
+    `base`.
 
     Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
-    (float32, bfloat16, float16). Raises ConfigError if `path` is neither, has no such step or
-    cannot be read, or if its architecture, an option or a tensor is not supported.
+    (float32, bfloat16, float16); those of an adapter are float32, and `jf.merge` adds them to its
+    base. Raises ConfigError if `path` is none of these, has no such step or cannot be read, or if
+    its architecture, an option or a tensor is not supported.
     """
     folder = Path(path)
+    if is_adapter(folder):
+        return _load_adapter(folder, step, mesh, dtype, base)
+    if base is not None:
+        raise ConfigError(
+            f"{folder} is no adapter ({ADAPTER_CONFIG}): leave out base={str(base)!r}."
+        )
     if not (folder / "config.json").is_file():
         hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
         raise ConfigError(
@@ -75,6 +93,24 @@ def load(
         found = load_pretrained(folder, mesh, dtype)
         return Loaded(found.params, found.config, tokenizer, found.labels)
     return _load_run(folder, step, tokenizer, mesh, dtype)
+
+
+def _load_adapter(
+    folder: Path, step: int | None, mesh: Mesh | None, dtype: str, base: str | Path | None
+) -> Loaded:
+    from jaxformer.interop.peft_read import adapted_config, read_adapter
+
+    if step is not None:
+        raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
+    place = base_of(folder, base)
+    below = load(place, mesh=mesh, dtype=dtype)
+    config, params, labels = adapted_config(folder, below.config), below.params, below.labels
+    if config != below.config:  # another head, which the adapter brings
+        kept = model_specs(config).keys() - {"head"}
+        params, labels = {name: part for name, part in params.items() if name in kept}, ()
+    params = read_adapter(folder, params, config)
+    tokenizer = Tokenizer.find(folder) or below.tokenizer
+    return Loaded(params, config, tokenizer, labels, base=str(place))
 
 
 def _load_run(
@@ -112,16 +148,15 @@ def _load_run(
 
 
 def run_of(path: str | Path) -> RunConfig:
-    """The settings of a run directory, or those with which a Hugging Face directory is evaluated.
+    """The settings of a run directory, or those with which a Hugging Face directory or an adapter
+    is evaluated.
 
-    Raises ConfigError if `path` is neither.
+    Raises ConfigError if `path` is none of these.
     """
     folder = Path(path)
-    if not is_pretrained(folder):
+    model = _model_of(folder)
+    if model is None:
         return read_config(folder / "config.json")
-    from jaxformer.interop.pretrained import pretrained_config
-
-    model = pretrained_config(folder)
     length = min(model.max_length, MOST_EVALUATION_TOKENS)
     has_source = model.family == "encoder_decoder"
     return RunConfig(
@@ -130,8 +165,29 @@ def run_of(path: str | Path) -> RunConfig:
         data=DataConfig(
             train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
         ),
-        tokenizer=TokenizerConfig(path=str(folder)),
+        tokenizer=TokenizerConfig(path=str(text_directory(folder))),
     )
+
+
+def _model_of(folder: Path) -> ModelConfig | None:
+    """The config of a model that says nothing of its training; None for a run."""
+    if is_adapter(folder):
+        from jaxformer.interop.peft_read import adapted_config
+
+        return adapted_config(folder, run_of(base_of(folder)).model)
+    if not is_pretrained(folder):
+        return None
+    from jaxformer.interop.pretrained import pretrained_config
+
+    return pretrained_config(folder)
+
+
+def text_directory(path: str | Path) -> Path:
+    """The directory with the tokenizer of a model: for an adapter without one, that of its base."""
+    folder = Path(path)
+    if is_adapter(folder) and not tokenizer_file(folder).is_file():
+        return text_directory(base_of(folder))
+    return folder
 
 
 def save_run(target: Path, model: Loaded, origin: Path) -> None:
