@@ -169,9 +169,8 @@ def _write_adapter(model: "Loaded", asked: ConvertArguments) -> None:
     )
     if model.tokenizer is not None:
         model.tokenizer.save(asked.target / "tokenizer.json")
-    print(
-        f"{asked.target}: an adapter of peft over {base or 'a base that it does not name'}, {asked.dtype}"
-    )
+    over = f" over {base}" if base else ""
+    print(f"{asked.target}: an adapter of peft{over}, {asked.dtype}")
 
 
 def _write_run(model: "Loaded", asked: ConvertArguments) -> None:

@@ -7,6 +7,7 @@ three leaves, and its lora_B has their rows in the order of that module's own we
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,18 +22,22 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Spec, rows
 
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
+# Modules whose name in the classes of transformers 5 is not that of their tensors in model files.
+OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
 
 
 @dataclass(frozen=True)
 class Layout:
     """The tensors of an architecture by name, those that are modules which peft can adapt, by the
-    name of the module, and what repeats a tensor (a tied output layer)."""
+    name of the module, and what repeats a tensor (a tied output layer). `prefix` and `renamed` are
+    as in `Family`, for the names of other classes and versions."""
 
-    family: Family
     tensors: Mapping[str, Tensor]
     modules: Mapping[str, Tensor]
     copies: tuple[Copy, ...]
+    prefix: str
+    renamed: tuple[tuple[str, str], ...]
 
     @property
     def repeated(self) -> list[str]:
@@ -87,13 +92,20 @@ def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
 
 
 def _layout(family: Family, tensors: Sequence[Tensor], copies: tuple[Copy, ...]) -> Layout:
-    named = {tensor.name: tensor for tensor in tensors}
+    named = {_in_class(tensor.name): tensor for tensor in tensors}
     modules = {
         name.removesuffix(".weight"): tensor
         for name, tensor in named.items()
         if tensor.specs[0].is_matrix and name.endswith(".weight")
     }
-    return Layout(family, named, modules, copies)
+    copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
+    return Layout(named, modules, copies, family.prefix, (*family.renamed, *OLD_MODULES))
+
+
+def _in_class(name: str) -> str:
+    for pattern, new in OLD_MODULES:
+        name = re.sub(pattern, new, name)
+    return name
 
 
 def is_lookup(tensor: Tensor) -> bool:

@@ -100,7 +100,7 @@ def _modules(
     settings: PeftSettings, stored: StoredAdapter, layout: Layout, problems: list[str]
 ) -> list[AdaptedModule]:
     """The modules with an adapter; what does not fit is added to `problems`."""
-    prefix, renamed = layout.family.prefix, layout.family.renamed
+    prefix, renamed = layout.prefix, layout.renamed
     names = matched(stored.modules, layout.modules, prefix, renamed)
     bare = bool(names) and all(found.removeprefix(prefix) == found for found in names.values())
     for module in sorted({*stored.modules} - {*names.values()}):
@@ -157,9 +157,7 @@ def _whole(
     """The leaves that are saved whole, as a new head: the tensor and its name in the file, by path.
     What does not fit is added to `problems`."""
     copies = {copy.name: copy.of for copy in layout.copies}
-    names = matched(
-        stored.whole, [*layout.tensors, *copies], layout.family.prefix, layout.family.renamed
-    )
+    names = matched(stored.whole, [*layout.tensors, *copies], layout.prefix, layout.renamed)
     for name in sorted({*stored.whole} - {*names.values()}):
         problems.append(f"{name}: the model has no such tensor")
     found: dict[str, tuple[Tensor, str]] = {}

@@ -99,7 +99,8 @@ def save_adapter(
     for name, module in modules.items():
         for end, value in zip(part_names(module.tensor), module[1:3], strict=True):
             tensors[f"{PREFIX}{name}.{end}"] = value
-    written = {name: value.astype(jnp.dtype(dtype)) for name, value in sorted(tensors.items())}
+    stored = np.dtype(jnp.dtype(dtype))
+    written = {name: value.astype(stored, order="C") for name, value in sorted(tensors.items())}
     settings = _settings(config, layout, modules, whole)
     settings["base_model_name_or_path"] = str(base) or None
     settings["lora_dropout"] = max(
@@ -115,9 +116,9 @@ def save_adapter(
 def _modules_of(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, PeftModule]:
     """The adapted modules by name. Raises ConfigError where there are none, or one that peft has
     not."""
-    found = {}
+    found, held = {}, {path: _host(leaf) for path, leaf in leaves.items()}
     for name, tensor in layout.modules.items():
-        parts = [_part(leaves[path], tensor.layer) for path in tensor.paths]
+        parts = [_part(held[path], tensor.layer) for path in tensor.paths]
         if not any(parts):
             continue
         if obstacle := layout.obstacle(tensor):
@@ -134,14 +135,19 @@ def _modules_of(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, PeftModu
     return found
 
 
-def _part(leaf: Any, layer: int | None) -> Part | None:
-    """A leaf's adapter in one layer; None where it has none."""
+def _host(leaf: Any) -> tuple[np.ndarray, ...] | None:
+    """a, b and scale of an adapted leaf, on the host in float32."""
     if not isinstance(leaf, LowRank):
         return None
-    at = () if layer is None else (layer,)
-    a, b = (np.asarray(part[at].astype(jnp.float32)) for part in (leaf.a, leaf.b))
-    scale = float(np.asarray(leaf.scale[at], np.float32))
-    return Part(a, b, scale) if scale else None  # 0: a layer that the adapter leaves out
+    return tuple(np.asarray(part).astype(np.float32) for part in (leaf.a, leaf.b, leaf.scale))
+
+
+def _part(held: tuple[np.ndarray, ...] | None, layer: int | None) -> Part | None:
+    """A leaf's adapter in one layer; None where it has none."""
+    if held is None:
+        return None
+    a, b, scale = held if layer is None else (part[layer] for part in held)
+    return Part(a, b, float(scale)) if scale else None  # 0: a layer that the adapter leaves out
 
 
 def _module_of(tensor: Tensor, parts: list[Part | None]) -> PeftModule:
