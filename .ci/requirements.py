@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"torch", "transformers", "lm_eval", "accelerate"}  # PyTorch and what needs it
+HEAVY = {"torch", "transformers", "peft", "lm_eval", "accelerate"}  # PyTorch and what needs it
 CHECKS = {
     "ruff",
     "mypy",

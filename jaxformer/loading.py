@@ -98,7 +98,7 @@ def load(
 def _load_adapter(
     folder: Path, step: int | None, mesh: Mesh | None, dtype: str, base: str | Path | None
 ) -> Loaded:
-    from jaxformer.interop.peft_read import adapted_config, read_adapter
+    from jaxformer.interop.peft_read import adapted_config, learned_of, read_adapter
 
     if step is not None:
         raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
@@ -109,8 +109,8 @@ def _load_adapter(
         kept = model_specs(config).keys() - {"head"}
         params, labels = {name: part for name, part in params.items() if name in kept}, ()
     params = read_adapter(folder, params, config)
-    tokenizer = Tokenizer.find(folder) or below.tokenizer
-    return Loaded(params, config, tokenizer, labels, base=str(place))
+    tokenizer, learned = Tokenizer.find(folder) or below.tokenizer, learned_of(folder, config)
+    return Loaded(params, config, tokenizer, labels, str(place), learned)
 
 
 def _load_run(

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,7 @@ from jaxformer.cli import main
 from jaxformer.loading import run_of
 from jaxformer.params import dotted, is_custom
 
+ROOT = Path(__file__).parent.parent
 FUSED = ["gpt2", "gpt-neox", "bloom"]  # one module for queries, keys and values in transformers
 QV = dict(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=6)
 
@@ -457,8 +459,48 @@ def test_what_is_wrong_with_the_params_is_said(plain):
         jf.load(tiny)
 
 
+@pytest.mark.xdist_group("llama")
+def test_modules_that_peft_saves_whole_are_read(plain):
+    """Here the norms and the output layer, as in long-context training."""
+    model, place = saved("llama", "norms", **QV, modules_to_save=["norm", "lm_head", "layernorm"])
+    found, batch = jf.load(place), inputs("llama")
+    assert_close(ours(found, batch), theirs(model, batch), batch)
+    assert set(found.learned) == {"blocks", "final_norm", "head"}
+    with pytest.raises(jf.ConfigError, match=r"blocks\.attention\.[qv], which is no array"):
+        jf.save_adapter(folder("llama", "none"), found.params, found.config, learned=found.learned)
+    back = folder("llama", "two branches")
+    learned = ("final_norm", "head")
+    jf.save_adapter(back, found.params, found.config, learned=learned)
+    kept = {n: t for n, t in tensors(place).items() if "_layernorm" not in n}
+    assert_same_tensors(tensors(back), kept)
+    assert settings_of(back)["modules_to_save"] == ["lm_head", "model.norm"]
+    state(back, base_model_name_or_path=str(directory("llama")))
+    assert jf.load(back).learned == learned
+
+
+@pytest.mark.xdist_group("llama")
+def test_an_adapter_goes_to_the_mesh_of_its_base_and_keeps_float32(plain):
+    mesh = jf.make_mesh()
+    leaf = leaves_of(jf.load(plain, mesh=mesh, dtype="bfloat16").params)["blocks.attention.q"]
+    parts = (leaf.weight, leaf.a, leaf.b, leaf.scale)
+    assert {part.sharding.mesh for part in parts} == {mesh}
+    assert [str(part.dtype) for part in parts] == ["bfloat16", *["float32"] * 3]
+    found = jf.load(plain)
+    half = folder("llama", "half")
+    jf.save_adapter(half, found.params, found.config, dtype="bfloat16")
+    assert {tensor.dtype for tensor in tensors(half).values()} == {torch.bfloat16}
+    large = jax.tree.map(lambda leaf: leaf * 1e8, found.params)
+    with pytest.raises(jf.ConfigError, match="beyond the range of float16: save it as bfloat16"):
+        jf.save_adapter(half, large, found.config, dtype="float16")
+
+
 TIED = {
     "the table of a tied model": ("gpt2", ["wte"], r"wte: embed\.tokens is used in 2 places"),
+    "that table saved whole": (
+        "gpt2",
+        [],
+        r"lm_head\.weight is transformer\.wte\.weight, and peft",
+    ),
     "its output layer": ("qwen2", ["lm_head"], "no such weight of its own, but model.embed_tokens"),
     "one of two stacks": ("t5", ["encoder.embed_tokens"], "but shared.weight: adapt other modules"),
     "positions of BART": ("bart", ["embed_positions"], "by the tokens, and .* by their positions"),
@@ -475,6 +517,8 @@ def test_an_embedding_that_peft_adapts_in_one_place_alone_is_refused(case):
         module = "base_model.model.model.encoder.embed_positions.lora_embedding_"
         save_file({module + end: t for end, t in held.items()}, place / "adapter_model.safetensors")
         (place / "adapter_config.json").write_text(json.dumps(settings | {"r": 2}))
+    elif not targets:
+        place = saved(name, "whole", target_modules=["c_fc"], modules_to_save=["wte"])[1]
     else:
         place = saved(name, "tied", target_modules=targets)[1]
     with pytest.raises(jf.ConfigError, match=message):
@@ -525,6 +569,17 @@ def test_the_commands_take_an_adapter_for_a_model(told, capsys):
     assert f"an adapter of peft over {told / 'base'}" in capsys.readouterr().out
     assert_same_tensors(tensors(told / "again"), tensors(told / "adapter"))
     assert (told / "again/tokenizer.json").is_file()
+    assert main(["convert", str(told / "base"), str(told / "run")]) == 0
+    capsys.readouterr()
+    for a, b in zip(
+        *(jax.tree.leaves(jf.load(adapter, base=told / name).params) for name in ("base", "run")),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    changes = [f"run.init_from={adapter}", "data.sequence_length=16"]
+    started = jf.load_config(ROOT / "configs/finetune.py", changes)
+    assert started.model.d_model == 16
+    assert started.tokenizer.path == str(told / "base/tokenizer.json")
 
 
 def test_convert_says_what_does_not_go_together(told, capsys):

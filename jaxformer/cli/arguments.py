@@ -30,7 +30,7 @@ class StepArguments:
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments(StepArguments):
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, or a directory with a Hugging Face model."""
+    """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
 
 
 TYPE_RULES = tyro.constructors.ConstructorRegistry()

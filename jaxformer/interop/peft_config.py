@@ -114,7 +114,7 @@ def read_settings(directory: Path) -> PeftSettings:
     path = directory / ADAPTER_CONFIG
     values = read_object(path, "download it again")
     _refuse_options(path, values)
-    get = _Reader(path, values)
+    get = _PeftValues(path, values)
     saved = get.names("modules_to_save")
     task = get.one_of("task_type", str, "the name of a task, or null")
     layers = values.get("layers_to_transform")
@@ -169,7 +169,7 @@ def _refuse_options(path: Path, values: Mapping[str, Any]) -> None:
         )
 
 
-class _Reader:
+class _PeftValues:
     """Reads values of one adapter_config.json, each of its type. Raises ConfigError."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows, stack
 
 Use = tuple[AdaptedModule, int]  # and which of the leaves of the module it is
-Place = Callable[[Spec, np.ndarray], jax.Array]
+PlaceLeaf = Callable[[Spec, np.ndarray], jax.Array]
 
 
 def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
@@ -87,21 +87,21 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
             raise ConfigError(
                 f"the params have an adapter already (of {path}): merge it with jf.merge first."
             )
-        parts, arrays = _parts_of(modules, leaves[path].shape, stored)
+        parts, arrays = _parts_of(modules, leaves[path].shape, stored, settings.dropout)
         own = {name: place(getattr(parts, name), value) for name, value in arrays.items()}
-        shape = {"inputs": parts.inputs, "dropout": settings.dropout}
-        leaves[path] = LowRank(leaves[path], **own, **shape)
+        leaves[path] = parts.replace(weight=leaves[path], **own)  # type: ignore[attr-defined]
     return map_specs(lambda path, _: leaves[path], model_specs(config))
 
 
 def _parts_of(
-    uses: Sequence[Use], shape: Sequence[int], stored: StoredAdapter
+    uses: Sequence[Use], shape: Sequence[int], stored: StoredAdapter, dropout: float
 ) -> tuple[LowRank, dict[str, np.ndarray]]:
     """The rows of an adapted leaf of this shape, and its a, b and scale; a layer of a stack is
     padded with zeros to the largest rank."""
     first, at_first = uses[0]
     stacked = first.tensor.layer is not None
-    parts = low_rank(first.tensor.specs[at_first], max(one.rank for one, _ in uses), 1.0)
+    rank = max(module.rank for module, _ in uses)
+    parts = low_rank(first.tensor.specs[at_first], rank, 1.0, dropout)
     if stacked:
         parts = stack(parts, shape[0])  # type: ignore[arg-type, assignment]
     rows_of = {"a": parts.a, "b": parts.b, "scale": parts.scale}
@@ -117,20 +117,28 @@ def _parts_of(
 
 def _with_whole(
     stored: StoredAdapter,
-    whole: Mapping[str, tuple[Tensor, str]],
+    whole: Sequence[tuple[Tensor, str]],
     params: Params,
     config: ModelConfig,
-    place: Place,
+    place: PlaceLeaf,
 ) -> dict[str, Any]:
     """The leaves of the base by path, with those that the adapter holds whole in their place."""
-    table = rows(model_specs(config))
+    table, new = rows(model_specs(config)), dict[str, np.ndarray]()
     leaves = {dotted(p): leaf for p, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)}
-    for path, (tensor, name) in whole.items():
-        value = tensor.transform.split(stored.read(name), tensor.specs)[0]
-        dtype = getattr(leaves.get(path), "dtype", jnp.float32)
-        leaves[path] = place(table[path], np.asarray(value).astype(dtype))
+    for tensor, name in whole:
+        values = tensor.transform.split(stored.read(name), tensor.specs)
+        for path, value in zip(tensor.paths, values, strict=True):
+            if tensor.layer is None:
+                new[path] = np.asarray(value)
+            elif path not in new:
+                new[path] = np.array(_array_at(leaves, path, name))
+            if tensor.layer is not None:
+                new[path][tensor.layer] = value
         if tensor.name == f"{SCORE}.weight":  # which has no bias in transformers
-            leaves["head.bias"] = place(table["head.bias"], np.zeros(config.n_classes, np.float32))
+            new["head.bias"] = np.zeros(config.n_classes, np.float32)
+    for path, value in new.items():
+        dtype = getattr(leaves.get(path), "dtype", jnp.float32)
+        leaves[path] = place(table[path], value.astype(dtype))
     if missing := [path for path in table if path not in leaves]:
         raise ConfigError(
             f"the adapter in {stored.files.directory} and its base lack {', '.join(missing)}, which"
@@ -141,9 +149,28 @@ def _with_whole(
     return leaves
 
 
-def _place_of(params: Params) -> Place:
+def _array_at(leaves: Mapping[str, Any], path: str, name: str) -> Any:
+    """The array at a path. Raises ConfigError for a leaf of another kind, as a quantized one."""
+    if is_custom(leaves[path]):
+        kind = type(leaves[path]).__name__
+        raise ConfigError(f"{name} of the adapter replaces a layer of {path}, which is a {kind}.")
+    return leaves[path]
+
+
+def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
+    """The branches of the params of a model that its adapter holds whole, beside those that it
+    adapts."""
+    settings, stored = read_settings(directory), stored_in(directory)
+    found = placed_in(settings, stored, layout_of(config))
+    adapted = {path for module in found.modules for path in module.tensor.paths}
+    whole = [path for tensor, _ in found.whole for path in tensor.paths if path not in adapted]
+    return tuple(dict.fromkeys(path.split(".")[0] for path in whole))
+
+
+def _place_of(params: Params) -> PlaceLeaf:
     """A function of a row and its value that puts it where the leaves of `params` are."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", here)
 
     def place(spec: Spec, value: np.ndarray) -> jax.Array:
         mesh = getattr(sharding, "mesh", None)

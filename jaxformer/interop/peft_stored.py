@@ -75,11 +75,11 @@ class AdaptedModule(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The adapted modules of a model, and the leaves that its adapter holds whole, as a new head:
-    the tensor and its name in the file, by path."""
+    """The adapted modules of a model, and the tensors that its adapter holds whole, as a new head,
+    each with its name in the file."""
 
     modules: list[AdaptedModule]
-    whole: dict[str, tuple[Tensor, str]]
+    whole: list[tuple[Tensor, str]]
 
 
 def placed_in(settings: PeftSettings, stored: StoredAdapter, layout: Layout) -> Placed:
@@ -153,14 +153,14 @@ def _module(
 
 def _whole(
     settings: PeftSettings, stored: StoredAdapter, layout: Layout, problems: list[str]
-) -> dict[str, tuple[Tensor, str]]:
-    """The leaves that are saved whole, as a new head: the tensor and its name in the file, by path.
-    What does not fit is added to `problems`."""
+) -> list[tuple[Tensor, str]]:
+    """The tensors that are saved whole, each with its name in the file. What does not fit is added
+    to `problems`."""
     copies = {copy.name: copy.of for copy in layout.copies}
     names = matched(stored.whole, [*layout.tensors, *copies], layout.prefix, layout.renamed)
     for name in sorted({*stored.whole} - {*names.values()}):
         problems.append(f"{name}: the model has no such tensor")
-    found: dict[str, tuple[Tensor, str]] = {}
+    found = []
     for name, tensor in layout.tensors.items():
         module = name.rpartition(".")[0]
         if name not in names:
@@ -171,19 +171,14 @@ def _whole(
                 )
             continue
         inside = stored.whole[names[name]]
+        found.append((tensor, inside))
         if stored.shape(inside) != tensor.shape:
             shape = list(stored.shape(inside))
             problems.append(f"{inside}: {shape} in the file, and this model {list(tensor.shape)}")
-        elif tensor.layer is not None or len(tensor.paths) > 1:
-            problems.append(f"{inside}: a tensor of one layer, which is not read whole")
-        else:
-            found[tensor.paths[0]] = tensor, inside
     for copy, of in copies.items():
-        if copy in names:
-            _check_copy(stored, stored.whole[names[copy]], names.get(of), problems)
+        both = [stored.whole[names[name]] for name in (copy, of) if name in names]
+        # peft changes one of the two, unless it has saved both, and alike.
+        values = [stored.read(name) for name in both]
+        if len(both) == 1 or (both and not np.array_equal(values[0], values[1])):
+            problems.append(f"{both[0]}: {copy} is {of}, and peft changes one of the two: {UNTIE}")
     return found
-
-
-def _check_copy(stored: StoredAdapter, name: str, of: str | None, problems: list[str]) -> None:
-    if of is None or not np.array_equal(stored.read(name), stored.read(stored.whole[of])):
-        problems.append(f"{name}: the model has no such weight of its own: {UNTIE}")
