@@ -7,6 +7,8 @@ from .config import RunConfig
 from .config_model import ModelConfig
 from .generation.beam import beam_search
 from .generation.decode import generate
+from .interop.peft_read import read_adapter
+from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
 from .loading import Loaded, load
 from .mesh import make_mesh
@@ -62,7 +64,9 @@ __all__ = [
     "make_step",
     "merge",
     "quantize",
+    "read_adapter",
     "reference_log_probs",
+    "save_adapter",
     "save_pretrained",
     "specs",
     "tokenizer",

@@ -1,4 +1,4 @@
-"""Models read from disk: the checkpoint of a run, or a Hugging Face directory."""
+"""Models read from disk: the checkpoint of a run, a Hugging Face directory, or an adapter."""
 
 import dataclasses
 import json
@@ -21,8 +21,10 @@ from jaxformer.config_file import read_config
 from jaxformer.config_json import to_json
 from jaxformer.files import write_text
 from jaxformer.interop.hf_config import check_dtype, is_pretrained
+from jaxformer.interop.peft_config import base_of, is_adapter
 from jaxformer.models.quantize import check_quantization
 from jaxformer.models.quantize import quantize as quantize_params
+from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params
 from jaxformer.run_reading import (
     adapted_params_of_run,
@@ -33,6 +35,7 @@ from jaxformer.run_reading import (
     require_tokenizer,
 )
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.files import tokenizer_file
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
 MOST_EVALUATION_TOKENS = 1024
@@ -61,28 +64,33 @@ def load(
     quantize: Quantization | None = None,
     base: str | Path | None = None,
 ) -> Loaded:
-    """The model of a run directory (its newest readable checkpoint, or that of `step`) or of a
-    Hugging Face directory.
+    """The model of a run directory (its newest readable checkpoint, or that of `step`), of a
+    Hugging Face directory, or of an adapter in peft's format, over the base that it names or
+    `base`.
 
     Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
-    (float32, bfloat16, float16). With `quantize` the matrices of the blocks are quantized as by
-    `jf.quantize`, each before the next leaf is read: neither host nor device ever holds the whole
-    model unquantized. The params of a run with an adapter are adapted ones, over the model that it
-    was trained on; `base` is that model's directory where it was moved. Raises ConfigError if
-    `path` is neither, has no such step or cannot be read, or if its architecture, an option or a
-    tensor is not supported.
+    (float32, bfloat16, float16); those of an adapter of peft are float32. With `quantize` the
+    matrices of the blocks are quantized as by `jf.quantize`, each before the next leaf is read:
+    neither host nor device ever holds the whole model unquantized. The params of an adapter, and of
+    a run with one, are adapted ones, over the model that they were trained on; `base` is that
+    model's directory where it was moved. Raises ConfigError if `path` is none of these, has no such
+    step or cannot be read, or if its architecture, an option or a tensor is not supported.
     """
     folder = Path(path)
+    if quantize is not None:
+        check_quantization(quantize)
+    check_dtype(dtype)
+    if is_adapter(folder):
+        return _load_adapter(folder, step, mesh, dtype, quantize, base)
     if not (folder / "config.json").is_file():
         hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
         raise ConfigError(
             f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
             f" model directory{hub}."
         )
-    check_dtype(dtype)
-    if quantize is not None:
-        check_quantization(quantize)
     if is_pretrained(folder):
+        if base is not None:
+            raise ConfigError(f"{folder} is no adapter: leave out base={str(base)!r}.")
         if step is not None:
             raise ConfigError(
                 f"{folder} is a Hugging Face directory, which has no steps: leave out step={step}."
@@ -92,6 +100,29 @@ def load(
         found = load_pretrained(folder, mesh, dtype, quantize)
         return Loaded(found.params, found.config, Tokenizer.find(folder), found.labels)
     return _load_run(folder, step, mesh, dtype, quantize, base)
+
+
+def _load_adapter(
+    folder: Path,
+    step: int | None,
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None,
+    base: str | Path | None,
+) -> Loaded:
+    from jaxformer.interop.peft_read import adapted_config, learned_of, read_adapter
+
+    if step is not None:
+        raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
+    place = base_of(folder, base)
+    below = load(place, mesh=mesh, dtype=dtype, quantize=quantize)
+    config, params, labels = adapted_config(folder, below.config), below.params, below.labels
+    if config != below.config:  # another head, which the adapter brings
+        kept = model_specs(config).keys() - {"head"}
+        params, labels = {name: part for name, part in params.items() if name in kept}, ()
+    params = read_adapter(folder, params, config)
+    tokenizer, learned = Tokenizer.find(folder) or below.tokenizer, learned_of(folder, config)
+    return Loaded(params, config, tokenizer, labels, str(place), learned)
 
 
 def _load_run(
@@ -145,20 +176,19 @@ def load_base(
 
 def has_adapter(folder: Path) -> bool:
     """Whether a directory is that of an adapter, or of a run with one."""
-    return run_of(folder).adapter.kind != "none"
+    return is_adapter(folder) or run_of(folder).adapter.kind != "none"
 
 
 def run_of(path: str | Path) -> RunConfig:
-    """The settings of a run directory, or those with which a Hugging Face directory is evaluated.
+    """The settings of a run directory, or those with which a Hugging Face directory or an adapter
+    is evaluated.
 
-    Raises ConfigError if `path` is neither.
+    Raises ConfigError if `path` is none of these.
     """
     folder = Path(path)
-    if not is_pretrained(folder):
+    model = _model_of(folder)
+    if model is None:
         return read_config(folder / "config.json")
-    from jaxformer.interop.pretrained import pretrained_config
-
-    model = pretrained_config(folder)
     length = min(model.max_length, MOST_EVALUATION_TOKENS)
     has_source = model.family == "encoder_decoder"
     return RunConfig(
@@ -167,8 +197,29 @@ def run_of(path: str | Path) -> RunConfig:
         data=DataConfig(
             train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
         ),
-        tokenizer=TokenizerConfig(path=str(folder)),
+        tokenizer=TokenizerConfig(path=str(text_directory(folder))),
     )
+
+
+def _model_of(folder: Path) -> ModelConfig | None:
+    """The config of a model that says nothing of its training; None for a run."""
+    if is_adapter(folder):
+        from jaxformer.interop.peft_read import adapted_config
+
+        return adapted_config(folder, run_of(base_of(folder)).model)
+    if not is_pretrained(folder):
+        return None
+    from jaxformer.interop.pretrained import pretrained_config
+
+    return pretrained_config(folder)
+
+
+def text_directory(path: str | Path) -> Path:
+    """The directory with the tokenizer of a model: for an adapter without one, that of its base."""
+    folder = Path(path)
+    if is_adapter(folder) and not tokenizer_file(folder).is_file():
+        return text_directory(base_of(folder))
+    return folder
 
 
 def save_run(target: Path, model: Loaded, origin: Path) -> None:

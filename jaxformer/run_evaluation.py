@@ -119,5 +119,8 @@ def _on_text(
         named = dataclasses.replace(settings, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, named).fields)
         settings = dataclasses.replace(named, train=text, weights="", epochs="", length_warmup="")
-    tokenizer = dataclasses.replace(run.tokenizer, path=str(tokenizer_file(path)), chat_template="")
+    from jaxformer.loading import text_directory
+
+    file = str(tokenizer_file(text_directory(path)))
+    tokenizer = dataclasses.replace(run.tokenizer, path=file, chat_template="")
     return dataclasses.replace(run, data=settings, tokenizer=tokenizer)

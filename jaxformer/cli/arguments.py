@@ -30,7 +30,7 @@ class StepArguments:
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments(StepArguments):
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, or a directory with a Hugging Face model."""
+    """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
     quantize: Annotated[Quantization | None, tyro.conf.arg(metavar="{int8,nf4,nf4_double}")] = None
     """Quantize the matrices of the blocks while the model is loaded: int8 takes a byte a weight,
     nf4 0.56 bytes, nf4_double 0.52."""

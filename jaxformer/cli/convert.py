@@ -1,7 +1,8 @@
-"""`jaxformer convert SOURCE TARGET`: a run to a Hugging Face model directory, or such a directory
-to a run."""
+"""`jaxformer convert SOURCE TARGET`: a run to a Hugging Face model directory, such a directory to a
+run, or an adapter to peft's format or into its model."""
 
 import contextlib
+import dataclasses
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation o
 UNFINISHED = ".unfinished"  # in a target while it is written
 # What a conversion writes, besides.
 WRITTEN_NAMES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
     "checkpoints",
     "config.json",
     "data.json",
@@ -40,13 +43,16 @@ SIZE_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 @dataclass(frozen=True)
 class ConvertArguments(StepArguments):
     """Converts a run to a Hugging Face model directory, which transformers, vLLM and llama.cpp's
-    converter read, or such a directory to a run."""
+    converter read, or such a directory to a run; an adapter to peft's format, or with --merge to a
+    whole Hugging Face model."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Run directory, or a directory with a Hugging Face model."""
+    """Run directory, or a directory with a Hugging Face model or an adapter of peft."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Directory to write, which must be new or empty: a Hugging Face model if the source is a run,
-    and a run otherwise."""
+    """Directory to write, which must be new or empty: an adapter of peft if the source has an
+    adapter, a Hugging Face model if it is another run, and a run otherwise."""
+    merge: bool = False
+    """Write the whole model of an adapter, each weight with what the adapter adds to it."""
     verify: bool = False
     """Compare the logits of both models on the same tokens (needs transformers)."""
     dtype: Dtype = "float32"
@@ -62,16 +68,24 @@ def run(arguments: Sequence[str]) -> int:
     asked = parse(ConvertArguments, "convert", arguments)
     limit = _bytes(asked.shard_size)
     from jaxformer.interop.hf_config import is_pretrained
+    from jaxformer.interop.peft_config import is_adapter
     from jaxformer.interop.verify import require_transformers
     from jaxformer.loading import load
 
     if asked.verify:
         require_transformers()
-    to_run, target = is_pretrained(asked.source), asked.target
+    target = asked.target
+    to_run = is_pretrained(asked.source) and not is_adapter(asked.source)
     _require_empty(target)
     model = load(asked.source, asked.step)
+    if adapted := _has_adapter(model):
+        model = _merged(model, asked)
+    elif asked.merge:
+        raise ConfigError(f"{asked.source} has no adapter to merge: leave out --merge.")
     with _whole_or_empty(target):
-        if to_run:
+        if adapted and not asked.merge:
+            _write_adapter(model, asked)
+        elif to_run:
             _write_run(model, asked)
         else:
             _write_pretrained(model, asked, limit)
@@ -115,6 +129,48 @@ def _remove_written(target: Path) -> None:
         if entry.name != UNFINISHED and any(map(entry.match, WRITTEN_NAMES)):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     (target / UNFINISHED).unlink()  # last, so that what is killed here is finished later
+
+
+def _has_adapter(model: "Loaded") -> bool:
+    import jax
+
+    from jaxformer.adapters.lora import is_adapted
+
+    return any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
+
+
+def _merged(model: "Loaded", asked: ConvertArguments) -> "Loaded":
+    """A model with an adapter, merged if that is asked for. Raises ConfigError for options of a
+    whole model where it is not."""
+    if asked.merge:
+        from jaxformer.adapters.lora import merge
+
+        return dataclasses.replace(model, params=merge(model.params))
+    if asked.verify:
+        raise ConfigError(
+            f"--verify compares whole models, and {asked.source} has an adapter: add"
+            " --merge, or leave out --verify."
+        )
+    return model
+
+
+def _write_adapter(model: "Loaded", asked: ConvertArguments) -> None:
+    from jaxformer.interop.peft_write import save_adapter
+
+    base = Path(model.base).absolute() if model.base else ""
+    save_adapter(
+        asked.target,
+        model.params,
+        model.config,
+        base=base,
+        learned=model.learned,
+        architecture=asked.architecture,
+        dtype=asked.dtype,
+    )
+    if model.tokenizer is not None:
+        model.tokenizer.save(asked.target / "tokenizer.json")
+    over = f" over {base}" if base else ""
+    print(f"{asked.target}: an adapter of peft{over}, {asked.dtype}")
 
 
 def _write_run(model: "Loaded", asked: ConvertArguments) -> None:

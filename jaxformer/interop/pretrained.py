@@ -258,7 +258,8 @@ def _refuse_custom(params: Any) -> None:
     if custom:
         raise ConfigError(
             "a model directory holds plain arrays, and these leaves are not arrays:"
-            f" {', '.join(custom)}. Merge each into one array first."
+            f" {', '.join(custom)}. Merge each into one array first: jf.merge does it for adapters,"
+            " and jf.save_adapter writes an adapter alone."
         )
 
 

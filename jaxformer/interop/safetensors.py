@@ -48,22 +48,23 @@ class Entry:
 
 
 class TensorFiles:
-    """The tensors of a model directory by name. `listing` is the file that lists them.
+    """The tensors of a model directory by name, or of its file `only`. `listing` is the file that
+    lists them.
 
     Construction reads only the headers, and compares them with the index. Raises ConfigError where
     there are no safetensors, a file is damaged or missing, or the files do not match the index.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, only: str = "") -> None:
         self.directory = directory
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory} is not a directory: give one with config.json and *.safetensors."
             )
         index = directory / INDEX
-        single = (directory / SINGLE).is_file() or not index.is_file()
+        single = only or (directory / SINGLE).is_file() or not index.is_file()
         placed = None if single else _read_index(index)
-        files = [_only_file(directory)] if placed is None else sorted(set(placed.values()))
+        files = [_only_file(directory, only)] if placed is None else sorted(set(placed.values()))
         self.listing = files[0] if placed is None else INDEX
         if missing := [file for file in files if not (directory / file).is_file()]:
             raise ConfigError(
@@ -98,11 +99,11 @@ class TensorFiles:
             return np.asarray(file.get_slice(name)[start:stop])
 
 
-def _only_file(directory: Path) -> str:
+def _only_file(directory: Path, only: str) -> str:
     """The file of weights in a directory without an index."""
-    if (directory / SINGLE).is_file():
-        return SINGLE
-    found = sorted(path.name for path in directory.glob("*.safetensors"))
+    if (directory / (only or SINGLE)).is_file():
+        return only or SINGLE
+    found = [] if only else sorted(path.name for path in directory.glob("*.safetensors"))
     if len(found) == 1:
         return found[0]
     if found:
@@ -118,7 +119,8 @@ def _only_file(directory: Path) -> str:
                 f" {why}. Convert them once, in an environment you trust, with {remedy}:"
                 " from_pretrained, then save_pretrained, writes safetensors."
             )
-    raise ConfigError(f"{directory} has no weights: neither {SINGLE}, nor {INDEX} and its shards.")
+    wanted = f"no {only}" if only else f"neither {SINGLE}, nor {INDEX} and its shards"
+    raise ConfigError(f"{directory} has no weights: {wanted}.")
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -71,10 +71,10 @@ def with_base(
     directory has a model, or if the settings contradict those of the base.
     """
     origin = origin_of(run_dir, base)
-    if not (origin / "config.json").is_file():
+    if not any((origin / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
             f"run.init_from={str(base)!r} has no config.json: give a run directory, or one of a"
-            " Hugging Face model."
+            " Hugging Face model or an adapter."
         )
     from jaxformer.loading import run_of  # with it comes JAX, which a config alone can do without
 
@@ -96,5 +96,9 @@ def with_tokenizer_of(origin: Path, config: RunConfig) -> RunConfig:
 
     if config.tokenizer.path:
         return config
+    if (origin / "adapter_config.json").is_file():
+        from jaxformer.loading import text_directory
+
+        origin = text_directory(origin)
     tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_file(origin)))
     return dataclasses.replace(config, tokenizer=tokenizer)

@@ -1,0 +1,261 @@
+"""The adapter_config.json of Hugging Face's peft (LoRA, arXiv:2106.09685): which modules it adapts,
+with which rank and scale, and over which model."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxformer.config import ConfigError
+from jaxformer.files import read_object
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The heads that peft saves whole with these two tasks, whatever modules_to_save says.
+TASKS_WITH_HEAD = {"SEQ_CLS": "classes", "TOKEN_CLS": "tags"}
+HEAD_MODULES = ("classifier", "score")
+# Keys that are read, and keys that change nothing in what an adapter computes once it is saved.
+READ_KEYS = """
+peft_type task_type base_model_name_or_path r lora_alpha lora_dropout rank_pattern alpha_pattern
+use_rslora target_modules exclude_modules modules_to_save layers_to_transform layers_pattern bias
+init_lora_weights
+"""
+UNREAD_KEYS = """
+inference_mode fan_in_fan_out peft_version auto_mapping revision runtime_config megatron_core
+qalora_group_size loftq_config eva_config corda_config lora_ga_config ensure_weight_tying
+"""
+# Initial values for which peft changes the weights of the base too, each time that it loads it.
+CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a directory holds an adapter of peft."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+@dataclass(frozen=True)
+class PeftSettings:
+    """What an adapter_config.json says, by the names of peft. Modules are named as in the model
+    that the adapter was trained on, as "model.layers.0.self_attn.q_proj"."""
+
+    path: Path
+    task: str | None
+    base: str | None
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    targets: str | tuple[str, ...] | None
+    excluded: str | tuple[str, ...]
+    saved: tuple[str, ...]
+    layers: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+
+    def rank_of(self, module: str) -> int:
+        return _by_pattern(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """alpha / rank, or alpha / sqrt(rank) where it is rank-stabilized (arXiv:2312.03732)."""
+        rank, alpha = self.rank_of(module), _by_pattern(self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def is_saved(self, module: str) -> bool:
+        """Whether a module is saved whole: it or one that it is a part of is in modules_to_save."""
+        parts = module.split(".")
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(name.endswith(saved) for name in around for saved in self.saved)
+
+    def is_target(self, module: str, in_all_linear: bool) -> bool | None:
+        """Whether the config names a module to be adapted; None where it names none at all.
+
+        `in_all_linear`: whether it is a linear layer and not the output layer, as "all-linear".
+        """
+        if self.targets is None:
+            return None
+        if self.is_saved(module) or _names(self.excluded, module):
+            return False
+        if isinstance(self.targets, str) and self.targets.lower() == "all-linear":
+            return in_all_linear
+        if isinstance(self.targets, str) or module in self.targets:
+            return _names(self.targets, module)
+        return _names(self.targets, module) and self._is_layer(module)
+
+    def _is_layer(self, module: str) -> bool:
+        """Whether a module is in one of layers_to_transform: its first number is that of its
+        layer."""
+        if not self.layers:
+            return True
+        before = [rf"(?:.*?\.)?{name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        found = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in before)
+        number = next((int(match[1]) for match in found if match), None)
+        return number in self.layers
+
+
+def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that is the end of a module's name, from a dot on."""
+    fits = (value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(fits, default)
+
+
+def _names(targets: str | tuple[str, ...], module: str) -> bool:
+    """Whether one expression fits a module's whole name, or one of several names is its end."""
+    if isinstance(targets, str):
+        return bool(targets) and re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def read_settings(directory: Path) -> PeftSettings:
+    """The settings of an adapter. Raises ConfigError for a value of a wrong type, and by name for
+    every option that is not computed here."""
+    path = directory / ADAPTER_CONFIG
+    values = read_object(path, "download it again")
+    _refuse_options(path, values)
+    get = _PeftValues(path, values)
+    saved = get.names("modules_to_save")
+    task = get.one_of("task_type", str, "the name of a task, or null")
+    layers = values.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    if layers is not None and not (
+        isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    ):
+        raise get.wrong("layers_to_transform", "the numbers of layers, or null")
+    settings = PeftSettings(
+        path=path,
+        task=task,
+        base=get.one_of("base_model_name_or_path", str, "a directory, or the id of a model"),
+        rank=get.number("r", 8, whole=True),
+        alpha=get.number("lora_alpha", 8),
+        dropout=get.number("lora_dropout", 0.0),
+        rslora=get.one_of("use_rslora", bool, "true or false") or False,
+        ranks=get.numbers("rank_pattern", whole=True),
+        alphas=get.numbers("alpha_pattern"),
+        targets=get.targets("target_modules"),
+        excluded=get.targets("exclude_modules") or (),
+        saved=saved + (HEAD_MODULES if task in TASKS_WITH_HEAD else ()),
+        layers=None if layers is None else tuple(layers),
+        layers_pattern=get.names("layers_pattern"),
+    )
+    if not 0 <= settings.dropout < 1:
+        raise get.wrong("lora_dropout", "at least 0 and below 1")
+    return settings
+
+
+def _refuse_options(path: Path, values: Mapping[str, Any]) -> None:
+    """ConfigError for what is no LoRA, and for an option of LoRA that changes what it computes."""
+
+    def refused(key: str, allowed: str) -> ConfigError:
+        shown = json.dumps(values.get(key))[:80]
+        return ConfigError(f"{path}: {key}={shown} is not supported; supported: {allowed}.")
+
+    if values.get("peft_type") != "LORA":
+        raise refused("peft_type", '"LORA"')
+    if values.get("bias", "none") not in ("none", None):
+        raise refused("bias", '"none"')
+    known = {*READ_KEYS.split(), *UNREAD_KEYS.split()}
+    for key, value in values.items():
+        if key not in known and value not in (None, False, {}, []):
+            raise refused(key, "false" if value is True else "null")
+    start = str(values.get("init_lora_weights", True)).lower()
+    if start.startswith(CHANGE_THE_BASE):
+        raise ConfigError(
+            f"{path}: init_lora_weights={start!r} changes the weights of the base as well, so the"
+            " saved tensors alone do not give the model. Save it from peft as a plain adapter:"
+            " save_pretrained(..., path_initial_model_for_weight_conversion=...), or the whole"
+            " model after merge_and_unload()."
+        )
+
+
+class _PeftValues:
+    """Reads values of one adapter_config.json, each of its type. Raises ConfigError."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    def wrong(self, key: str, allowed: str) -> ConfigError:
+        shown = json.dumps(self.values.get(key))[:80]
+        return ConfigError(f"{self.path}: {key}={shown} must be {allowed}.")
+
+    def one_of(self, key: str, kind: type, allowed: str) -> Any:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(key, allowed)
+        return value
+
+    def number(self, key: str, default: float, whole: bool = False) -> Any:
+        value = self.values.get(key, default)
+        if not _is_number(value, whole):
+            raise self.wrong(key, "a whole number of at least 1" if whole else "a number")
+        return value
+
+    def numbers(self, key: str, whole: bool = False) -> dict[str, Any]:
+        """A number for each expression."""
+        table = self.values.get(key) or {}
+        if not isinstance(table, dict) or not all(_is_number(v, whole) for v in table.values()):
+            numbers = "whole numbers of at least 1" if whole else "numbers"
+            raise self.wrong(key, f"an object of {numbers} by the names of modules")
+        self._compile(key, [rf"(.*\.)?({name})$" for name in table])
+        return table
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key) or []
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.wrong(key, "a list of names, or null")
+        if key == "layers_pattern":
+            self._compile(key, value)
+        return tuple(value)
+
+    def targets(self, key: str) -> str | tuple[str, ...] | None:
+        """One expression, or names of modules; None where the key is not given."""
+        value = self.values.get(key)
+        if value is None or isinstance(value, str):
+            self._compile(key, [value or ""])
+            return value
+        return self.names(key)
+
+    def _compile(self, key: str, expressions: Sequence[str]) -> None:
+        for expression in expressions:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ConfigError(
+                    f"{self.path}: {key}: {expression!r} is no regular expression ({error})."
+                ) from None
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    if whole:
+        return type(value) is int and value >= 1
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def base_of(directory: Path, base: str | Path | None = None) -> Path:
+    """The directory of the model that an adapter is for: `base` if it is given, else the one that
+    adapter_config.json names, relative to the current directory or to the adapter's.
+
+    Raises ConfigError where there is none, or where it holds an adapter itself.
+    """
+    named = str(base) if base is not None else read_settings(directory).base
+    remedy = f"jf.load({str(directory)!r}, base=PATH)"
+    key = f'"base_model_name_or_path" in {directory / ADAPTER_CONFIG}'
+    if not named:
+        raise ConfigError(f"{directory} names no base model: name one, as in {remedy}, or as {key}")
+    places = [Path(named)] if base is not None else [Path(named), directory / named]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", named) and base is None
+        get = f"download it (hf download {named} --local-dir PATH) and " if hub else ""
+        raise ConfigError(
+            f"the base model of {directory}, {named!r}, is no directory here: {get}name its"
+            f" directory, as in {remedy}, or as {key}."
+        )
+    if is_adapter(found):
+        raise ConfigError(
+            f"the base of {directory}, {found}, is an adapter itself: merge that one first"
+            f" (jaxformer convert {found} MERGED --merge), and name the result, as in {remedy}."
+        )
+    return found

@@ -1,0 +1,171 @@
+"""The modules of transformers' classes that peft adapts, and how the two matrices of an adapter lie
+in peft's tensors.
+
+A module is a tensor of the family's table (`interop.table`) that is a matrix: a linear layer, or
+the table of an embedding. Where queries, keys and values are one module, it has one lora_A for the
+three leaves, and its lora_B has their rows in the order of that module's own weight.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxformer.adapters.low_rank import low_rank
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.interop.architectures import architecture_of
+from jaxformer.interop.family import Copy, Family
+from jaxformer.interop.table import BY_HEAD, CONV, LINEAR, SAME, Tensor, Transform
+from jaxformer.models.transformer import specs as model_specs
+from jaxformer.params import Spec, rows
+
+PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
+# Modules whose name in the classes of transformers 5 is not that of their tensors in model files.
+OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
+SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of an architecture by name, those that are modules which peft can adapt, by the
+    name of the module, and what repeats a tensor (a tied output layer). `prefix` and `renamed` are
+    as in `Family`, for the names of other classes and versions."""
+
+    tensors: Mapping[str, Tensor]
+    modules: Mapping[str, Tensor]
+    copies: tuple[Copy, ...]
+    prefix: str
+    renamed: tuple[tuple[str, str], ...]
+
+    @property
+    def repeated(self) -> list[str]:
+        """The names of what repeats a tensor."""
+        return [copy.name for copy in self.copies]
+
+    @property
+    def score(self) -> bool:
+        """Whether the model is a decoder with a class head, whose output layer has no bias."""
+        return f"{SCORE}.weight" in self.tensors
+
+    def same_as(self, tensor: Tensor) -> list[str]:
+        """The other places where the model uses a tensor."""
+        return [copy.name for copy in self.copies if copy.of == tensor.name]
+
+    def obstacle(self, tensor: Tensor) -> str:
+        """Why peft cannot adapt a module as it is adapted here; empty where it can."""
+        path = tensor.paths[0]
+        if others := self.same_as(tensor):
+            return (
+                f"{path} is used in {1 + len(others)} places ({tensor.name}, {', '.join(others)}),"
+                " all of which an adapter of it changes here, and in peft only one"
+            )
+        if tensor.name.endswith("embed_positions.weight"):
+            return f"peft looks its adapter up by the tokens, and {path} by their positions"
+        return ""
+
+
+def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
+    """The modules of the architecture that is exactly `config`, or of the one named; a decoder with
+    a class head is one of transformers' ...ForSequenceClassification. Raises ConfigError as
+    `architecture_of` does."""
+    if (config.family, config.output) == ("decoder", "classes"):
+        return _of_classes(config, architecture)
+    family, _ = architecture_of(config, architecture)
+    return _layout(family, family.tensors(config), family.copies(config))
+
+
+def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
+    if config.logit_soft_cap or config.pooled != "last":
+        raise ConfigError(
+            "a decoder's class head in transformers reads the last token and has no soft cap, and"
+            f" this model has model.pooling={config.pooled!r} and"
+            f" model.logit_soft_cap={config.logit_soft_cap}: set last and 0."
+        )
+    plain = dataclasses.replace(config, head="language", tied_head=False)
+    family, _ = architecture_of(plain, architecture)
+    trunk = [one for one in family.tensors(plain) if not one.paths[0].startswith("head.")]
+    weight = rows(model_specs(config))["head.weight"]
+    score = Tensor(f"{SCORE}.weight", ("head.weight",), None, (weight,), SAME)
+    return _layout(family, [*trunk, score], ())
+
+
+def _layout(family: Family, tensors: Sequence[Tensor], copies: tuple[Copy, ...]) -> Layout:
+    named = {_in_class(tensor.name): tensor for tensor in tensors}
+    modules = {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in named.items()
+        if tensor.specs[0].is_matrix and name.endswith(".weight")
+    }
+    copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
+    return Layout(named, modules, copies, family.prefix, (*family.renamed, *OLD_MODULES))
+
+
+def _in_class(name: str) -> str:
+    for pattern, new in OLD_MODULES:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def is_lookup(tensor: Tensor) -> bool:
+    return tensor.specs[0].lookup
+
+
+def is_output(tensor: Tensor) -> bool:
+    """Whether a module is an output layer over the vocabulary."""
+    return tensor.paths == ("head.weight",) and tensor.specs[0].axes[0] == "vocab"
+
+
+def is_conv(tensor: Tensor) -> bool:
+    """Whether a module's weight is stored as [inputs, outputs]."""
+    return tensor.transform is CONV
+
+
+def part_names(tensor: Tensor) -> tuple[str, str]:
+    """The ends of the names of an adapter's two tensors."""
+    if is_lookup(tensor):
+        return "lora_embedding_A", "lora_embedding_B"
+    return "lora_A.weight", "lora_B.weight"
+
+
+def part_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shapes of an adapter's two tensors: [R, inputs] and [outputs, R]."""
+    outputs = sum(spec.fan_out for spec in tensor.specs)
+    return (rank, tensor.specs[0].fan_in), (outputs, rank)
+
+
+def split_parts(
+    tensor: Tensor, first: np.ndarray, second: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """a [I..., R] and b [R, O...] of each leaf of a module, from peft's [R, inputs] and
+    [outputs, R]; the leaves have the same a."""
+    thin = _thin(tensor, len(first))
+    # lora_A has no order of its own: its columns are the inputs as the weight of every family has
+    # them, one after another.
+    a = first.T.reshape(thin[0][0].shape)
+    parts = _order(tensor).split(second, [b for _, b in thin])
+    return [(a, b) for b in parts]
+
+
+def join_parts(
+    tensor: Tensor, a: np.ndarray, parts: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """peft's [R, inputs] and [outputs, R], from the leaves' common a [I..., R] and the b [R, O...]
+    of each."""
+    rank = a.shape[-1]
+    thin = _thin(tensor, rank)
+    joined = _order(tensor).join(parts, [b for _, b in thin])
+    return np.ascontiguousarray(a.reshape(-1, rank).T), np.ascontiguousarray(joined)
+
+
+def _thin(tensor: Tensor, rank: int) -> list[tuple[Spec, Spec]]:
+    """The rows of a and of b of each leaf of a module, in one layer."""
+    found = [low_rank(spec, rank, 1.0) for spec in tensor.specs]
+    return [(leaf.a, leaf.b) for leaf in found]
+
+
+def _order(tensor: Tensor) -> Transform:
+    """How the rows [outputs, R] of lora_B are ordered: as those of the module's weight. peft has
+    this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
+    return BY_HEAD if tensor.transform is BY_HEAD else LINEAR
