@@ -208,6 +208,17 @@ def test_a_table_that_is_looked_up_and_the_head_it_is_tied_to_are_those_of_the_a
     assert found.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("make", [to_int8, to_nf4, functools.partial(to_nf4, double=True)])
+def test_an_optimizing_compiler_joins_no_addition_with_the_product_of_a_leaf(make):
+    """A fused multiply-add rounds once where the array, made before it, was rounded as well."""
+    leaf = make(jnp.asarray(drawn(37, 64)), row((37, 64), "vocab embed", "vocab", lookup=True))
+    index, more = np.arange(37)[::-1], drawn(37, 64, seed=1)
+    optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    add = optimized(lambda table: lookup(table, index, ("batch", None)) + more)
+    np.testing.assert_array_equal(add(leaf), add(leaf.array()))
+    np.testing.assert_array_equal(optimized(lambda leaf: leaf.array())(leaf), leaf.array())
+
+
 @each_kind
 def test_a_cast_changes_the_dtype_of_the_array_and_no_code(kind):
     params = case("decoder", kind)[0]
