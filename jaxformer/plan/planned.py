@@ -15,7 +15,13 @@ from jaxformer.hardware import Device, device_named
 from jaxformer.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
-from jaxformer.plan.abstract import abstract_batch, assumed_segments, run_specs, with_kernel
+from jaxformer.plan.abstract import (
+    abstract_batch,
+    assumed_segments,
+    encoded_length,
+    run_specs,
+    with_kernel,
+)
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState, abstract_state
 
@@ -69,9 +75,8 @@ class PlannedRun:
 
     @property
     def source_length(self) -> int:
-        """Tokens of a row of sources; 0 where the model reads none."""
-        of_family = self.model.family == "encoder_decoder"
-        return (self.run.data.source_length or self.length) if of_family else 0
+        """Tokens of a row of sources, with a prompt before them; 0 where the model reads none."""
+        return encoded_length(self.run, self.model.max_segments)
 
     @property
     def tokens_per_step(self) -> int:

@@ -22,7 +22,7 @@ from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs, rows
-from jaxformer.plan.abstract import run_specs, step_of, with_kernel, with_rows_of
+from jaxformer.plan.abstract import encoded_length, run_specs, step_of, with_kernel, with_rows_of
 from jaxformer.report import human_bytes
 from jaxformer.runs.directory import ROLLBACKS, check_data
 from jaxformer.settings import Log
@@ -65,9 +65,9 @@ class RunSetup:
     @functools.cached_property
     def flops_per_token(self) -> dict[int, int]:
         """By the length of the rows."""
-        source = self.run.data.source_length
+        sources = {n: encoded_length(run, run.model.max_segments) for n, run in self.runs.items()}
         return {
-            n: flops_per_token(run.model, n, source, self.specs) for n, run in self.runs.items()
+            n: flops_per_token(run.model, n, sources[n], self.specs) for n, run in self.runs.items()
         }
 
     def length(self, step: int) -> int:
