@@ -209,8 +209,8 @@ def _with_prompt(
     """An encoder-decoder whose source begins with the prompt, once for each segment that a row may
     have: n P tokens before the S of each row. Copies for segments that a row has not are
     padding."""
-    layout = inputs.source_layout
-    if layout is None:  # a later call of generation
+    source, layout = inputs.source, inputs.source_layout
+    if source is None or layout is None:  # a later call of generation
         return params, inputs
     tokens, rows = len(prompt), layout.positions.shape[0]
     segments = _segments_of_source(config, layout.segments)
@@ -227,7 +227,7 @@ def _with_prompt(
         numbers,
         ordered=layout.ordered and numbers is None,  # else gaps are between a prompt and its text
     )
-    source = jnp.concatenate([ids, inputs.source], axis=1)
+    source = jnp.concatenate([ids, source], axis=1)
     table = {"tokens": PromptedTable(params["embed"]["tokens"], prompt)}
     encoder = params["encoder"]
     encoder = encoder | {"embed": encoder.get("embed", {}) | table}
