@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jaxformer.logit_loss import (
@@ -67,20 +68,20 @@ def tiled(
 
 
 def _tiled_forward(
-    x: jax.Array,
-    head: Any,
-    bias: jax.Array | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    extras: Extras,
-    tile: int,
+    x: Any, head: Any, bias: Any, targets: Any, weights: Any, extras: Extras, tile: int
 ) -> tuple[ObjectiveAndNats, Any]:
     """The sums and their gradients by x, head and bias, from one set of logits per tile.
 
     The objective is one scalar, so the backward pass only scales gradients that are made here,
     where the logits of a tile [B, tile, V] are at hand. They are never stored or computed again.
+    Arrays come with a bool, whether anything is differentiated by them: an output layer that does
+    not learn, as below an adapter, has no gradient.
     """
-    product = _custom_product if is_custom(head) else _matrix_product
+    learns = [entry.perturbed for entry in jax.tree.leaves(head, is_leaf=_is_primal)]
+    x, head, bias, targets, weights = (_values(a) for a in (x, head, bias, targets, weights))
+    product = functools.partial(_custom_product, learns=learns) if any(learns) else _fixed_product
+    if learns == [True] and not is_custom(head):
+        product = _matrix_product
     taken = _target_logits()
 
     def gradients_of(rows: _Rows, matrix: Any, bias: jax.Array | None) -> Any:
@@ -96,7 +97,7 @@ def _tiled_forward(
             sums = (objective, nats, d_head, d_bias)
             return jax.tree.map(jnp.add, total, sums), d_rows
 
-        zero, parts = jnp.float32(0), (_floats(matrix), bias)
+        zero, parts = jnp.float32(0), (_learning(matrix, learns), bias)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parts)
         # The carry holds the sums and the gradients of head and bias in float32, which every tile
         # adds to; the gradient of x is one piece per tile, [tiles, B, tile, D] -> [B, T, D].
@@ -109,7 +110,17 @@ def _tiled_forward(
 
     own = head if is_custom(head) else head.astype(x.dtype)
     sums, d_x, slopes = _by_device(gradients_of, _Rows(x, targets, weights), own, bias)
-    return sums, (d_x, *slopes, head, bias)
+    given = iter(slopes[0])
+    of_parts = [next(given) if kept else None for kept in learns]
+    return sums, (d_x, of_parts, slopes[1], head, bias)
+
+
+def _is_primal(entry: Any) -> bool:
+    return isinstance(entry, CustomVJPPrimal)
+
+
+def _values(entries: Any) -> Any:
+    return jax.tree.map(lambda entry: entry.value, entries, is_leaf=_is_primal)
 
 
 def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -179,17 +190,24 @@ def _matrix_product(rows: jax.Array, matrix: jax.Array) -> tuple[jax.Array, Pull
     return logits_of(rows, matrix, None), pull
 
 
-def _custom_product(rows: jax.Array, head: CustomLeaf) -> tuple[jax.Array, Pull]:
-    """`_matrix_product` of a custom leaf; its parts of a floating type have a gradient."""
+def _fixed_product(rows: jax.Array, head: Any) -> tuple[jax.Array, Pull]:
+    """`_matrix_product` of an output layer that does not learn, an array or a custom leaf."""
+    logits, back = jax.vjp(lambda rows: logits_of(rows, head.astype(rows.dtype), None), rows)
+    return logits, lambda d_logits: (*back(d_logits.astype(jnp.float32)), [])
+
+
+def _custom_product(
+    rows: jax.Array, head: CustomLeaf, learns: list[bool]
+) -> tuple[jax.Array, Pull]:
+    """`_matrix_product` of a custom leaf; its parts that learn have a gradient."""
     leaves, treedef = jax.tree.flatten(head)
-    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
     def of_parts(rows: jax.Array, parts: list[jax.Array]) -> jax.Array:
         given = iter(parts)
-        whole = [next(given) if kept else leaf for leaf, kept in zip(leaves, floating, strict=True)]
+        whole = [next(given) if kept else leaf for leaf, kept in zip(leaves, learns, strict=True)]
         return logits_of(rows, jax.tree.unflatten(treedef, whole).astype(rows.dtype), None)
 
-    logits, back = jax.vjp(of_parts, rows, _floats(head))
+    logits, back = jax.vjp(of_parts, rows, _learning(head, learns))
 
     def pull(d_logits: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         d_rows, d_parts = back(d_logits.astype(jnp.float32))
@@ -198,20 +216,24 @@ def _custom_product(rows: jax.Array, head: CustomLeaf) -> tuple[jax.Array, Pull]
     return logits, pull
 
 
-def _floats(head: Any) -> list[jax.Array]:
-    return [leaf for leaf in jax.tree.leaves(head) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+def _learning(head: Any, learns: list[bool]) -> list[jax.Array]:
+    return [leaf for leaf, kept in zip(jax.tree.leaves(head), learns, strict=True) if kept]
 
 
 def _tiled_backward(
     extras: Extras, tile: int, saved: Any, slopes: ObjectiveAndNats
 ) -> tuple[Any, ...]:
-    d_x, d_head, d_bias, head, bias = saved
-    slope, given = slopes[0], iter(d_head)  # nats has no gradient
+    d_x, of_parts, d_bias, head, bias = saved
+    slope = slopes[0]  # nats has no gradient
+    if isinstance(slope, SymbolicZero):  # the objective is not used
+        slope = jnp.zeros(slope.shape, slope.dtype)
     of_head = []
     leaves, treedef = jax.tree.flatten(head)
-    for leaf in leaves:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            of_head.append((slope * next(given)).astype(leaf.dtype))
+    for leaf, own in zip(leaves, of_parts, strict=True):
+        if own is not None:
+            of_head.append((slope * own).astype(leaf.dtype))
+        elif jnp.issubdtype(leaf.dtype, jnp.floating):
+            of_head.append(jnp.zeros_like(leaf))  # which nothing reads
         else:  # float0 is JAX's type of the gradient of integers
             of_head.append(np.zeros(leaf.shape, jax.dtypes.float0))
     of_bias = None if bias is None else (slope * d_bias).astype(bias.dtype)
@@ -219,4 +241,4 @@ def _tiled_backward(
     return of_x, jax.tree.unflatten(treedef, of_head), of_bias, None, None
 
 
-tiled.defvjp(_tiled_forward, _tiled_backward)
+tiled.defvjp(_tiled_forward, _tiled_backward, symbolic_zeros=True)

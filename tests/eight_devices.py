@@ -1,6 +1,7 @@
 """Run on eight forced host devices: the step of each mesh beside that of one device. Prints JSON
 for test_sharding.py."""
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -12,11 +13,13 @@ from test_learning_invariants import a_batch, a_run, step_of
 
 import jaxformer as jf
 from jaxformer import losses
+from jaxformer.config import AdapterConfig
 from jaxformer.head_loss import head_loss
 from jaxformer.mesh import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
 from jaxformer.models.transformer import specs as specs_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
+from jaxformer.plan.abstract import run_specs
 from jaxformer.training.state import init_state
 
 MESHES = {
@@ -52,6 +55,7 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
     ),
     "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["all three", "tensor 4"]),
     "tiles": ("llama", {}, 4, ["data 8", "fsdp 8", "all three"]),
+    "lora": ("llama", {}, 2, ["fsdp 8", "all three", "tensor 4"]),
     "classes": (
         "llama",
         {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"},
@@ -64,7 +68,11 @@ STEPS = 3
 
 def run_of(name):
     base, changes, pieces, _ = CASES[name]
-    return a_run(base, 16, train={"microbatches": pieces}, vocab_size=64, **changes)
+    run = a_run(base, 16, train={"microbatches": pieces}, vocab_size=64, **changes)
+    if name != "lora":
+        return run
+    adapter = AdapterConfig(kind="lora", rank=4, targets="attention, ffn, embed, head")
+    return dataclasses.replace(run, adapter=adapter)
 
 
 def batch_of(config, seed=0):
@@ -94,7 +102,7 @@ def batch_of(config, seed=0):
 def train(run, mesh):
     """Losses and gradient norms of some steps, and the final params on the host."""
     with jax.set_mesh(mesh):
-        specs, schedule = specs_of(run.model), make_schedule(run.optimizer, run.train.steps)
+        specs, schedule = run_specs(run), make_schedule(run.optimizer, run.train.steps)
         optimizer = make_optimizer(run.optimizer, schedule, specs)
         state = init_state(specs, optimizer, mesh=mesh, seed=run.run.seed)
         step = step_of(run, optimizer, schedule)
@@ -120,7 +128,7 @@ def explicit_axes_trace(run):
     """Names what fails to trace under explicit axes: a placement that is nowhere said is an error
     there."""
     mesh = make_mesh(2, 2, 2, explicit=True)
-    specs, batch = specs_of(run.model), batch_of(run.model)
+    specs, batch = run_specs(run), batch_of(run.model)
 
     def nats(params, batch):
         found = head_loss(params, run.model, batch)

@@ -154,3 +154,25 @@ def test_few_logits_differentiate_in_forward_mode():
     _, slope = jax.jvp(lambda x: cross_entropy(x, head, targets, weights)[0], (x,), (x,))
     grad = jax.grad(lambda x: cross_entropy(x, head, targets, weights)[0])(x)
     np.testing.assert_allclose(slope, jnp.vdot(grad, x), rtol=1e-4)
+
+
+def test_an_output_layer_that_does_not_learn_has_no_gradient():
+    """Neither its product, of tokens and vocabulary, nor its sum over tiles is in the program."""
+    x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+    head = jax.random.normal(jax.random.key(1), (37, 16))
+    targets, weights = jnp.arange(16).reshape(2, 8), jnp.ones((2, 8))
+
+    def objective(x, head):
+        return cross_entropy(x, head, targets, weights, tile=4)[0]
+
+    def of_head(program):
+        return str(program).count("f32[37,16]")
+
+    alone = jax.make_jaxpr(jax.grad(objective))(x, head)
+    both = jax.make_jaxpr(jax.grad(objective, argnums=(0, 1)))(x, head)
+    assert of_head(alone) < of_head(both)
+    assert "dimension_numbers=(([0], [0])" in str(both)  # tokens are summed over
+    assert "dimension_numbers=(([0], [0])" not in str(alone)
+    np.testing.assert_allclose(
+        jax.grad(objective)(x, head), jax.grad(objective, argnums=(0, 1))(x, head)[0], atol=1e-5
+    )

@@ -19,12 +19,15 @@ CASES = [
     *(f"blocked dropout, 2 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"splash, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"tiles, 4 microbatches, {mesh}" for mesh in ("data 8", "fsdp 8", "all three")),
+    *(f"lora, 2 microbatches, {mesh}" for mesh in ("fsdp 8", "all three", "tensor 4")),
     *(f"encoder-decoder, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"encoder, 2 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     "classes, 1 microbatches, all three",
 ]
 PRETRAINED = ["pretrained llama", "pretrained gpt2"]
-EXPLICIT = [f"explicit {name}" for name in ("llama", "encoder-decoder", "encoder", "classes")]
+EXPLICIT = [
+    f"explicit {name}" for name in ("llama", "lora", "encoder-decoder", "encoder", "classes")
+]
 
 
 @pytest.fixture(scope="session")
