@@ -2,6 +2,7 @@ from . import layers, tokenizer
 from .adapters.dropout import keyed
 from .adapters.lora import LoRA, adapter_mask, merge, without_adapters
 from .adapters.rows import adapt_specs
+from .adapters.virtual import PrefixTuning, PromptTuning
 from .checkpoints import Checkpoints
 from .config import RunConfig
 from .config_model import ModelConfig
@@ -38,7 +39,9 @@ __all__ = [
     "Loaded",
     "ModelConfig",
     "OutOfMemory",
+    "PrefixTuning",
     "Profile",
+    "PromptTuning",
     "Result",
     "RunConfig",
     "SkipSteps",

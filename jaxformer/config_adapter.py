@@ -5,10 +5,18 @@ from typing import Annotated, Literal
 
 from jaxformer.settings import Bounds, Count, Rate, Section
 
-AdapterKind = Literal["none", "lora"]
+AdapterKind = Literal["none", "lora", "prompt", "prefix"]
 # Of the weights that are loaded; nf4_double has its scales in 8 bits too.
 Quantization = Literal["int8", "nf4", "nf4_double"]
 BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
+OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "ranks", "alphas")
+# Settings that a kind of adapter does not read.
+UNREAD = {
+    "none": (*OF_LORA, "tokens", "base"),
+    "lora": ("tokens",),
+    "prompt": OF_LORA,
+    "prefix": OF_LORA,
+}
 
 
 @dataclass(frozen=True)
@@ -18,10 +26,13 @@ class AdapterConfig(Section):
     section = "adapter"
 
     kind: AdapterKind = "none"
-    """Adapter: none trains the whole model, lora matrices of low rank beside the weights."""
+    """Adapter: none trains the whole model, lora matrices of low rank beside the weights, prompt
+    virtual tokens before the tokens, prefix keys and values before those of each layer."""
     base: BaseWeights = "float32"
     """Weights of the matrices of the model below: as they are, in int8 (a scale for each output
     channel), or in 4 bits (NF4, blocks of 64; nf4_double has their scales in 8 bits)."""
+    tokens: Count = 20
+    """Number of virtual tokens of the kinds prompt and prefix."""
     rank: Count = 8
     """Rank of the matrices of LoRA."""
     alpha: Annotated[float, Bounds(1e-6, most=1e6)] = 16.0
@@ -47,14 +58,15 @@ class AdapterConfig(Section):
                         f"{name}={getattr(self, name)!r}: {entry!r} is not of the form"
                         " target=number, as in 'ffn=4, blocks.attention.q=16'."
                     )
-        if self.kind == "none":
-            problems += [
-                f"{entry.name}={getattr(self, entry.name)!r} has no effect with"
-                " adapter.kind='none': set adapter.kind=lora, or leave it out."
-                for entry in fields(self)
-                if getattr(self, entry.name) != entry.default
-            ]
-        elif not parts_of(self.targets):
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in UNREAD[self.kind] and value != entry.default:
+                readers = [kind for kind in UNREAD if entry.name not in UNREAD[kind]]
+                problems.append(
+                    f"{entry.name}={value!r} has no effect with adapter.kind={self.kind!r}: set"
+                    f" adapter.kind={' or '.join(readers)}, or leave it out."
+                )
+        if self.kind == "lora" and not parts_of(self.targets):
             problems.append("targets='' names no weights: give some, as in 'attention, ffn'.")
         return problems
 

@@ -189,9 +189,28 @@ def check(config: RunConfig) -> RunConfig:
             f"adapter.kind={config.adapter.kind!r} trains an adapter on top of a model: set"
             " run.init_from to its directory."
         )
+    problems += _virtual_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def _virtual_problems(config: RunConfig) -> Iterator[str]:
+    """A message for each row that learned positions do not reach behind virtual tokens."""
+    adapter, model, data = config.adapter, config.model, config.data
+    if adapter.kind not in ("prompt", "prefix") or model.positions != "learned":
+        return
+    read = {"data.sequence_length": data.sequence_length}
+    if model.family == "encoder_decoder":  # of which a prompt is in the source alone
+        source = {"data.source_length": data.source_length or data.sequence_length}
+        read = source if adapter.kind == "prompt" else read | source
+    for name, length in read.items():
+        if length <= model.max_length < length + adapter.tokens:
+            yield (
+                f"{name}={length} behind adapter.tokens={adapter.tokens} virtual tokens exceeds the"
+                f" learned positions of model.max_length={model.max_length}: set it to at most"
+                f" {model.max_length - adapter.tokens}, or use fewer virtual tokens."
+            )
 
 
 def differences(written: RunConfig, asked: RunConfig) -> list[str]:

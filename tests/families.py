@@ -205,9 +205,9 @@ def where(layout):
     return found
 
 
-def cached(config, batch, size=DOCUMENT):
+def cached(config, batch, size=DOCUMENT, params=None):
     """The logits of rows read into a cache, `size` tokens at a time."""
-    params, inputs = params_of(config), inputs_of(batch)
+    params, inputs = params_of(config) if params is None else params, inputs_of(batch)
     rows, length = inputs.tokens.shape
     cache, logits = empty_cache(config, rows, length, jnp.float32), []
     if config.family == "encoder_decoder":

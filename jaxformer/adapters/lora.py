@@ -4,7 +4,7 @@ such params become plain ones again."""
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import jax
 
 from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.adapters.rows import adapt_specs
-from jaxformer.params import Params, Spec, Specs, dotted, init_params, is_custom, rows
+from jaxformer.adapters.virtual import first_virtual, has_virtual, without_virtual
+from jaxformer.params import Params, Spec, Specs, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.settings import ConfigError
 
 ByPattern = tuple[tuple[str, float], ...]
@@ -134,21 +135,27 @@ def adapted_specs(
 
     makes = {path: adapted(path) for path in targets_of(specs, adapter)}
     others = {path: make for path, make in weights.items() if path not in makes}
-    frozen = {
-        path: _frozen
-        for path in rows(specs)
-        if path not in makes and path not in others and path.split(".")[0] not in learned
-    }
-    return adapt_specs(specs, makes | others | frozen)
+    return adapt_specs(frozen_specs(specs, learned, {*makes, *others}), makes | others)
 
 
-def _frozen(spec: Spec) -> Spec:
-    return replace(spec, trainable=False)
+def frozen_specs(specs: Specs, learned: tuple[str, ...], but: Collection[str] = ()) -> Specs:
+    """The table in which nothing is trainable but the branches named in `learned`, and the paths of
+    `but`."""
+
+    def frozen(path: str, spec: Spec) -> Spec:
+        learns = path in but or path.partition(".")[0] in learned
+        return spec if learns else replace(spec, trainable=False)
+
+    return map_specs(frozen, specs)
 
 
 def filled(table: Specs, base: Params, key: jax.Array) -> Params:
     """The params of an adapted table: those of the base where they are, and for the parts of an
-    adapter their initial values, which depend on the key and their path alone."""
+    adapter their initial values, which depend on the key and their path alone (a prompt's on the
+    table of tokens too)."""
+    if has_virtual(table):
+        own = first_virtual(table["virtual"], base, key)
+        return filled(without_virtual(table), base, key) | {"virtual": own}
 
     def parts(path: Any, node: Any, below: Any) -> Any:
         if not isinstance(node, LowRank):
@@ -187,13 +194,13 @@ def adapter_mask(params: Params) -> Any:
     """Which leaves of adapted params are those of the adapter, as a tree of bools: the `trainable`
     of `jf.init_state` and `jf.make_step`."""
 
-    def marked(node: Any) -> Any:
+    def marked(path: Any, node: Any) -> Any:
         if not is_adapted(node):
-            return False
+            return dotted(path[:1]) == "virtual"
         own = {"weight": False, "a": True, "b": True, "scale": False}
         return LowRank(**own, inputs=node.inputs, dropout=node.dropout)
 
-    return jax.tree.map(marked, params, is_leaf=is_adapted)
+    return jax.tree.map_with_path(marked, params, is_leaf=is_adapted)
 
 
 def base_paths(table: Specs) -> list[str]:
@@ -216,17 +223,25 @@ def _is_row(node: Any) -> bool:
 
 
 def without_adapters(params: Params) -> Params:
-    """The params below the adapters: those of the base, which are not copied."""
+    """The params below the adapters, without virtual tokens: those of the base, which are not
+    copied."""
 
     def below(node: Any) -> Any:
         return node.weight if is_adapted(node) else node
 
+    params = without_virtual(params) if has_virtual(params) else params
     return jax.tree.map(below, params, is_leaf=is_adapted)  # type: ignore[no-any-return]
 
 
 def merge(params: Params) -> Params:
     """Plain params, equal in what they compute: each adapted weight with its product added in
-    float32, in the dtype of the weight; a quantized one is dequantized first."""
+    float32, in the dtype of the weight; a quantized one is dequantized first. Raises ConfigError
+    for virtual tokens, which no weight can hold."""
+    if has_virtual(params):
+        raise ConfigError(
+            "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"
+            " use these params as they are, or the model below them, jf.without_adapters(params)."
+        )
 
     def merged_weight(node: Any) -> Any:
         if not is_adapted(node):

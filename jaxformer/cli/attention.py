@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     import jax
 
     from jaxformer.models.inspect import attention_maps
-    from jaxformer.report.attention import attention_figure, attention_page
+    from jaxformer.report.attention import AXES, attention_figure, attention_page
 
     model = open_model(asked, asked.pair)
     inputs = _inputs(model, asked)
@@ -63,16 +63,22 @@ def run(arguments: Sequence[str]) -> int:
     rows = {name: row[None] for name, row in inputs.items()}
     found = see(model.params, model.config, layers=asked.layers or None, **rows)
     by_kind = {kind: getattr(found, kind) for kind in ("encoder", "decoder", "cross")}
-    maps = {kind: np.asarray(row)[:, 0] for kind, row in by_kind.items() if row is not None}
     texts = {"source" if model.config.family == "encoder" else "target": inputs["tokens"]}
     if "source" in inputs:
         texts["source"] = inputs["source"]
     shown = {axis: [*map(model.tokenizer.shown, row.tolist())] for axis, row in texts.items()}
+    maps = {}
+    for kind, row in by_kind.items():
+        if row is not None:  # virtual tokens, which come first, are not shown
+            queries, keys = (len(shown[axis]) for axis in AXES[kind])
+            maps[kind] = np.asarray(row)[:, 0, :, -queries:, -keys:]
     candidates = _candidates(model, np.asarray(found.logits[0]))
     about: dict[str, Any] = {"title": asked.prompt, "layers": asked.layers}
     write_text(asked.output, attention_page(maps, shown, candidates=candidates, **about))
     counts = ", ".join(f"{len(row)} {axis} tokens" for axis, row in sorted(shown.items()))
     print(f"{asked.output}: attention of {counts}")
+    if "virtual" in model.params:
+        print("Of the attention of a token, what these lack to 1 is to the virtual tokens.")
     if asked.figure is not None:
         attention_figure(maps, shown, asked.figure, **about)
         print(f"{asked.figure}: the same as a picture")
@@ -82,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
 def _inputs(model: Model, asked: AttentionArguments) -> dict[str, np.ndarray]:
     """What the model reads, by the names of `jf.forward`. Raises ConfigError for more than a page
     shows."""
-    config, limit = model.config, min(MOST_TOKENS, model.config.max_length)
+    config, limit = model.config, min(MOST_TOKENS, model.context())
     if (asked.target is not None or asked.beams) and config.family != "encoder_decoder":
         raise ConfigError(
             f"--target and --beams need an encoder-decoder, but {asked.path} has"
@@ -90,7 +96,7 @@ def _inputs(model: Model, asked: AttentionArguments) -> dict[str, np.ndarray]:
         )
     start, source = start_of(model, asked.prompt)
     if config.family == "encoder_decoder":
-        check_size(len(source), limit, "on a page")
+        check_size(len(source), min(MOST_TOKENS, model.context(source=True)), "on a page")
         ids = (
             _target(model, start, source, limit - len(start), asked.beams)
             if asked.target is None

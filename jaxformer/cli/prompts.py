@@ -36,6 +36,12 @@ class Model:
     def end_tokens(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys([*self.tokenizer.end_tokens, *self.stops]))
 
+    def context(self, source: bool = False) -> int:
+        """How many tokens it reads at most, or tokens of a source."""
+        from jaxformer.generation.prompts import context_of
+
+        return context_of(self.params, self.config, source)
+
 
 def open_model(asked: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read

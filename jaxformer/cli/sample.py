@@ -111,11 +111,12 @@ def _require_slide(model: Model, asked: SampleArguments) -> None:
 def _write(model: Model, asked: SampleArguments) -> None:
     """Prints the text that continues the prompt, or the target of the prompt as a source."""
     start, source = start_of(model, asked.prompt or "")
-    context = model.config.max_length
+    context = model.context()
     if asked.prompt is None:
         start = start or [model.tokenizer.end_token]
     if source:
-        check_size(len(source), context, f"into the context of {context}")
+        most = model.context(source=True)
+        check_size(len(source), most, f"into the context of {most}")
     else:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
     print("" if source else asked.prompt or "", end="")
@@ -158,7 +159,7 @@ def _pieces(
     model: Model, asked: SampleArguments, start: list[int], source: list[int]
 ) -> Iterator[list[int]]:
     """New tokens as they are made."""
-    count = min(asked.max_new_tokens, model.config.max_length - len(start))
+    count = min(asked.max_new_tokens, model.context() - len(start))
     if asked.beams:
         penalty = asked.length_penalty
         return written(model, start, source, count, asked.beams, length_penalty=penalty)

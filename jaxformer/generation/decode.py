@@ -3,6 +3,7 @@ the device."""
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import struct
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.prepare import prepared
-from jaxformer.generation.prompts import capacity, read_rows, rounded
+from jaxformer.generation.prompts import capacity, context_of, read_rows, rounded
 from jaxformer.generation.sampling import Sampling, draw, ends, filler
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
@@ -122,12 +123,12 @@ def start(
     if read is not None and len(read[0]) != len(tokens):
         raise ConfigError(f"source has {len(read[0])} rows, and the prompt {len(tokens)}.")
     longest = int(segments.sum(axis=1).max())
-    space = capacity(config, longest, 0 if read is None else int(read[1].sum(axis=1).max()))
+    space = capacity(params, config, longest, 0 if read is None else int(read[1].sum(axis=1).max()))
     if max_new_tokens > space:
         raise ConfigError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of"
-            f" model.max_length={config.max_length}: shorten the prompt, or ask for at most {space}"
-            " new tokens."
+            f" {context_of(params, config)} (model.max_length={config.max_length}): shorten the"
+            f" prompt, or ask for at most {space} new tokens."
         )
     slots = rounded(tokens.shape[1] + max_new_tokens)
     return _prefill(params, config, slots, (tokens, segments), read, key)
@@ -140,11 +141,10 @@ def _prefill(
     tokens, segments = prompt  # [B, T] each
     layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
-    inputs = Inputs(tokens, layout)
     if source is not None:  # [B, S] twice; the cache holds its keys and values from here on
         inputs = Inputs(tokens, layout, None, source[0], layout_of(source[0], None, source[1]))
-        cache = remember(params, config, inputs, cache)
-    x, cache, _ = hidden(params, config, inputs, cache)  # [B, T, D]
+        cache = remember(params, replace(config, max_segments=1), inputs, cache)
+    x, cache, _ = hidden(params, config, Inputs(tokens, layout), cache)  # [B, T, D]
 
     # Rows may be padded on either side: the last token of each is where its segment id last is not
     # 0. Only its logits are computed.

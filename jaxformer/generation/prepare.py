@@ -59,4 +59,8 @@ _LAST = _Last()
 def _prepare(params: Params, config: ModelConfig) -> Params:
     dtype = compute_dtype(config)
     cast = jax.tree.map(lambda w: w.astype(dtype), params, is_leaf=is_custom)
+    if "virtual" in params:
+        from jaxformer.models.virtual import for_decoding
+
+        cast |= {"virtual": for_decoding(params, config)}
     return cast | {"blocks": layers_of(cast["blocks"])}

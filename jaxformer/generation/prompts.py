@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.params import Params
 
 SLOTS = 32  # lengths of caches and prompts are rounded up to this, so that few programs compile
 EMPTY = (
@@ -38,15 +39,28 @@ def full_batch(rows: list[Any], size: int) -> list[Any]:
     return [*rows, *rows[:1] * (size - len(rows))]
 
 
-def capacity(config: ModelConfig, prompt_length: int, source_length: int = 0) -> int:
+def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:
+    """How many tokens a row may have, or a row of a source: model.max_length, or less behind
+    virtual tokens with learned positions."""
+    if "virtual" not in params:
+        return config.max_length
+    from jaxformer.models.virtual import context
+
+    return context(params, config, source)
+
+
+def capacity(
+    params: Params, config: ModelConfig, prompt_length: int, source_length: int = 0
+) -> int:
     """How many tokens fit into the context after a prompt. Raises ConfigError where a source does
     not fit into it."""
-    if source_length > config.max_length:
+    if source_length > (most := context_of(params, config, source=True)):
+        behind = "" if most == config.max_length else f" behind {config.max_length - most} virtual"
         raise ConfigError(
-            f"a source of {source_length} tokens exceeds model.max_length={config.max_length}:"
-            " shorten it."
+            f"a source of {source_length} tokens{behind} exceeds"
+            f" model.max_length={config.max_length}: shorten it."
         )
-    return max(config.max_length - prompt_length, 0)
+    return max(context_of(params, config) - prompt_length, 0)
 
 
 def read_rows(

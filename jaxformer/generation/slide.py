@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.decode import stream_tokens
+from jaxformer.generation.prompts import context_of
 from jaxformer.generation.sampling import Sampling, end_tokens
 from jaxformer.params import Params
 
@@ -37,11 +38,12 @@ def slide_tokens(
             f"sliding over the newest tokens needs model.family='decoder', not {config.family!r}."
         )
     end = {*end_tokens(Sampling(**sampling).end_token)}
-    kept = max(int(KEPT * config.max_length), beginning + 1)
+    context = context_of(params, config)
+    kept = max(int(KEPT * context), beginning + 1)
     window, left = [*prompt], max_new_tokens
     for number in itertools.count():
         draws = jax.random.fold_in(key, number) if number else key
-        count = min(left, max(config.max_length - len(window), 1))
+        count = min(left, max(context - len(window), 1))
         for piece in stream_tokens(params, config, [window], count, key=draws, **sampling):
             yield piece
             window += piece[0].tolist()

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.beam import beam_search
-from jaxformer.generation.prompts import full_batch, padded, rounded
+from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.params import Params
 from jaxformer.tokenizer import Tokenizer
 
@@ -30,11 +30,12 @@ def translate(
     model.max_length is cut, with a warning. A target has at most 3/2 as many tokens as the longest
     source of its batch (rounded up), and ten more. Raises ConfigError for another kind of model.
     """
-    start, space = tokenizer.as_target([]), config.max_length
-    encoded, most_read = tokenizer.encode_batch(texts), space - len(tokenizer.as_source([]))
+    start, space = tokenizer.as_target([]), context_of(params, config)
+    context = context_of(params, config, source=True)
+    encoded, most_read = tokenizer.encode_batch(texts), context - len(tokenizer.as_source([]))
     if cut := sum(len(ids) > most_read for ids in encoded):
         warnings.warn(
-            f"{cut} of {len(texts)} texts are cut to the model.max_length={space} of this model.",
+            f"{cut} of {len(texts)} texts are cut to the model.max_length={context} of this model.",
             stacklevel=2,
         )
     rules: dict[str, Any] = {"beams": beams, "keep": 1, "length_penalty": length_penalty}

@@ -48,13 +48,24 @@ def relative_bias_specs(config: ModelConfig) -> Specs:
 def score_bias(
     table: Float[Array, "buckets N"] | None, config: ModelConfig, mask: AttentionMask
 ) -> Float[Array, "B N T S"]:
-    """The bias of the scores, float32 [B or 1, N, T, S]."""
+    """The bias of the scores, float32 [B or 1, N, T, S], or [B or 1, N, T, P + S] with a prefix."""
     queries, keys = mask.queries.positions, mask.keys.positions
     if mask.queries.ordered and mask.keys.ordered:
         # Tokens of a segment are as far apart as their places in the row: one bias for all rows.
         queries, keys = (jnp.arange(of.shape[1])[None] for of in (queries, keys))
-    distance = keys[:, None, :] - queries[:, :, None]
-    return BIASES[config.positions](table, config, distance, mask.causal)
+    bias = BIASES[config.positions]
+    found = bias(table, config, keys[:, None, :] - queries[:, :, None], mask.causal)
+    if not mask.prefix:
+        return found
+    # How far a token is from the virtual ones depends on its place in its segment.
+    places = mask.queries.positions
+    if mask.queries.ordered and mask.queries.segments is None:
+        places = places[:1]
+    away = jnp.arange(mask.prefix)[None, None, :] - places[:, :, None]
+    parts = [bias(table, config, away, mask.causal), found]
+    rows = max(len(part) for part in parts)
+    parts = [jnp.broadcast_to(part, (rows, *part.shape[1:])) for part in parts]
+    return jnp.concatenate(parts, axis=-1)
 
 
 def _alibi(

@@ -18,10 +18,12 @@ Reverse mode only: `jax.jvp` and Hessian-vector products use the plain kernel.
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -51,24 +53,27 @@ class Extra(NamedTuple):
     sinks: jax.Array | None
 
 
-class Coordinates(NamedTuple):
+@struct.dataclass
+class Coordinates:
     """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
-    each row is one segment."""
+    each row is one segment. `prefix` (static) keys, of virtual tokens, come before those S."""
 
     q_positions: OptionalIndex = None
     k_positions: OptionalIndex = None
     q_segments: OptionalIndex = None
     k_segments: OptionalIndex = None
+    prefix: int = struct.field(pytree_node=False, default=0)
 
     def keys_end(self, causal: bool, stop: int, keys: int) -> int:
         """Static many keys the queries before `stop` attend to at most."""
         by_index = causal and self.q_positions is None and self.k_positions is None
-        return min(stop, keys) if by_index else keys
+        return min(stop + self.prefix, keys) if by_index else keys
 
     def mask(self, static: Static, start: int, stop: int, keys: int) -> jax.Array:
         """bool [B or 1, 1, 1, queries, keys], for queries `start` to `stop` and the first keys."""
         queries = _part(self.q_positions, self.q_segments, start, stop)
-        seen = _part(self.k_positions, self.k_segments, 0, keys)
+        queries = replace(queries, virtual=self.prefix)
+        seen = _part(self.k_positions, self.k_segments, 0, keys - self.prefix)
         allowed = visible(AttentionMask(queries, seen, static.causal, static.window))
         if allowed is None:
             allowed = jnp.ones((1, stop - start, keys), bool)
@@ -100,8 +105,8 @@ def blocked_attention(
     [B, T, N, W].
 
     Coordinates are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`; segment 0
-    is padding. Without positions a token's index is its position, and blocks above the diagonal
-    are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias
+    is padding. With a prefix of P virtual tokens k and v have P + S keys. Without positions a
+    token's index is its position, and blocks above the diagonal are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias
     [B or 1, N, T, S] and the sinks [N] of `dot_product_attention`; `dropout` has the rate and the
     key of the dropout of the weights (no key: none). The softmax is float32; a fully masked row
     gives 0.

@@ -28,7 +28,7 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
     queries, keys = mask.queries, mask.keys
     ordered = queries.ordered and keys.ordered  # by their index, so that blocks can be skipped
     places = (None, None) if ordered else (queries.positions, keys.positions)
-    coordinates = Coordinates(places[0], places[1], queries.segments, keys.segments)
+    coordinates = Coordinates(*places, queries.segments, keys.segments, mask.prefix)
     return blocked_attention(
         q,
         k,
@@ -68,7 +68,8 @@ class Case(NamedTuple):
     """A training run, as far as the choice of a kernel depends on it.
 
     `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
-    `capability` is the compute capability of an NVIDIA GPU.
+    `capability` is the compute capability of an NVIDIA GPU; `prefix` the number of virtual tokens
+    whose keys all queries see.
     """
 
     platform: str
@@ -77,6 +78,7 @@ class Case(NamedTuple):
     segments: int
     model: ModelConfig
     capability: tuple[int, ...] = HOPPER
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,13 @@ FEATURES = {
     "window to both sides": "its window is to the left, and an encoder's is to both sides",
     "value width": "its values are as wide as its keys, and model.value_dim is set",
     "positions": "its positions are the index, and these rows have their own",
+    "prefix": "it has no keys that all segments see, as those of adapter.kind=prompt and prefix",
     "dropout": "it has no dropout of attention weights, and model.dropout is set",
     "score bias": "it has no bias of the scores, and model.positions adds one",
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
-EVERY = frozenset({"positions", "dropout"})  # what those of cuDNN and Pallas lack
+EVERY = frozenset({"positions", "dropout", "prefix"})  # what those of cuDNN and Pallas lack
 CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
 SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
@@ -133,6 +136,7 @@ def _features_of_run(case: Case) -> set[str]:
         "window": model.window,
         "window to both sides": model.window and model.family != "decoder",
         "value width": model.value_width != model.head_width,
+        "prefix": case.prefix,
         "dropout": model.dropout,
         "score bias": model.positions in BIASED_SCORES,
         "soft-cap": model.attention_soft_cap,
@@ -151,6 +155,7 @@ def _features_of_call(mask: AttentionMask) -> set[str]:
         "window": mask.window,
         "window to both sides": mask.window and not mask.causal,
         "positions": mask.causal and not all(side.ordered for side in sides),
+        "prefix": mask.prefix,
         "dropout": mask.dropout[0] and mask.dropout[1] is not None,
         "score bias": scoring.bias is not None,
         "soft-cap": scoring.soft_cap,

@@ -19,13 +19,15 @@ class TokenLayout:
     """The position and segment of each token of a [B, T] batch.
 
     `positions` int32 counts from 0 in each segment; `segments` int32 is 0 for padding, None if each
-    row is one segment. `ordered` is static: positions grow along each segment, so that kernels may
-    go by the order.
+    row is one segment. Two fields are static: `ordered`, positions grow along each segment, so that
+    kernels may go by the order; and `virtual`, the number of virtual tokens before each segment, at
+    positions 0 .. virtual - 1, which its positions count too.
     """
 
     positions: jax.Array
     segments: jax.Array | None = None
     ordered: bool = struct.field(pytree_node=False, default=False)
+    virtual: int = struct.field(pytree_node=False, default=0)
 
 
 class Scoring(NamedTuple):
@@ -55,6 +57,12 @@ class AttentionMask(NamedTuple):
     max_segments: int = 0
     dropout: tuple[float, jax.Array | None] = (0.0, None)
 
+    @property
+    def prefix(self) -> int:
+        """The number of keys before those of `keys`, of virtual tokens: each query that is no
+        padding sees them all, whatever its segment and the window."""
+        return self.queries.virtual if self.relative else 0
+
 
 def layout_of(
     tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None
@@ -74,7 +82,7 @@ def layout_of(
 
 def visible(mask: AttentionMask) -> jax.Array | None:
     """bool [B, T, S]: the keys of a query's own segment, without padding, up to its position if
-    causal, and within the window if there is one. None: all."""
+    causal, and within the window if there is one, behind those of the prefix. None: all."""
     queries, keys = mask.queries, mask.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
     allowed = back >= 0 if mask.causal else None
@@ -87,4 +95,8 @@ def visible(mask: AttentionMask) -> jax.Array | None:
         k_seg = one if keys.segments is None else keys.segments
         own = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
         allowed = own if allowed is None else allowed & own
+    if mask.prefix and allowed is not None:
+        real = True if queries.segments is None else (queries.segments != 0)[..., None]
+        before = jnp.broadcast_to(real, (*allowed.shape[:-1], mask.prefix))
+        allowed = jnp.concatenate([before, allowed], axis=-1)
     return allowed

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from jaxformer.config import ConfigError
 from jaxformer.generation.decode import decode, start
 from jaxformer.generation.prepare import prepared
-from jaxformer.generation.prompts import full_batch, padded, rounded
+from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.generation.sampling import Sampling
 from jaxformer.lm_eval.scores import scores
 from jaxformer.loading import load
@@ -86,7 +86,7 @@ class JaxformerLM(TemplateLM):
         self.config = dataclasses.replace(config, layer_loop="scan", **settings)
         auto = str(batch_size).startswith("auto")
         self.batch_size = AUTO_BATCH if auto else _count("batch_size", batch_size)
-        longest = config.max_length
+        longest = context_of(self.params, config)
         given = longest if max_length is None else max_length
         self.max_length = _count("max_length", given, longest)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)

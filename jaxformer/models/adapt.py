@@ -5,46 +5,89 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxformer.adapters.lora import LoRA, adapted_specs, filled
+from jaxformer.adapters.lora import LoRA, adapted_specs, filled, frozen_specs
 from jaxformer.adapters.rows import adapt_specs
+from jaxformer.adapters.virtual import PrefixTuning, PromptTuning, has_virtual, virtual_specs
 from jaxformer.config_adapter import AdapterConfig, Quantization, pairs_of, parts_of
 from jaxformer.config_model import ModelConfig
 from jaxformer.models.transformer import check_model, specs
+from jaxformer.models.virtual import refuse_encoder
 from jaxformer.params import Params, Specs, rows
 from jaxformer.settings import ConfigError
 
+Adapter = LoRA | PromptTuning | PrefixTuning
+
 
 def adapt(
-    params: Params, config: ModelConfig, adapter: LoRA | None = None, key: jax.Array | None = None
+    params: Params,
+    config: ModelConfig,
+    adapter: Adapter | None = None,
+    key: jax.Array | None = None,
 ) -> Params:
-    """`params` in which the weights that an adapter names are its leaves.
+    """`params` in which the weights that a `LoRA` names are its leaves, or with the virtual tokens
+    of a `PromptTuning` or a `PrefixTuning` beside them.
 
     Args:
-      params: those of a model, whose arrays are not copied; leaves may be quantized.
-      config: of the model.
-      adapter: which weights, and how.
-      key: of the initial values. `forward` of the result equals that of `params`.
+      params: those of a model, whose arrays are not copied; leaves may be quantized, or adapted
+        ones of `LoRA`.
+      config: of the model; virtual tokens are for decoders and encoder-decoders.
+      adapter: which weights, and how; or how many virtual tokens.
+      key: of the initial values. With `LoRA` `forward` of the result equals that of `params`.
 
     `jf.forward`, `generate`, `inspect` and every transform take the result as they take `params`.
-    To train the adapter alone: `trainable=jf.adapter_mask(params)`. `jf.merge` makes plain params.
-    Raises ConfigError for params of another model, a target that fits no matrix, or a rank beyond
-    the width of one.
+    To train the adapter alone: `trainable=jf.adapter_mask(params)`. `jf.merge` makes plain params
+    of those of `LoRA`. Raises ConfigError for params of another model or with virtual tokens, a
+    target that fits no matrix, or a rank beyond the width of one.
     """
     if isinstance(config, Mapping):  # the former meaning of this name
         said = "jf.adapt(specs, changes) is now called jf.adapt_specs."
         warnings.warn(said, FutureWarning, stacklevel=2)
         return adapt_specs(params, config)
-    if not isinstance(adapter, LoRA):
+    if not isinstance(adapter, Adapter):
         given = type(adapter).__name__
-        raise ConfigError(f"adapt: the adapter is a {given}: give a jf.LoRA(rank=..., alpha=...).")
+        raise ConfigError(
+            f"adapt: the adapter is a {given}: give a jf.LoRA(rank=..., alpha=...), a"
+            " jf.PromptTuning(tokens=...) or a jf.PrefixTuning(tokens=...)."
+        )
     if key is None:
         raise ConfigError("adapt: there is no key: give jax.random.key(0), or another.")
     check_model(params, config)
-    return filled(adapted_specs(specs(config), adapter), params, key)
+    if has_virtual(params):
+        raise ConfigError(
+            "adapt: these params have virtual tokens already: adapt those without them,"
+            " jf.without_adapters(params), and where both are wanted with LoRA first."
+        )
+    return filled(_table_with(config, adapter), params, key)
 
 
-def lora_of(settings: AdapterConfig) -> LoRA:
+def _table_with(
+    config: ModelConfig,
+    adapter: Adapter,
+    learned: tuple[str, ...] = (),
+    kind: Quantization | None = None,
+) -> Specs:
+    """The table of a model with an adapter, over weights that are quantized as `kind` says."""
+    table, below = specs(config), {}
+    if kind is not None:
+        from jaxformer.adapters.quantized import QUANTIZERS
+        from jaxformer.models.quantize import is_quantized
+
+        below = {
+            path: QUANTIZERS[kind].rows for path, spec in rows(table).items() if is_quantized(spec)
+        }
+    if isinstance(adapter, LoRA):
+        return adapted_specs(table, adapter, below, learned)
+    refuse_encoder(config)
+    frozen = adapt_specs(frozen_specs(table, learned, {*below}), below)
+    return frozen | {"virtual": virtual_specs(table, adapter)}
+
+
+def adapter_of(settings: AdapterConfig) -> Adapter:
     """The adapter that the settings of a run describe. Raises ConfigError."""
+    if settings.kind == "prompt":
+        return PromptTuning(settings.tokens)
+    if settings.kind == "prefix":
+        return PrefixTuning(settings.tokens)
     return LoRA(
         rank=settings.rank,
         alpha=settings.alpha,
@@ -61,16 +104,7 @@ def adapted_table(
 ) -> Specs:
     """The table of a model with the adapter of a run, in which the adapter alone is trainable, and
     the branches named in `learned`. Raises ConfigError as `adapt` does."""
-    table, kind = specs(config), quantization_of(settings)
-    below = {}
-    if kind is not None:
-        from jaxformer.adapters.quantized import QUANTIZERS
-        from jaxformer.models.quantize import is_quantized
-
-        below = {
-            path: QUANTIZERS[kind].rows for path, spec in rows(table).items() if is_quantized(spec)
-        }
-    return adapted_specs(table, lora_of(settings), below, learned)
+    return _table_with(config, adapter_of(settings), learned, quantization_of(settings))
 
 
 def quantization_of(settings: AdapterConfig) -> Quantization | None:

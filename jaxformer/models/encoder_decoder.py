@@ -51,6 +51,10 @@ def encode(
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, encoded once."""
+    if "virtual" in params:
+        from jaxformer.models.virtual import with_virtual  # only where there are virtual tokens
+
+        params, inputs = with_virtual(params, config, inputs, cache)
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     each = zip(layers, layer_configs(config, len(layers)), strict=True)
     seen = tuple(keys_and_values(layer["cross"], own, x, None) for layer, own in each)

@@ -18,7 +18,7 @@ from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.masks import AttentionMask, Scoring
 from jaxformer.layers.norm import norm, norm_specs
-from jaxformer.layers.output import Aux, Output, merged
+from jaxformer.layers.output import Output, merged
 from jaxformer.layers.pattern import layer_configs, period_of
 from jaxformer.params import Params, Specs, rows, stack, unstack
 from jaxformer.sharding import platform
@@ -56,7 +56,7 @@ def _shapes(table: Specs) -> dict[str, Any]:
     return {path: (spec.shape, spec.axes) for path, spec in rows(table).items()}
 
 
-def _stacks(blocks: Params) -> list[Params]:
+def stacks_of(blocks: Params) -> list[Params]:
     """The stacked trees of the pattern's positions; one where all layers have equal tables."""
     return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
 
@@ -65,12 +65,12 @@ def layers_of(blocks: Params | list[Params]) -> list[Params]:
     """The params of each layer, or the list of them that is given."""
     if isinstance(blocks, list):
         return blocks
-    stacks = [unstack(stacked) for stacked in _stacks(blocks)]
+    stacks = [unstack(stacked) for stacked in stacks_of(blocks)]
     total, period = sum(len(layers) for layers in stacks), len(stacks)
     return [stacks[i % period][i // period] for i in range(total)]
 
 
-class _Call(NamedTuple):
+class StackCall(NamedTuple):
     """The arguments that all layers of a stack share."""
 
     mask: AttentionMask
@@ -97,9 +97,11 @@ def run_stack(
         from jaxformer.layers.biases import score_bias  # only where scores have one
 
         bias = score_bias(params.get("relative_bias"), config, mask)
-    call = _Call(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
+    call = StackCall(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
     if cache is None and config.layer_loop == "scan":
-        out = _scanned(params["blocks"], config, x, call)
+        from jaxformer.models.scan import scanned  # only where layers share one program
+
+        out = scanned(params["blocks"], config, x, call)
     else:
         out = _unrolled(params["blocks"], config, x, call, cache)
     if config.norm_placement != "post":
@@ -107,9 +109,9 @@ def run_stack(
     return out
 
 
-def _layer(
+def layer_of(
     config: ModelConfig,
-    call: _Call,
+    call: StackCall,
     request: Request,
     layer_cache: LayerCache | None = None,
     scanned: bool = False,
@@ -135,59 +137,15 @@ def _unrolled(
     blocks: Params | list[Params],
     config: ModelConfig,
     x: jax.Array,
-    call: _Call,
+    call: StackCall,
     cache: KVCache | None,
 ) -> Output:
     layers, layer_caches, parts = layers_of(blocks), [], []
     configs = layer_configs(config, len(layers))
     for i, layer in enumerate(layers):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
-        run = _layer(configs[i], call, call.request.at((i,)), layer_cache)
+        run = layer_of(configs[i], call, call.request.at((i,)), layer_cache)
         x, layer_cache, aux = run(x, layer, i)
         layer_caches.append(layer_cache)
         parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
     return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
-
-
-def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: _Call) -> Output:
-    """A scan over the whole periods of the pattern, then the remaining layers unrolled."""
-    stacks = _stacks(blocks)
-    depth = sum(len(jax.tree.leaves(stacked)[0]) for stacked in stacks)
-    configs = layer_configs(config, depth)
-    period = period_of(configs)
-    times = depth // period
-    numbers = [range(p, times * period, period) for p in range(period)]  # of each position's layers
-
-    def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
-        found = []
-        for p, (layer, i) in enumerate(items):
-            run = _layer(configs[p], call, call.request.at(numbers[p], i), scanned=True)
-            x, _, aux = run(x, layer, i)
-            found.append(aux)
-        return x, found
-
-    traced = [jnp.arange(of.start, of.stop, of.step) for of in numbers]
-    layers = _periods(stacks, period, times)
-    x, stacked = jax.lax.scan(body, x, list(zip(layers, traced, strict=True)))
-    parts = [
-        _entry(replace(aux, captures=call.request.named(aux.captures, layer)), i)
-        for aux, of_position in zip(stacked, numbers, strict=True)
-        for i, layer in enumerate(of_position)
-    ]
-    for i in range(times * period, depth):
-        layer = _entry(stacks[i % len(stacks)], i // len(stacks))
-        x, _, aux = _layer(configs[i], call, call.request.at((i,)))(x, layer, i)
-        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
-    return Output(x, None, merged(parts))
-
-
-def _periods(stacks: list[Params], period: int, times: int) -> list[Params]:
-    """For each position of the pattern the params of its layers, [times, ...]."""
-    if len(stacks) == period:
-        return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks]
-    taken = [slice(p, times * period, period) for p in range(period)]
-    return [jax.tree.map(lambda leaf, part=part: leaf[part], stacks[0]) for part in taken]
-
-
-def _entry(stacked: Any, i: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[i], stacked)

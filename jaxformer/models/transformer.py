@@ -39,6 +39,10 @@ _table = functools.lru_cache(specs)  # only read
 
 def check_model(params: Params, config: ModelConfig) -> None:
     """Raises ConfigError naming every leaf of `params` whose shape does not fit the config."""
+    if isinstance(params, dict) and "virtual" in params:
+        from jaxformer.models.virtual import checked  # only where there are virtual tokens
+
+        params = checked(params, config, _table(config))
     check_params(_table(config), params)
 
 
@@ -57,6 +61,10 @@ def hidden(
 ) -> Output:
     """The residual stream before the head [B, T, D], the cache with these tokens if one is given,
     and an `Aux`: sums to add to the loss, metrics, and captures."""
+    if "virtual" in params:
+        from jaxformer.models.virtual import with_virtual  # only where there are virtual tokens
+
+        params, inputs = with_virtual(params, config, inputs, cache, key)
     out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
     return out
 

@@ -200,14 +200,26 @@ def with_kernel(
             f"model.max_segments={config.max_segments} is below the {segments} texts of the fullest"
             " row: set it to 0, which takes the number from the data."
         )
-    length = math.gcd(run.data.sequence_length, run.data.source_length)
+    length = math.gcd(run.data.sequence_length, encoded_length(run, segments))
     on = platform(mesh)
     dtype: Any = str(compute_dtype(config, on))
-    case = kernels.Case(on, dtype, length, segments, config, _capability(mesh))
+    adapter = run.adapter
+    shared = adapter.kind == "prefix" or (adapter.kind, config.family) == ("prompt", "decoder")
+    prefix = adapter.tokens if shared else 0
+    case = kernels.Case(on, dtype, length, segments, config, _capability(mesh), prefix)
     kernel: Any
     kernel, reason = kernels.choose(config.attention_kernel, case)
     model = dataclasses.replace(config, attention_kernel=kernel, dtype=dtype, max_segments=segments)
     return dataclasses.replace(run, model=model), reason
+
+
+def encoded_length(run: RunConfig, segments: int) -> int:
+    """Tokens of a row that an encoder below a decoder reads: the source, and before it a prompt for
+    each of so many segments if the run learns one. 0 without such an encoder."""
+    if run.model.family != "encoder_decoder":
+        return 0
+    source = run.data.source_length or run.data.sequence_length
+    return source + (run.adapter.kind == "prompt") * run.adapter.tokens * max(segments, 1)
 
 
 def _capability(mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from jaxformer.plan.abstract import (
     abstract_batch,
     assumed_segments,
     compares_with_start,
+    encoded_length,
     run_specs,
     with_kernel,
 )
@@ -94,9 +95,8 @@ class PlannedRun:
 
     @property
     def source_length(self) -> int:
-        """Tokens of a row of sources; 0 where the model reads none."""
-        of_family = self.model.family == "encoder_decoder"
-        return (self.run.data.source_length or self.length) if of_family else 0
+        """Tokens of a row of sources, with a prompt before them; 0 where the model reads none."""
+        return encoded_length(self.run, self.model.max_segments)
 
     @property
     def tokens_per_step(self) -> int:

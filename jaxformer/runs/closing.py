@@ -6,6 +6,7 @@ from jaxformer.data import gzip_bits_per_byte
 from jaxformer.evaluation import Evaluation
 from jaxformer.files import read_text
 from jaxformer.generation.decode import generate
+from jaxformer.generation.prompts import context_of
 from jaxformer.params import Params
 from jaxformer.report import closing
 from jaxformer.report.plot import plot_losses
@@ -76,7 +77,7 @@ def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
             return None
         prompt, between = tokenizer.as_target([]), " => "
         source = {"source": [tokenizer.as_source(ids)]}
-    space = min(run.sample_tokens, model.max_length - len(prompt))
+    space = min(run.sample_tokens, context_of(params, model) - len(prompt))
     if space < 1:
         return None
     made = generate(

@@ -16,6 +16,7 @@ from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
 from jaxformer.models.stack import compute_dtype
+from jaxformer.plan.abstract import encoded_length
 from jaxformer.sharding import ACTIVATION_RULES, constrain
 from jaxformer.training.state import compiler_options, on_mesh
 
@@ -34,7 +35,8 @@ def prove_kernel(run: RunConfig, mesh: Mesh) -> str:
     rows = run.train.batch_size // run.train.microbatches
     length = run.data.sequence_length
     with on_mesh(mesh):
-        errors = check_kernel(name, run.model, rows, length, run.data.source_length)
+        source = encoded_length(run, run.model.max_segments)
+        errors = check_kernel(name, run.model, rows, length, source)
     return f"The attention kernel {name} was checked against float32 on rows of {length}: {errors}."
 
 

@@ -33,6 +33,7 @@ from jaxformer.params import Specs, rows
 from jaxformer.plan.abstract import (
     check_start,
     compares_with_start,
+    encoded_length,
     run_specs,
     step_of,
     with_kernel,
@@ -94,10 +95,10 @@ class RunSetup:
     @functools.cached_property
     def flops_per_token(self) -> dict[int, int]:
         """By the length of the rows."""
-        source = self.run.data.source_length
+        sources = {n: encoded_length(run, run.model.max_segments) for n, run in self.runs.items()}
         compared = OBJECTIVES[self.corpus.task.name].reference
         return {
-            n: flops_per_token(run.model, n, source, self.specs, compared)
+            n: flops_per_token(run.model, n, sources[n], self.specs, compared)
             for n, run in self.runs.items()
         }
 

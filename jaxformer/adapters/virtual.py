@@ -1,0 +1,128 @@
+"""Prompt tuning and prefix tuning: virtual tokens that learn, in front of what a model reads.
+
+They are the branch `virtual` of the params, beside the weights of the model, which stay as they
+are:
+
+prompt tuning   {"prompt": [P, D]}
+prefix tuning   {"decoder": {"prefix_k": [L, P, K, H], "prefix_v": [L, P, K, W]}}, and "encoder"
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import jax
+
+from jaxformer.params import InitFunction, Params, Spec, Specs, Weight, init_params, lookup, normal
+from jaxformer.settings import ConfigError
+
+
+@dataclass(frozen=True)
+class PromptTuning:
+    """Vectors that a model reads in front of the embedded tokens (arXiv:2104.08691).
+
+    The virtual tokens stand at the positions 0 .. tokens - 1 of each segment, and the tokens behind
+    them. They are read as rows of the table of tokens are, with its scale, positions and norm, and
+    begin as rows of tokens drawn at random. A decoder computes their keys and values once for all
+    rows, with one draw of dropout, and each query sees them all, whatever its window. An
+    encoder-decoder reads them in front of its source, as tokens like the others.
+
+    Args:
+      tokens: P, how many.
+
+    Raises ConfigError for fewer than one.
+    """
+
+    tokens: int = 20
+
+    def __post_init__(self) -> None:
+        _check_count(self)
+
+
+@dataclass(frozen=True)
+class PrefixTuning:
+    """Keys and values in front of those of each layer's self-attention (arXiv:2101.00190).
+
+    The virtual tokens stand at the positions 0 .. tokens - 1 of each segment, and the tokens behind
+    them; each query sees them all, whatever its window. Their keys are used as they are, neither
+    normed nor rotated. An encoder-decoder has them in both stacks. The paper's second
+    parametrization, a feed-forward network that makes keys and values, is not computed.
+
+    Args:
+      tokens: P, how many.
+
+    Raises ConfigError for fewer than one.
+    """
+
+    tokens: int = 20
+
+    def __post_init__(self) -> None:
+        _check_count(self)
+
+
+def _check_count(adapter: "PromptTuning | PrefixTuning") -> None:
+    tokens, name = adapter.tokens, type(adapter).__name__
+    if isinstance(tokens, bool) or tokens != int(tokens) or tokens < 1:
+        raise ConfigError(f"{name}: tokens={tokens!r} must be a whole number of at least 1.")
+
+
+def virtual_specs(specs: Specs, adapter: PromptTuning | PrefixTuning) -> Specs:
+    """The table of the virtual tokens of a model, from that of its parameters. Raises ConfigError
+    for an encoder."""
+    if isinstance(adapter, PromptTuning):
+        return prompt_specs(specs, adapter.tokens)
+    stacks = {"decoder": specs["blocks"]}
+    if "encoder" in specs:
+        stacks["encoder"] = specs["encoder"]["blocks"]
+    return {name: prefix_specs(blocks, adapter.tokens) for name, blocks in stacks.items()}
+
+
+def prompt_specs(specs: Specs, tokens: int) -> Specs:
+    """The row of a prompt [P, D]."""
+    rows: Spec = specs["embed"]["tokens"]
+    shape, axes = (tokens, rows.shape[1]), ("virtual", rows.axes[1])
+    return {"prompt": Spec(shape, axes, rows.init, inputs=("virtual",), lookup=True)}
+
+
+def prefix_specs(blocks: Specs, tokens: int) -> Specs:
+    """The rows of the prefix of a stack, in the nesting of its blocks."""
+    if "attention" not in blocks:  # the positions of a pattern
+        return {name: prefix_specs(part, tokens) for name, part in blocks.items()}
+
+    def row(made_by: Spec) -> Spec:
+        """[L, D, K, H] -> [L, P, K, H]"""
+        at = made_by.axes.index("embed")
+        shape = (*made_by.shape[:at], tokens, *made_by.shape[at + 1 :])
+        axes = (*made_by.axes[:at], "virtual", *made_by.axes[at + 1 :])
+        return replace(made_by, shape=shape, axes=axes, init=normal(0.02), inputs=())
+
+    own = blocks["attention"]
+    return {"prefix_k": row(own["k"]), "prefix_v": row(own["v"])}
+
+
+def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
+    """The initial values of virtual tokens over the params of a model; they depend on the key and
+    their path alone, and a prompt on the table of tokens."""
+    if "prompt" in table:
+        table = {"prompt": replace(table["prompt"], init=_sampled(base["embed"]["tokens"]))}
+    found: Params = init_params({"virtual": table}, key)["virtual"]
+    return found
+
+
+def _sampled(tokens: Weight) -> InitFunction:
+    """Rows of tokens drawn at random."""
+
+    def draw(key: jax.Array, spec: Spec) -> jax.Array:
+        ids = jax.random.randint(key, spec.shape[:1], 0, tokens.shape[0])
+        return lookup(tokens, ids, (None, None))
+
+    return draw
+
+
+def without_virtual(params: Params) -> Params:
+    """The params without their virtual tokens."""
+    return {name: part for name, part in params.items() if name != "virtual"}
+
+
+def has_virtual(params: object) -> bool:
+    """Whether params have virtual tokens."""
+    return isinstance(params, Mapping) and "virtual" in params

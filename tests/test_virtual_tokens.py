@@ -1,0 +1,270 @@
+"""Prompt tuning and prefix tuning: virtual tokens are tokens in front of each segment, and learn
+alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import DOCUMENT, LAYOUTS, SIZES, alone, cached, laid_out, params_of, where
+
+import jaxformer as jf
+from jaxformer.layers import kernels
+from jaxformer.layers.masks import AttentionMask, TokenLayout
+from jaxformer.models.virtual import prefix_of
+
+TOKENS = 3
+KINDS = {"prompt": jf.PromptTuning(TOKENS), "prefix": jf.PrefixTuning(TOKENS)}
+SCORES = dict(attention_soft_cap=1.0, attention_sinks=True, value_dim=6, n_kv_heads=1)
+DECODERS = {
+    "rope": {},
+    "learned": {"positions": "learned", "position_offset": 2, "bias": "all"},
+    "sinusoidal": {"positions": "sinusoidal", "embedding_scale": "sqrt", "embedding_norm": True},
+    "alibi": {"positions": "alibi", "norm_placement": "post"},
+    "t5": {"positions": "t5"},
+    "scores": {"query_key_norm": "head", **SCORES},
+    "window": {"window": 2, "window_pattern": "wf", "rope_window_theta": 50.0},
+}
+BOTH = {"family": "encoder_decoder", "max_segments": 4}
+MODELS = DECODERS | {
+    "encoder-decoder t5": BOTH | {"positions": "t5"},
+    "encoder-decoder learned": BOTH | {"positions": "learned", "n_encoder_layers": 1},
+}
+forward = jax.jit(jf.forward, static_argnums=1)
+
+
+@functools.cache
+def model(name, **changes):
+    return jf.ModelConfig(**SIZES | MODELS[name] | changes)
+
+
+@functools.cache
+def adapted(name, kind):
+    """Params with virtual tokens that matter."""
+    config = model(name)
+    params = jf.adapt(params_of(config), config, KINDS[kind], jax.random.key(1))
+    leaves, tree = jax.tree.flatten(params["virtual"])
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    moved = [
+        leaf + 0.5 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return params | {"virtual": jax.tree.unflatten(tree, moved)}
+
+
+def gradients(params, config, batch):
+    """The gradient of a sum of logits by the virtual tokens."""
+
+    def total(virtual):
+        logits = jf.forward(params | {"virtual": virtual}, config, **batch)
+        return jnp.sum(logits * jnp.sin(jnp.arange(logits.size).reshape(logits.shape)))
+
+    return jax.jit(jax.grad(total))(params["virtual"])
+
+
+def assert_close(found, wanted, tolerance=1e-5):
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        scale = max(float(jnp.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, atol=tolerance * scale, rtol=0)
+
+
+every_model = pytest.mark.parametrize("name", MODELS)
+every_decoder = pytest.mark.parametrize("name", DECODERS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+@every_model
+def test_packed_and_padded_rows_equal_separate_rows(name, kind):
+    config, params = model(name), adapted(name, kind)
+    separate = forward(params, config, **alone(config))
+    plain = forward(params_of(config), config, **alone(config))
+    assert jnp.abs(separate - plain).max() > 0.05 * plain.std()
+    packed = forward(params, config, **laid_out(config))
+    for row, layout in enumerate(LAYOUTS):
+        for document, place in where(layout).items():
+            assert_close(packed[row, place], separate[document])
+
+
+@every_kind
+@every_model
+def test_cached_decoding_equals_the_full_forward(name, kind):
+    config, params, batch = model(name), adapted(name, kind), laid_out(model(name))
+    real = batch["segment_ids"] != 0
+    wanted = forward(params, config, **batch)[real]
+    assert_close(cached(config, batch, size=8, params=params)[real], wanted)
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["scores", "window", "encoder-decoder t5"])
+@pytest.mark.parametrize("change", [{"layer_loop": "scan"}, {"attention_kernel": "blocked"}])
+def test_a_scan_and_blocked_attention_equal_unrolled_layers_and_plain(name, kind, change):
+    params, batch = adapted(name, kind), laid_out(model(name))
+    config, other = model(name), model(name, **change)
+    real = batch["segment_ids"] != 0
+    found, wanted = (forward(params, each, **batch)[real] for each in (other, config))
+    assert_close(found, wanted)
+    whole = alone(config)
+    assert_close(gradients(params, other, whole), gradients(params, config, whole), 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "window"])
+def test_a_prompt_in_a_decoder_equals_its_vectors_in_front_of_the_tokens(name):
+    """The prompt as further rows of the table of tokens, read as tokens."""
+    config, params = model(name), adapted(name, "prompt")
+    tokens = alone(config)["tokens"]
+    rows = jnp.concatenate([params["embed"]["tokens"], params["virtual"]["prompt"]])
+    head = jnp.pad(params["head"]["weight"], ((0, TOKENS), (0, 0)))
+    longer = jf.without_adapters(params) | {
+        "embed": params["embed"] | {"tokens": rows},
+        "head": params["head"] | {"weight": head},
+    }
+    ids = np.broadcast_to(np.arange(TOKENS) + config.vocab_size, (len(tokens), TOKENS))
+    size = config.vocab_size + TOKENS
+    wanted = forward(
+        longer, dataclasses.replace(config, vocab_size=size), np.concatenate([ids, tokens], 1)
+    )
+    found = forward(params, config, tokens)
+    assert_close(found, wanted[:, TOKENS:, : config.vocab_size])
+
+
+@every_decoder
+def test_a_prompt_in_a_decoder_equals_the_prefix_of_its_keys_and_values(name):
+    config, params = model(name), adapted(name, "prompt")
+    below = jf.without_adapters(params)
+    prefix = {"decoder": prefix_of(below, config, params["virtual"]["prompt"])}
+    batch = laid_out(config)
+    found, wanted = (
+        forward(each, config, **batch) for each in (below | {"virtual": prefix}, params)
+    )
+    assert_close(found, wanted)
+
+
+def test_a_prompt_in_an_encoder_decoder_equals_its_vectors_in_front_of_the_source():
+    name = "encoder-decoder learned"
+    config, params = model(name), adapted(name, "prompt")
+    batch = alone(config)
+    rows = jnp.concatenate([params["embed"]["tokens"], params["virtual"]["prompt"]])
+    head = jnp.pad(params["head"]["weight"], ((0, TOKENS), (0, 0)))
+    longer = jf.without_adapters(params) | {
+        "embed": params["embed"] | {"tokens": rows},
+        "head": params["head"] | {"weight": head},
+    }
+    ids = np.broadcast_to(np.arange(TOKENS) + config.vocab_size, (4, TOKENS))
+    wide = dataclasses.replace(config, vocab_size=config.vocab_size + TOKENS)
+    source = np.concatenate([ids, batch["source"]], 1)
+    wanted = forward(longer, wide, batch["tokens"], source=source)[..., : config.vocab_size]
+    assert_close(forward(params, config, **batch), wanted)
+
+
+@every_kind
+def test_a_window_never_hides_virtual_tokens(kind):
+    config, params = model("window", n_layers=1), adapted("window", kind)
+    params = params | {
+        "blocks": jax.tree.map(lambda leaf: leaf[:1], params["blocks"]),
+        "virtual": jax.tree.map(
+            lambda leaf: leaf[:1] if kind == "prefix" else leaf, params["virtual"]
+        ),
+    }
+
+    def last(virtual):
+        logits = jf.forward(params | {"virtual": virtual}, config, alone(config)["tokens"])
+        return logits[:, -1, 0].sum()
+
+    for leaf in jax.tree.leaves(jax.grad(last)(params["virtual"])):
+        by_token = jnp.abs(leaf).reshape(-1, TOKENS, leaf.size // TOKENS).max(axis=(0, 2))
+        assert (by_token > 0).all()
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["window", "learned", "encoder-decoder t5"])
+def test_generation_writes_what_the_forward_pass_finds_likeliest(name, kind):
+    config, params = model(name), adapted(name, kind)
+    batch = alone(config)
+    tokens, source = batch["tokens"], {key: batch[key] for key in batch if key == "source"}
+    made = jf.generate(params, config, tokens, 4, temperature=0, **source)
+    for i in range(4):
+        read = np.concatenate([tokens, made[:, :i]], 1)
+        wanted = jf.forward(params, config, read, **source)[:, -1].argmax(-1)
+        np.testing.assert_array_equal(made[:, i], wanted)
+    beams = jf.beam_search(params, config, tokens, 4, beams=1, **source).tokens[:, 0]
+    np.testing.assert_array_equal(beams, made)
+
+
+@every_kind
+def test_only_virtual_tokens_learn_and_have_moments(kind):
+    config, optimizer = model("rope"), optax.adamw(1e-2)
+    base = params_of(config)
+    params = jf.adapt(base, config, KINDS[kind], jax.random.key(1))
+    mask = jf.adapter_mask(params)
+    state = jf.init_state(params, optimizer, trainable=mask)
+    virtual = sum(leaf.size for leaf in jax.tree.leaves(params["virtual"]))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) == 2 * virtual + 1
+    tokens = jnp.asarray(alone(config)["tokens"])
+    batch = {"tokens": tokens, "targets": tokens[:, ::-1], "weights": jnp.ones(tokens.shape)}
+    step = jf.make_step(jf.loss_of("causal", config), optimizer, trainable=mask)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+    below = jf.without_adapters(state.params)
+    jax.tree.map(np.testing.assert_array_equal, below, base)  # bitwise
+    pairs = zip(*(jax.tree.leaves(of["virtual"]) for of in (state.params, params)), strict=True)
+    assert all(bool(jnp.any(a != b)) for a, b in pairs)
+
+
+def test_a_prompt_begins_as_rows_of_tokens_and_a_prefix_small():
+    config = model("rope")
+    params, key = params_of(config), jax.random.key(1)
+    prompt = jf.adapt(params, config, jf.PromptTuning(30), key)["virtual"]["prompt"]
+    table = np.asarray(params["embed"]["tokens"])
+    ids = [np.flatnonzero((table == row).all(1))[0] for row in np.asarray(prompt)]
+    assert len({*ids}) > 10
+    again, other = (
+        jf.adapt(params, config, jf.PromptTuning(30), jax.random.key(i))["virtual"]["prompt"]
+        for i in (1, 2)
+    )
+    np.testing.assert_array_equal(prompt, again)
+    assert np.any(prompt != other)
+    prefix = jf.adapt(params, config, jf.PrefixTuning(30), key)["virtual"]["decoder"]
+    assert prefix["prefix_k"].shape == prefix["prefix_v"].shape == (2, 30, 2, 4)
+    assert 0.015 < float(prefix["prefix_k"].std()) < 0.025
+
+
+def test_virtual_tokens_stand_over_lora():
+    config, lora = model("rope"), jf.LoRA(rank=2)
+    low = jf.adapt(params_of(config), config, lora, jax.random.key(1))
+    both = jf.adapt(low, config, jf.PromptTuning(TOKENS), jax.random.key(2))
+    alone_too = jf.adapt(params_of(config), config, jf.PromptTuning(TOKENS), jax.random.key(2))
+    batch = alone(config)
+    assert_close(forward(both, config, **batch), forward(alone_too, config, **batch))
+    mask = jf.adapter_mask(both)
+    assert mask["virtual"]["prompt"] and mask["blocks"]["attention"]["q"].a
+    assert not mask["embed"]["tokens"]
+    jax.tree.map(np.testing.assert_array_equal, jf.without_adapters(both), params_of(config))
+
+
+def test_attention_maps_show_virtual_tokens_first():
+    config, params = model("rope"), adapted("rope", "prefix")
+    maps = jf.attention_maps(params, config, alone(config)["tokens"])
+    assert maps.decoder.shape == (2, 4, 4, DOCUMENT, TOKENS + DOCUMENT)
+    np.testing.assert_allclose(maps.decoder.sum(-1), 1, atol=1e-5)
+    assert (maps.decoder[..., :TOKENS] > 0).all()
+
+
+def test_the_kernel_of_a_run_takes_a_prefix_or_says_why_not():
+    case = kernels.Case("gpu", "bfloat16", 128, 0, jf.ModelConfig(d_model=64, n_heads=1), prefix=4)
+    name, reason = kernels.choose("auto", case)
+    assert name == "blocked" and "not cudnn: it has no keys that all segments see" in reason
+    assert kernels.choose("auto", case._replace(prefix=0))[0] == "cudnn"
+    for named in ("cudnn", "tpu", "flash"):
+        assert "prefix" in kernels.KERNELS[named].lacks
+    with pytest.raises(jf.ConfigError, match="'cudnn' cannot run here: it has no keys that all"):
+        kernels.choose("cudnn", case)
+    layout = TokenLayout(jnp.arange(128)[None], ordered=True, virtual=4)
+    assert not kernels.KERNELS["cudnn"].serves(AttentionMask(layout, layout))
+    assert kernels.KERNELS["blocked"].serves(AttentionMask(layout, layout))
