@@ -24,7 +24,7 @@ def converse(
         raise ConfigError(f"{model.path} is no decoder that writes text: leave out --chat.")
     if prompt is not None and not prompt.strip():
         raise ConfigError("the prompt is empty: give --prompt some text.")
-    template, context = ChatTemplate.of(model.tokenizer, today=True), model.config.max_length
+    template, context = ChatTemplate.of(model.tokenizer, today=True), model.context()
     messages = [{"role": "system", "content": system}] if system else []
     for number, text in enumerate(_typed() if prompt is None else [prompt]):
         messages.append({"role": "user", "content": text})

@@ -127,7 +127,7 @@ def _print_growing(
     model: Model, asked: SampleArguments, start: list[int], source: list[int]
 ) -> str:
     """Prints what the model writes after `start` as it is made, and returns it."""
-    context, end = model.config.max_length, model.end_tokens
+    context, end = model.context(), model.end_tokens
     pieces, made = itertools.tee(_pieces(model, asked, start, source))
     shown = printable if sys.stdout.isatty() else str  # a pipe or a file gets what is written
     decode, texts = functools.partial(text_of, model.tokenizer), list[str]()

@@ -94,6 +94,13 @@ def run_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
     return adapted_table(run.model, run.adapter, learned)
 
 
+def counted_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
+    """The table whose products a run computes: `run_specs`, but the weights that quantized ones
+    stand for."""
+    adapter = dataclasses.replace(run.adapter, base="float32")
+    return run_specs(dataclasses.replace(run, adapter=adapter), learned)
+
+
 def run_loss(run: RunConfig, objective: str) -> Loss:
     """The loss that a run minimizes."""
     extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jaxformer.models.cost import flops_per_token
 from jaxformer.params import rows
+from jaxformer.plan.abstract import counted_specs
 from jaxformer.plan.activations import activations, array_names, stored_names
 from jaxformer.plan.links import Collective, link_bytes
 from jaxformer.plan.memory import (
@@ -55,7 +56,11 @@ def products(planned: PlannedRun) -> Products:
     """The FLOPs of a step."""
     model, tokens = planned.model, planned.tokens_per_step
     per_token = flops_per_token(
-        model, planned.length, planned.source_length, planned.specs, planned.objective.reference
+        model,
+        planned.length,
+        planned.source_length,
+        counted_specs(planned.run),
+        planned.objective.reference,
     )
     repeated = repeated_flops(planned)
     fused = model.attention_kernel not in ("auto", "xla")

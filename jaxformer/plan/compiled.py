@@ -98,12 +98,12 @@ def model_flops(run: RunConfig) -> float:
     """FLOPs of the model in a step over all devices, as MFU counts them."""
     from jaxformer.models.cost import flops_per_token
     from jaxformer.objectives import OBJECTIVES, objective_of
-    from jaxformer.plan.abstract import encoded_length, run_specs
+    from jaxformer.plan.abstract import counted_specs, encoded_length
 
     objective = OBJECTIVES[objective_of(run.model, run.data)]
     length = run.data.sequence_length
     source = encoded_length(run, run.model.max_segments)
-    per_token = flops_per_token(run.model, length, source, run_specs(run), objective.reference)
+    per_token = flops_per_token(run.model, length, source, counted_specs(run), objective.reference)
     return float(per_token * run.train.batch_size * objective.sequences * length)
 
 

@@ -33,6 +33,7 @@ from jaxformer.params import Specs, rows
 from jaxformer.plan.abstract import (
     check_start,
     compares_with_start,
+    counted_specs,
     encoded_length,
     run_specs,
     step_of,
@@ -97,8 +98,9 @@ class RunSetup:
         """By the length of the rows."""
         sources = {n: encoded_length(run, run.model.max_segments) for n, run in self.runs.items()}
         compared = OBJECTIVES[self.corpus.task.name].reference
+        table = counted_specs(self.run, self.base.learned if self.base else ())
         return {
-            n: flops_per_token(run.model, n, sources[n], self.specs, compared)
+            n: flops_per_token(run.model, n, sources[n], table, compared)
             for n, run in self.runs.items()
         }
 
