@@ -58,12 +58,12 @@ class AdapterConfig(Section):
                         f"{name}={getattr(self, name)!r}: {entry!r} is not of the form"
                         " target=number, as in 'ffn=4, blocks.attention.q=16'."
                     )
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in UNREAD[self.kind] and value != entry.default:
-                readers = [kind for kind in UNREAD if entry.name not in UNREAD[kind]]
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name in UNREAD[self.kind] and value != setting.default:
+                readers = [kind for kind in UNREAD if setting.name not in UNREAD[kind]]
                 problems.append(
-                    f"{entry.name}={value!r} has no effect with adapter.kind={self.kind!r}: set"
+                    f"{setting.name}={value!r} has no effect with adapter.kind={self.kind!r}: set"
                     f" adapter.kind={' or '.join(readers)}, or leave it out."
                 )
         if self.kind == "lora" and not parts_of(self.targets):

@@ -90,9 +90,11 @@ def tiled_gradients(
 ) -> tuple[ObjectiveAndNats, Any]:
     """The sums, and what `tiled_backward` makes the gradients of; `learns` says of which leaves of
     the head there is one."""
-    product = functools.partial(_custom_product, learns=learns) if any(learns) else _fixed_product
-    if learns == [True] and not is_custom(head):
-        product = _matrix_product
+    product: Any = _matrix_product
+    if not any(learns):
+        product = _fixed_product
+    elif is_custom(head):
+        product = functools.partial(_custom_product, learns=learns)
     taken = target_logits()
 
     def gradients_of(rows: TokenRows, matrix: Any, bias: jax.Array | None) -> Any:

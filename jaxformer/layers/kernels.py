@@ -28,7 +28,9 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
     queries, keys = mask.queries, mask.keys
     ordered = queries.ordered and keys.ordered  # by their index, so that blocks can be skipped
     places = (None, None) if ordered else (queries.positions, keys.positions)
-    coordinates = Coordinates(*places, queries.segments, keys.segments, mask.prefix)
+    coordinates = Coordinates(
+        *places, q_segments=queries.segments, k_segments=keys.segments, prefix=mask.prefix
+    )
     return blocked_attention(
         q,
         k,
