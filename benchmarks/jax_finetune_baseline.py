@@ -19,6 +19,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
+from jaxformer.training.state import learning  # noqa: E402
 
 RATE = 1e-4
 
@@ -55,17 +56,8 @@ class Trainer:
         optimizer = optax.adamw(RATE)
         self.state = jf.init_state(params, optimizer, trainable=trainable)
         del params, loaded
-        learned = [
-            leaf
-            for leaf, learns in zip(
-                jax.tree.leaves(self.state.params),
-                jax.tree.leaves(trainable)
-                if trainable is not None
-                else [True] * len(jax.tree.leaves(self.state.params)),
-                strict=True,
-            )
-            if learns
-        ]
+        # What does not learn is None in the tree that the optimizer sees.
+        learned = learning(self.state.params, self.state.frozen)
         self.learned, moments = size_of(learned) // 4, size_of(self.state.optimizer)
         # AdamW has two moments of each number that learns, and one counter.
         if moments != 8 * self.learned + 4:
@@ -115,7 +107,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     trainer = Trainer(parser.parse_args())
     about = {
-        "versions": {"jax": jax.__version__, "jaxformer": jf_version()},
+        "versions": {"jax": jax.__version__},
         "base_bytes": trainer.base_bytes,
         "matrices": trainer.base,
         "learned": trainer.learned,
@@ -126,12 +118,6 @@ def main() -> None:
         if line.strip() == "quit":
             break
         print(json.dumps(trainer.step()), flush=True)
-
-
-def jf_version() -> str:
-    from importlib.metadata import version
-
-    return version("jaxformer")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Params whose matrices are quantized leaves."""
 
+import contextlib
 import functools
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from jaxformer.params import Params, Spec, dotted, is_custom, map_specs, rows
 from jaxformer.settings import ConfigError, choices
 
 
-def quantize(params: Params, kind: Quantization) -> Params:
+def quantize(params: Params, kind: str) -> Params:
     """The params of a model with a quantized leaf for every matrix of its blocks.
 
     `kind` is "int8" (`to_int8`: a scale for each output channel), "nf4" (`to_nf4`: blocks of 64) or
@@ -31,10 +32,11 @@ def quantize(params: Params, kind: Quantization) -> Params:
 
     def leaf(path: Any, weight: Any) -> Any:
         nonlocal found
-        names = [str(key.key) for key in path]
+        name = dotted(path)
+        names = name.split(".")
         if "blocks" not in names:
             return weight
-        name, spec = dotted(path), known.get(_within_block(names))
+        spec = known.get(_within_block(names))
         if is_custom(weight):
             raise ConfigError(
                 f"quantize: {name} is a {type(weight).__name__} already: quantize the params before"
@@ -74,18 +76,20 @@ def is_quantized(spec: Spec) -> bool:
     return spec.is_matrix and not spec.lookup and spec.axes[0] == "layers"
 
 
-def quantized_leaf(path: str, weight: Any, spec: Spec, kind: Quantization) -> Any:
+def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
     """The quantized leaf of one weight, placed as the weight is. Raises ConfigError for numbers
     that are not finite, naming `path`."""
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
-    weight, places = jnp.asarray(weight), None
+    weight, places, here = jnp.asarray(weight), None, contextlib.nullcontext()
     if isinstance(weight.sharding, NamedSharding):
         mesh = weight.sharding.mesh
+        here = jax.set_mesh(mesh)
         parts = quantizer.rows(spec).astype(weight.dtype)
         places = map_specs(lambda _, row: parameter_sharding(mesh, row.shape, row.axes), parts)
-    made = jax.jit(lambda w: quantizer.make(w, spec), out_shardings=places)(weight)
+    with here:
+        made = jax.jit(lambda w: quantizer.make(w, spec), out_shardings=places)(weight)
     scales = [part for part in jax.tree.leaves(made) if jnp.issubdtype(part.dtype, jnp.floating)]
     if not all(bool(jnp.isfinite(part).all()) for part in scales):
         raise ConfigError(
