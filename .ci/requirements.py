@@ -14,8 +14,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# PyTorch and what needs it
-HEAVY = {"torch", "transformers", "lm_eval", "accelerate", "bitsandbytes", "trl"}
+# PyTorch and what needs it.
+HEAVY = {"torch", "transformers", "lm_eval", "accelerate", "bitsandbytes", "peft", "trl"}
 CHECKS = {
     "ruff",
     "mypy",

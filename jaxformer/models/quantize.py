@@ -82,9 +82,10 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
-    weight, places, here = jnp.asarray(weight), None, contextlib.nullcontext()
+    weight, places = jnp.asarray(weight), None
+    here: Any = contextlib.nullcontext()
     if isinstance(weight.sharding, NamedSharding):
-        mesh = weight.sharding.mesh
+        mesh: Any = weight.sharding.mesh
         here = jax.set_mesh(mesh)
         parts = quantizer.rows(spec).astype(weight.dtype)
         places = map_specs(lambda _, row: parameter_sharding(mesh, row.shape, row.axes), parts)

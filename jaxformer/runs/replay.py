@@ -21,6 +21,7 @@ from jaxformer.logit_loss import gathered
 from jaxformer.mesh import place_batch
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
+from jaxformer.objectives import OBJECTIVES
 from jaxformer.params import Params, Specs, rows
 from jaxformer.plan.abstract import is_rowwise, run_loss
 from jaxformer.report import read_metrics
