@@ -159,10 +159,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
     size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
-    texts = {"train": corpus.train}
-    heldout = None
+    texts, heldout = [corpus.train], None
     if corpus.validation:
-        texts["validation"] = corpus.validation
+        texts.append(corpus.validation)
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
     base = None
     if run.adapter.kind != "none":
@@ -173,15 +172,11 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
     packed = "segment_ids" in batches[0]
-    segments = most_segments(list(texts.values())) if packed else 0
+    segments = most_segments(texts) if packed else 0
     lengths = dict(batches.lengths).values()
     chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
     runs = {length: ready for length, (ready, _) in chosen.items()}
-    fingerprints = {name: rows.fingerprint for name, rows in texts.items()}
-    if run.data.messages_field:
-        from jaxformer.tokenizer.chat import ChatTemplate
-
-        fingerprints["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
+    fingerprints = fingerprints_of(run, corpus)
     return RunSetup(
         run=runs[run.data.sequence_length],
         runs=runs,
@@ -199,6 +194,18 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels, base and base.record),
         base=base,
     )
+
+
+def fingerprints_of(run: RunConfig, corpus: data.Corpus) -> dict[str, str]:
+    """What data.json says of the data of a run, beside its tokenizer and its labels."""
+    found = {"train": corpus.train.fingerprint}
+    if corpus.validation:
+        found["validation"] = corpus.validation.fingerprint
+    if run.data.messages_field:
+        from jaxformer.tokenizer.chat import ChatTemplate
+
+        found["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
+    return found
 
 
 def batches_of(setup: RunSetup) -> Any:
