@@ -140,22 +140,24 @@ def _load_run(
     if run.adapter.kind == "none":
         if base is not None:
             raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
-        params = params_of_run(run_dir, step, run, record, mesh, dtype, quantize)
+        table = model_specs(run.model)
+        params = params_of_run(run_dir, step, table, record, mesh, dtype, quantize)
         return Loaded(params, run.model, tokenizer, labels)
-    from jaxformer.models.adapt import quantization_of
+    from jaxformer.models.adapt import adapted_table, quantization_of
 
     kind = quantization_of(run.adapter)
     if quantize not in (None, kind) and kind is not None:
         raise ConfigError(
             f"{run_dir} has an adapter over a base in {kind}: leave out quantize={quantize!r}."
         )
-    place = base_directory(run_dir, run, record, base)
+    place = base_directory(run_dir, run.run.init_from, record, base)
     below = load_base(place, mesh, kind).params
     require_base(run_dir, place, below, record)
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
-    params = adapted_params_of_run(run_dir, step, run, record, below, mesh, dtype)
     learned = tuple(record.get("learned", ()))
+    table = adapted_table(run.model, run.adapter, learned)
+    params = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
     return Loaded(params, run.model, tokenizer, labels, base=str(place), learned=learned)
 
 

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer.checkpoint_reading import Damaged, flat_leaves, read_checkpoint, saved_steps
-from jaxformer.config import ConfigError, Quantization, RunConfig
+from jaxformer.config import ConfigError, Quantization
 from jaxformer.digests import fingerprint
 from jaxformer.files import read_object
 from jaxformer.mesh import parameter_sharding
 from jaxformer.models.quantize import is_quantized, quantized_leaf
-from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, Specs, is_custom, map_specs, rows
 from jaxformer.tokenizer import Tokenizer
 
@@ -27,14 +26,13 @@ Read = Callable[[dict[str, Any]], dict[str, Any]]  # of the leaves that are want
 def params_of_run(
     run_dir: Path,
     step: int | None,
-    run: RunConfig,
+    table: Specs,
     record: Mapping[str, Any],
     mesh: Mesh | None,
     dtype: str,
     quantize: Quantization | None,
 ) -> Params:
     """The parameters of a run without an adapter, as `jf.load` gives them."""
-    table = model_specs(run.model)
     shapes = _shapes(table, mesh)
     wanted = flat_leaves({"params": shapes})
     matrices = {f"params.{path}": spec for path, spec in rows(table).items() if is_quantized(spec)}
@@ -49,7 +47,7 @@ def params_of_run(
 def adapted_params_of_run(
     run_dir: Path,
     step: int | None,
-    run: RunConfig,
+    table: Specs,
     record: Mapping[str, Any],
     below: Params,
     mesh: Mesh | None,
@@ -57,9 +55,7 @@ def adapted_params_of_run(
 ) -> Params:
     """The parameters of a run with an adapter over those `below`, as `dtype`."""
     from jaxformer.adapters.lora import base_paths, over_base
-    from jaxformer.models.adapt import adapted_table
 
-    table = adapted_table(run.model, run.adapter, tuple(record.get("learned", ())))
     shapes = {"params": _shapes(table, mesh)}
     wanted, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
     saved = {path: shape for path, shape in wanted.items() if path not in unsaved}
@@ -124,11 +120,11 @@ def _quantized(
 
 
 def base_directory(
-    run_dir: Path, run: RunConfig, record: Mapping[str, Any], base: str | Path | None
+    run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
 ) -> Path:
     """The directory of the model below the adapter of a run: `base`, or where the run found it.
     Raises ConfigError where there is none."""
-    places = [str(base)] if base is not None else [run.run.init_from, record.get("base_path", "")]
+    places = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
     found = next((place for place in places if place and Path(place).is_dir()), None)
     if found is None:
         tried = " and ".join(dict.fromkeys(place for place in places if place))
