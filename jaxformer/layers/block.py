@@ -105,8 +105,7 @@ def block(
         **({"cross": attend_to_source} if "cross" in params else {}),
         "ffn": lambda h: (ffn(params["ffn"], config, h), Aux()),
     }
-    place, total = PLACEMENTS[config.norm_placement], x
-    parts: list[Aux] = []
+    place, total, parts = PLACEMENTS[config.norm_placement], x, list[Aux]()
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
         read = norm(params[f"{name}_norm"], config, read) if "before" in place else read
