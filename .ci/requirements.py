@@ -14,7 +14,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"torch", "transformers", "lm_eval", "accelerate", "bitsandbytes"}  # PyTorch and what needs it
+# PyTorch and what needs it.
+HEAVY = {"torch", "transformers", "lm_eval", "accelerate", "bitsandbytes"}
 CHECKS = {
     "ruff",
     "mypy",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -84,7 +84,7 @@ def _translate(asked: EvaluateArguments) -> None:
     from jaxformer.generation.translate import bleu_metric
 
     metric = bleu_metric()
-    search = {
+    search: dict[str, Any] = {
         "quantize": asked.quantize,
         "beams": asked.beams,
         "length_penalty": asked.length_penalty,
