@@ -112,7 +112,7 @@ def _quantized(
     read by itself, after all others."""
     together = {path: leaf for path, leaf in wanted.items() if not (quantize and path in matrices)}
     found: dict[str, Any] = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
-    for path in wanted.keys() - together.keys():
+    for path in (path for path in wanted if path not in together):
         weight = read({path: wanted[path]})[path].astype(dtype)
         leaf = quantized_leaf(path, weight, matrices[path], quantize)  # type: ignore[arg-type]
         found[path] = jax.block_until_ready(leaf)

@@ -169,6 +169,16 @@ def test_logits_are_those_of_the_arrays_bit_for_bit(name, kind):
 
 
 @each_kind
+def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
+    wide = {"d_model": 64, "d_ff": 256, "n_layers": 8, "layer_loop": "scan"}
+    config = jf.ModelConfig(**SIZES | wide)
+    params = jf.quantize(start(config), kind)
+    program = forward.lower(params, config, np.zeros((1, 4), int)).compile()
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(start(config)["blocks"]))
+    assert program.memory_analysis().temp_size_in_bytes < arrays / 2
+
+
+@each_kind
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "encoder"])
 def test_the_new_tokens_are_those_of_the_arrays(name, kind):
     params, config, batch = case(name, kind)
@@ -178,9 +188,9 @@ def test_the_new_tokens_are_those_of_the_arrays(name, kind):
     np.testing.assert_array_equal(found, expected)
 
 
-@each_kind
-def test_inspection_and_attention_maps_are_those_of_the_arrays(kind):
-    params, config, batch = case("encoder-decoder", kind)
+@pytest.mark.parametrize("name, kind", [("decoder", "nf4"), ("encoder-decoder", "int8")])
+def test_inspection_and_attention_maps_are_those_of_the_arrays(name, kind):
+    params, config, batch = case(name, kind)
     for look in (
         lambda p: jf.inspect(p, config, capture=("mlp_out",), **batch),
         lambda p: jf.attention_maps(p, config, **batch),
@@ -189,9 +199,12 @@ def test_inspection_and_attention_maps_are_those_of_the_arrays(kind):
         jax.tree.map(np.testing.assert_array_equal, run(params), run(made(params)))
 
 
-@pytest.mark.parametrize("width", [16, 64])
-@pytest.mark.parametrize("make", [to_int8, to_nf4, functools.partial(to_nf4, double=True)])
-def test_a_table_that_is_looked_up_and_the_head_it_is_tied_to_are_those_of_the_array(width, make):
+@pytest.mark.parametrize(
+    "make, width",
+    [(to_int8, 16), (to_nf4, 16), (to_nf4, 64), (functools.partial(to_nf4, double=True), 64)],
+    ids=["int8", "nf4", "nf4 by rows", "nf4 double"],
+)
+def test_a_table_that_is_looked_up_and_the_head_it_is_tied_to_are_those_of_the_array(make, width):
     config = jf.ModelConfig(
         **SIZES | {"d_model": width, "tied_head": True, "positions": "learned", "dtype": "bfloat16"}
     )

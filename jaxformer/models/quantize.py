@@ -83,13 +83,11 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
     weight, places = jnp.asarray(weight), None
-    here: Any = contextlib.nullcontext()
-    if isinstance(weight.sharding, NamedSharding):
-        mesh: Any = weight.sharding.mesh
-        here = jax.set_mesh(mesh)
+    mesh: Any = weight.sharding.mesh if isinstance(weight.sharding, NamedSharding) else None
+    if mesh is not None:
         parts = quantizer.rows(spec).astype(weight.dtype)
         places = map_specs(lambda _, row: parameter_sharding(mesh, row.shape, row.axes), parts)
-    with here:
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         made = jax.jit(lambda w: quantizer.make(w, spec), out_shardings=places)(weight)
     scales = [part for part in jax.tree.leaves(made) if jnp.issubdtype(part.dtype, jnp.floating)]
     if not all(bool(jnp.isfinite(part).all()) for part in scales):
