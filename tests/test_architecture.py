@@ -333,6 +333,7 @@ def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
         "config_json",
         "evaluation",
         "run_evaluation",
+        "run_reading",
         "loading",
         "__init__",
     )

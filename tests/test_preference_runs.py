@@ -140,7 +140,7 @@ def test_another_start_than_that_of_the_run_is_refused(base, whole, tmp_path, ca
         evaluate_run(run_dir)
     shutil.rmtree(copied)
     with pytest.raises(
-        jf.ConfigError, match=r"with which data\.objective=dpo compares .* no config"
+        jf.ConfigError, match=r"with which data\.objective compares .* no config"
     ):
         evaluate_run(run_dir)
 
@@ -172,6 +172,19 @@ def test_eight_devices_equal_one(base):
     assert abs(expected[-1]["val_reward_margin"]) > 1e-3
     for a, b in zip(params_of(base / "eight"), params_of(base / "one"), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_of_an_adapter_is_the_model_below_it(base):
+    adapter = {"adapter.kind": "lora", "adapter.rank": 2, "model.dropout": 0.0}
+    assert train_here(arguments(base, "lora", adapter)) == 0
+    assert not (base / "lora" / "reference.json").exists()
+    lines = read_metrics(base / "lora")
+    assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert lines[0]["kl"] == lines[0]["reward_margin"] == 0
+    last = [entry for entry in lines if "val_loss" in entry][-1]
+    assert last["val_reward_margin"] > 0 and last["val_loss"] < np.log(2)
+    found = evaluate_run(base / "lora")
+    assert found == pytest.approx({name: last[name] for name in found}, rel=1e-5, abs=1e-5)
 
 
 def test_orpo_needs_no_start(base):
