@@ -210,6 +210,24 @@ def test_the_targets_are_those_of_peft(case):
     assert_close(theirs(put_on("llama", back), batch), theirs(model, batch), batch)
 
 
+TABLES = {  # looked up, and the output layers beside them
+    "bert masked": ("embed.types", "embed.positions", "head"),
+    "t5 v1.1": ("relative_bias", "head"),
+    "gemma2 untied": ("embed.tokens", "head"),
+}
+
+
+@each(TABLES)
+def test_adapters_of_tables_and_heads_made_here_compute_the_same_in_peft(name):
+    model, batch, place = loaded(name), inputs(name), folder(name, "tables")
+    lora = jf.LoRA(rank=2, targets=TABLES[name])
+    params = noised(jf.adapt(model.params, model.config, lora, jax.random.key(0)))
+    jf.save_adapter(place, params, model.config, architecture=type(reference(name)).__name__)
+    wanted = theirs(put_on(name, place), batch)
+    assert np.abs(wanted - theirs(reference(name), batch)).max() > 0.5 * wanted.std()
+    assert_close(logits(model.config, params, batch), wanted, batch)
+
+
 @pytest.mark.xdist_group("gpt-neox")
 @pytest.mark.parametrize("old", [False, True])
 def test_the_output_layer_of_gpt_neox_has_its_names_of_two_versions(old):
