@@ -56,6 +56,9 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
     "splash": ("llama", {"attention_kernel": "tpu"}, 1, ["all three", "tensor 4"]),
     "tiles": ("llama", {}, 4, ["data 8", "fsdp 8", "all three"]),
     "lora": ("llama", {}, 2, ["fsdp 8", "all three"]),
+    "prefix": ("llama", {}, 2, ["all three"]),
+    "prompt": ("llama", {}, 1, ["all three"]),
+    "prompt of a source": ("llama", SEQUENCE_TO_SEQUENCE | {"max_segments": 1}, 1, ["all three"]),
     "classes": (
         "llama",
         {"family": "encoder", "head": "classes", "n_classes": 3, "positions": "alibi"},
@@ -63,16 +66,19 @@ CASES = {  # model of shapes.py, changes to it, microbatches, meshes
         ["all three"],
     ),
 }
+ADAPTERS = {
+    "lora": AdapterConfig(kind="lora", rank=4, targets="attention, ffn, embed, head"),
+    "prefix": AdapterConfig(kind="prefix", tokens=5),
+    "prompt": AdapterConfig(kind="prompt", tokens=5),
+    "prompt of a source": AdapterConfig(kind="prompt", tokens=5),
+}
 STEPS = 3
 
 
 def run_of(name):
     base, changes, pieces, _ = CASES[name]
     run = a_run(base, 16, train={"microbatches": pieces}, vocab_size=64, **changes)
-    if name != "lora":
-        return run
-    adapter = AdapterConfig(kind="lora", rank=4, targets="attention, ffn, embed, head")
-    return dataclasses.replace(run, adapter=adapter)
+    return dataclasses.replace(run, adapter=ADAPTERS.get(name, AdapterConfig()))
 
 
 def batch_of(config, seed=0):

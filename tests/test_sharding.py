@@ -20,13 +20,18 @@ CASES = [
     *(f"splash, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"tiles, 4 microbatches, {mesh}" for mesh in ("data 8", "fsdp 8", "all three")),
     *(f"lora, 2 microbatches, {mesh}" for mesh in ("fsdp 8", "all three")),
+    "prefix, 2 microbatches, all three",
+    "prompt, 1 microbatches, all three",
+    "prompt of a source, 1 microbatches, all three",
     *(f"encoder-decoder, 1 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     *(f"encoder, 2 microbatches, {mesh}" for mesh in ("all three", "tensor 4")),
     "classes, 1 microbatches, all three",
 ]
 PRETRAINED = ["pretrained llama", "pretrained gpt2"]
+VIRTUAL = ("prefix", "prompt", "prompt of a source")
 EXPLICIT = [
-    f"explicit {name}" for name in ("llama", "lora", "encoder-decoder", "encoder", "classes")
+    f"explicit {name}"
+    for name in ("llama", "lora", *VIRTUAL, "encoder-decoder", "encoder", "classes")
 ]
 
 

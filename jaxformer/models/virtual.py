@@ -22,7 +22,7 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, layers_of, stacks_of
 from jaxformer.params import Params, Specs, Weight, check_params, contract, lookup
 from jaxformer.settings import ConfigError
-from jaxformer.sharding import Axes
+from jaxformer.sharding import Axes, constrain
 
 
 def refuse_encoder(config: ModelConfig) -> None:
@@ -154,6 +154,9 @@ def prefix_of(
     ids = jnp.arange(tokens, dtype=jnp.int32)[None]
     own = params | {"embed": params["embed"] | {"tokens": prompt}}
     cache = empty_cache(config, 1, tokens, compute_dtype(config))
+    heads = (None, None, "kv_heads", None)
+    k, v = (tuple(constrain(a, heads) for a in layers) for layers in (cache.k, cache.v))
+    cache = replace(cache, k=k, v=v)
     inputs = Inputs(ids, layout_of(ids, None, None))
     key = None if key is None else jax.random.fold_in(key, tokens)  # not that of the tokens
     read: KVCache = decoder.hidden(own, config, inputs, cache, key).cache
@@ -215,7 +218,10 @@ def _with_prompt(
     tokens, rows = len(prompt), layout.positions.shape[0]
     segments = _segments_of_source(config, layout.segments)
     places = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
-    positions, ids = (jnp.broadcast_to(of, (rows, len(places))) for of in (places, places - tokens))
+    positions, ids = (
+        constrain(jnp.broadcast_to(of, (rows, len(places))), ("batch", None))
+        for of in (places, places - tokens)
+    )
     numbers = None
     if layout.segments is not None:
         known = jnp.arange(1, segments + 1, dtype=jnp.int32)  # [n]
