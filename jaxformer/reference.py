@@ -13,7 +13,7 @@ from jaxformer.checkpoint_reading import flat_leaves
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.digests import as_text, digests
 from jaxformer.files import first_of, read_object, write_text
-from jaxformer.loading import load
+from jaxformer.loading import load_base
 from jaxformer.mesh import batch_sharding, place_batch
 from jaxformer.models.transformer import check_model
 from jaxformer.params import Params
@@ -56,7 +56,7 @@ class Reference:
 
     def _read(self) -> tuple[Params, dict[str, str]]:
         try:
-            params = load(self._start, mesh=self._mesh).params
+            params = load_base(self._start, self._mesh).params
             check_model(params, self._config)
         except ConfigError as error:
             raise ConfigError(

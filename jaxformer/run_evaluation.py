@@ -45,8 +45,11 @@ def evaluate_run(
 
         check_start(run)
         batches = map(Reference(run.run.init_from, model.config, path), batches)
-    options = preference_options(run, corpus.task.name)
-    evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus), options)
+    config, options = model.config, preference_options(run, corpus.task.name)
+    if "virtual" in model.params and not config.max_segments:  # each segment may have a prompt
+        most = corpus.validation.most_segments() or 0
+        config = dataclasses.replace(config, max_segments=most)
+    evaluate = make_evaluation(corpus.task.name, config, bytes_of_targets(corpus), options)
     return evaluate(model.params, batches)
 
 
