@@ -85,8 +85,11 @@ def evaluate_run(
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
-    rows = run.train.batch_size // run.train.microbatches
-    evaluate = make_evaluation(corpus.task.name, model.config, bytes_of_targets(corpus))
+    rows, config = run.train.batch_size // run.train.microbatches, model.config
+    if "virtual" in model.params and not config.max_segments:  # each segment may have a prompt
+        most = corpus.validation.most_segments() or 0
+        config = dataclasses.replace(config, max_segments=most)
+    evaluate = make_evaluation(corpus.task.name, config, bytes_of_targets(corpus))
     return evaluate(model.params, data.evaluation_batches(corpus.validation, run.data, rows))
 
 

@@ -210,6 +210,11 @@ def save_pretrained(
     config, naming the fields that differ; nothing is written then.
     """
     directory = Path(path)
+    if "virtual" in params:
+        raise ConfigError(
+            "a model directory has no place for virtual tokens: write the model below them,"
+            " jf.without_adapters(params)."
+        )
     check_params(model_specs(config), params)
     _refuse_custom(params)
     family, name = architecture_of(config, architecture)

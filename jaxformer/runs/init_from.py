@@ -91,7 +91,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
     seed, for its heads that are others.
 
-    An adapter there is merged first. A head of classes is used only if its labels are those of the
+    An adapter there is merged first, which virtual tokens cannot be. A head of classes is used only if its labels are those of the
     data, in their order. Raises ConfigError if a leaf outside of the heads does not fit.
     """
     from jaxformer.loading import load
@@ -124,7 +124,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
 
 
 def _merged(params: Params) -> Params:
-    if not any(map(is_custom, jax.tree.leaves(params, is_leaf=is_custom))):
+    leaves = jax.tree.leaves(params, is_leaf=is_custom)
+    if "virtual" not in params and not any(map(is_custom, leaves)):
         return params
     from jaxformer.adapters.lora import merge
 
