@@ -74,9 +74,7 @@ def test_a_checkpoint_holds_the_virtual_tokens_alone(base, runs, kind):
     assert not [path for path in paths if "blocks" in path or "embed" in path]
     loaded = jf.load(runs[kind])
     jax.tree.map(
-        np.testing.assert_array_equal,
-        jf.without_adapters(loaded.params),
-        jf.load(base[0]).params,
+        np.testing.assert_array_equal, jf.without_adapters(loaded.params), jf.load(base[0]).params
     )
     first = jf.load(runs[kind], 2).params["virtual"]
     learned = zip(*map(jax.tree.leaves, (first, loaded.params["virtual"])), strict=True)

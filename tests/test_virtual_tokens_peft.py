@@ -49,7 +49,9 @@ def assert_same(name, model, virtual):
 @each([*DECODERS, *ENCODER_DECODERS])
 def test_a_prompt_is_that_of_peft(name):
     model, table = tuned(name, peft.PromptTuningConfig)
-    scale = loaded(name).config.d_model**0.5 if loaded(name).config.embedding_scale == "sqrt" else 1
+    scale = (
+        loaded(name).config.d_model ** 0.5 if loaded(name).config.embedding_scale == "sqrt" else 1
+    )
     assert_same(name, model, {"prompt": jnp.asarray(table) / scale})
 
 

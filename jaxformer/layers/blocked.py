@@ -106,10 +106,10 @@ def blocked_attention(
 
     Coordinates are int [B, T] of queries and [B, S] of keys, read as in `masks.visible`; segment 0
     is padding. With a prefix of P virtual tokens k and v have P + S keys. Without positions a
-    token's index is its position, and blocks above the diagonal are skipped. `window` 0 is none; `scoring` has the scale, the soft-cap, the bias
-    [B or 1, N, T, S] and the sinks [N] of `dot_product_attention`; `dropout` has the rate and the
-    key of the dropout of the weights (no key: none). The softmax is float32; a fully masked row
-    gives 0.
+    token's index is its position, and blocks above the diagonal are skipped. `window` 0 is none;
+    `scoring` has the scale, the soft-cap, the bias [B or 1, N, T, S] and the sinks [N] of
+    `dot_product_attention`; `dropout` has the rate and the key of the dropout of the weights (no
+    key: none). The softmax is float32; a fully masked row gives 0.
     """
     scoring = scoring or Scoring()
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
