@@ -41,7 +41,9 @@ def checked(params: Params, config: ModelConfig, specs: Specs) -> Params:
     virtual, expected = params["virtual"], {}
     names = [*virtual] if isinstance(virtual, dict) else []
     if "prompt" in names and len(names) > 1:
-        raise ConfigError(f"virtual has {', '.join(names)}: a prompt and a prefix exclude another.")
+        raise ConfigError(
+            f"params['virtual'] has {', '.join(names)}: a prompt and a prefix exclude each other."
+        )
     if "prompt" in names:
         expected = prompt_specs(specs, _count(virtual, -2))
     for name, stack in (("decoder", specs), ("encoder", specs.get("encoder"))):
