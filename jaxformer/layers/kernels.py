@@ -27,9 +27,12 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     queries, keys = mask.queries, mask.keys
     ordered = queries.ordered and keys.ordered  # by their index, so that blocks can be skipped
-    places = (None, None) if ordered else (queries.positions, keys.positions)
     coordinates = Coordinates(
-        *places, q_segments=queries.segments, k_segments=keys.segments, prefix=mask.prefix
+        None if ordered else queries.positions,
+        None if ordered else keys.positions,
+        queries.segments,
+        keys.segments,
+        mask.prefix,
     )
     return blocked_attention(
         q,

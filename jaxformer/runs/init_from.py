@@ -90,8 +90,9 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
     seed, for its heads that are others.
 
-    An adapter there is merged first. A head of classes is used only if its labels are those of the
-    data, in their order. Raises ConfigError if a leaf outside of the heads does not fit.
+    An adapter there is merged first, which virtual tokens cannot be. A head of classes is used only
+    if its labels are those of the data, in their order. Raises ConfigError if a leaf outside of the
+    heads does not fit.
     """
     from jaxformer.loading import load_base
     from jaxformer.models.adapt import quantization_of
