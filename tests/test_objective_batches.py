@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "decoder",
         {},
         {"objective": "mlm"},
-        r"mlm needs model\.family encoder and .*\(causal, sft\)",
+        r"mlm needs model\.family encoder and .*\(causal, sft, dpo, ipo, orpo, simpo\)",
     ),
     "a causal encoder": (
         "encoder",
