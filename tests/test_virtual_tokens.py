@@ -134,6 +134,13 @@ def test_a_window_never_hides_virtual_tokens(kind):
         assert (by_token > 0).all()
 
 
+def test_the_window_of_a_decoder_hides_no_part_of_a_prompt_from_another():
+    params = adapted("rope", "prompt")
+    below, prompt = jf.without_adapters(params), params["virtual"]["prompt"]
+    found, wanted = (prefix_of(below, model("rope", window=size), prompt) for size in (1, 0))
+    assert_close(found, wanted)
+
+
 @every_kind
 @pytest.mark.parametrize("name", ["window", "learned", "encoder-decoder t5"])
 def test_generation_writes_what_the_forward_pass_finds_likeliest(name, kind):
