@@ -178,7 +178,9 @@ def load_base(
 
 def has_adapter(folder: Path) -> bool:
     """Whether a directory is that of an adapter, or of a run with one."""
-    return is_adapter(folder) or run_of(folder).adapter.kind != "none"
+    if is_adapter(folder) or not (folder / "config.json").is_file():
+        return is_adapter(folder)
+    return run_of(folder).adapter.kind != "none"
 
 
 def run_of(path: str | Path) -> RunConfig:

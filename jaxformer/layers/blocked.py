@@ -58,10 +58,11 @@ class Coordinates:
     """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
     each row is one segment. `prefix` (static) keys, of virtual tokens, come before those S."""
 
-    q_positions: OptionalIndex = None
-    k_positions: OptionalIndex = None
-    q_segments: OptionalIndex = None
-    k_segments: OptionalIndex = None
+    # int arrays or None; Any, because JAX makes this node with objects of its own in their place.
+    q_positions: Any = None
+    k_positions: Any = None
+    q_segments: Any = None
+    k_segments: Any = None
     prefix: int = struct.field(pytree_node=False, default=0)
 
     def keys_end(self, causal: bool, stop: int, keys: int) -> int:
