@@ -69,7 +69,8 @@ COLUMNS = {
 
 def pairs_of(text: str, seed: int = 0) -> list[dict[str, str]]:
     """The pairs of a text, one after the other; those whose words are all the same have none."""
-    rng, found, place = random.Random(seed), [], 0
+    rng, place = random.Random(seed), 0
+    found: list[dict[str, str]] = []
     while True:
         ends = [text.find(" ", place + size) for size in (PROMPT, PROMPT + COMPLETION)]
         if -1 in ends:
@@ -130,13 +131,13 @@ def measure(folder: Path, runs: list[str], smoke: bool) -> str:
             shown = [f"{found[key]:.4g}" if key in found else "" for key in COLUMNS.values()]
             rows.append(f"| {label} {name} | {' | '.join(shown)} |".replace("|  ", "| "))
             print(rows[-1], flush=True)
-        commands.append(shlex.join(command))
+        commands.append(command)
     counts = [sum(1 for _ in (folder / f"{part}.jsonl").open()) for part in ("train", "held")]
     told = (
         f"{counts[0]:,} pairs to train on, {counts[1]:,} held out; jax {version('jax')}, one seed."
     )
     head = f"| objective | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}"
-    lines = "\n".join([shlex.join(commands[0]), *commands[1:]])
+    lines = "\n".join(map(shlex.join, commands))
     return "\n".join([told, "", head, *rows, "", "```", lines, "```", ""])
 
 
