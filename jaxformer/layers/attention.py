@@ -85,11 +85,16 @@ def attention(
     """Attention to the keys and values in `seen` under `mask`: [B, T, D] -> [B, T, D].
 
     Dropout needs a key. The second result has the weights [B, N, T, S], before dropout, under
-    `name`_weights if the request wants them.
+    `name`_weights if the request wants them; with a prefix of P virtual tokens, which are seen
+    first, [B, N, T, P + S].
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if mask.relative:
         q = rotate(config, q, mask.queries.positions)
+    if mask.prefix:
+        from jaxformer.layers.prefix import with_prefix  # only where there are virtual tokens
+
+        seen = with_prefix(params, seen)
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
     dropped = (config.dropout, key)

@@ -85,10 +85,6 @@ def block(
         if layer_cache is not None:
             written = layer_cache.write(*seen)
             seen = written.k, written.v
-        if mask.prefix:
-            from jaxformer.layers.prefix import with_prefix  # only where there are virtual tokens
-
-            seen = with_prefix(own, seen)
         out, weights = attention(own, config, h, seen, near, attention_key, request)
         return out, Aux(captures=weights)
 
