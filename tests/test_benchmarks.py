@@ -22,7 +22,12 @@ FOLDER = ROOT / "benchmarks"
 WORKERS = {
     path.stem for path in FOLDER.glob("*_baseline.py")
 }  # started by the benchmarks themselves
-NEEDS = {"train_cpu": ("torch",), "decode_cpu": ("torch", "transformers"), "tokens": ("tiktoken",)}
+NEEDS = {
+    "train_cpu": ("torch",),
+    "decode_cpu": ("torch", "transformers"),
+    "finetune": ("torch", "transformers", "peft"),
+    "tokens": ("tiktoken",),
+}
 
 KINDS_OF_TPU = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
