@@ -11,7 +11,7 @@ import pytest
 from tiny_run import line, logged, saved, train_here, write_text
 
 import jaxformer as jf
-from jaxformer.runs import device, remedies, setup
+from jaxformer.runs import device, remedies, states
 from jaxformer.runs import run as composer
 from jaxformer.runs.out_of_memory import is_out_of_memory, shortage_of
 from jaxformer.runs.remedies import is_volatile
@@ -196,7 +196,7 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
     pairs = zip(settings[1::2], settings[2::2], strict=True)
     run = jf.load_config(settings[0], [f"{name}={value}" for name, value in pairs])
     for owner, name, place in (
-        (setup, "init_state", "the initial state"),
+        (states, "init_state", "the initial state"),
         (device, "prove_kernel", "the check of the attention kernel"),
     ):
         with monkeypatch.context() as patched:
@@ -213,7 +213,7 @@ def test_the_initial_state_and_the_check_of_the_kernel_are_named(
 
 
 def test_other_errors_pass(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, setup, "init_state", "INTERNAL: something else")
+    replace(monkeypatch, states, "init_state", "INTERNAL: something else")
     monkeypatch.setenv("JAXFORMER_TRACEBACK", "1")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train_here(line(tmp_path / "run", text, SMALL))
