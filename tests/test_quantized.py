@@ -20,7 +20,7 @@ from families import SIZES, VARIANTS, alone
 from test_commands_families import TOKENIZER, printed, write_run
 
 import jaxformer as jf
-from jaxformer import loading
+from jaxformer import loading, run_reading
 from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES, nearest
 from jaxformer.adapters.quantized import (
     QUANTIZERS,
@@ -31,7 +31,7 @@ from jaxformer.adapters.quantized import (
     to_nf4,
 )
 from jaxformer.cli import main
-from jaxformer.evaluation import evaluate_run
+from jaxformer.run_evaluation import evaluate_run
 from jaxformer.interop import pretrained
 from jaxformer.models.quantize import is_quantized
 from jaxformer.models.transformer import specs
@@ -349,7 +349,7 @@ def directories(tmp_path_factory):
     config = jf.ModelConfig(**SIZES | WIDE)
     jf.save_pretrained(folder / "hf", start(config), config, dtype="float32")
     loading.save_run(folder / "run", jf.load(folder / "hf"), folder / "hf")
-    return {"hf": (folder / "hf", pretrained), "run": (folder / "run", loading)}
+    return {"hf": (folder / "hf", pretrained), "run": (folder / "run", run_reading)}
 
 
 def alive():
