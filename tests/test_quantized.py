@@ -31,11 +31,11 @@ from jaxformer.adapters.quantized import (
     to_nf4,
 )
 from jaxformer.cli import main
-from jaxformer.run_evaluation import evaluate_run
 from jaxformer.interop import pretrained
 from jaxformer.models.quantize import is_quantized
 from jaxformer.models.transformer import specs
 from jaxformer.params import Spec, contract, is_custom, lookup, rows, zeros
+from jaxformer.run_evaluation import evaluate_run
 
 HERE = Path(__file__).parent
 KINDS = ("int8", "nf4")
