@@ -207,19 +207,13 @@ def base_paths(table: Specs) -> list[str]:
     """The dotted paths of the leaves of an adapted table that belong to the base, which an adapter
     leaves as they are."""
     found = []
-    for path, node in jax.tree.leaves_with_path(
-        table, is_leaf=lambda node: isinstance(node, (LowRank, Spec))
-    ):
-        if is_adapted(node):
-            below = jax.tree.leaves_with_path({"weight": node.weight}, is_leaf=_is_row)
+    for path, node in jax.tree.leaves_with_path(table, is_leaf=is_adapted):
+        if is_adapted(node):  # the rows of its weight, of which a quantized one has several
+            below = jax.tree.leaves_with_path({"weight": node.weight})
             found += [f"{dotted(path)}.{dotted(part)}" for part, _ in below]
         elif not node.trainable:
             found.append(dotted(path))
     return found
-
-
-def _is_row(node: Any) -> bool:
-    return isinstance(node, Spec)
 
 
 def without_adapters(params: Params) -> Params:

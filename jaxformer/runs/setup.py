@@ -163,11 +163,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if corpus.validation:
         texts.append(corpus.validation)
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
-    base = None
-    if run.adapter.kind != "none":
-        from jaxformer.runs.adapter import read_base
-
-        base = read_base(run, mesh, corpus.labels)
+    base = _base(run, mesh, corpus.labels)
     specs = run_specs(run, base.learned if base else ())
     schedule = make_schedule(run.optimizer, run.train.steps)
     split = check_split(specs, mesh)
@@ -194,6 +190,15 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels, base and base.record),
         base=base,
     )
+
+
+def _base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Any:
+    """The model below the adapter of a run (`runs.adapter.Base`); None without an adapter."""
+    if run.adapter.kind == "none":
+        return None
+    from jaxformer.runs.adapter import read_base
+
+    return read_base(run, mesh, labels)
 
 
 def fingerprints_of(run: RunConfig, corpus: data.Corpus) -> dict[str, str]:
