@@ -20,8 +20,8 @@ class LowRank:
     `weight` [*] is an array or a `CustomLeaf` (as a quantized weight), with inputs I... and outputs
     O... in any order; a [I..., R] and b [R, O...] learn; `scale` [] is a float32 constant. In a
     stack of layers each part has their leading axis. `inputs` are the axes of the inputs, counted
-    from the end, as -3. All layers of a stack have one rank: in a layer of a smaller one the rest is
-    zeros, which get no gradient.
+    from the end, as -3. All layers of a stack have one rank: in a layer of a smaller one the rest
+    is zeros, which get no gradient.
 
     Where `key` (uint32, see `keyed`) is given, a fraction `dropout` of the numbers that `a` reads
     is zeroed, and the rest divided by 1 - dropout.
