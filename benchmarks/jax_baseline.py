@@ -1,13 +1,8 @@
 """Our side of the comparison: a worker that trains a run of workloads.py by the library's own step,
-as train.py does.
-
-Each line read is a command (`step`, `product`, `quit`), each line written a JSON object.
-"""
+as train.py does."""
 
 import argparse
-import json
 import resource
-import sys
 import time
 from typing import Any
 
@@ -18,6 +13,7 @@ keep_memory()
 import jax  # noqa: E402  (what comes before must come before JAX)
 import jaxlib  # noqa: E402
 import numpy as np  # noqa: E402
+from serving import serve  # noqa: E402
 from steps import ready_on_random_tokens  # noqa: E402
 from workloads import WORKLOADS, shrunk, with_sizes  # noqa: E402
 
@@ -88,17 +84,9 @@ def main() -> None:
     run = with_sizes(run, options.batch, options.microbatches)
     trainer = Trainer(run, options.save_weights)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    print(
-        json.dumps(
-            {"versions": versions, "kernel": trainer.kernel, "device": jax.devices()[0].device_kind}
-        ),
-        flush=True,
-    )
-    commands = {"step": trainer.step, "product": trainer.product}
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        print(json.dumps(commands[line.strip()]()), flush=True)
+    device = jax.devices()[0].device_kind
+    about = {"versions": versions, "kernel": trainer.kernel, "device": device}
+    serve(about, {"step": trainer.step, "product": trainer.product})
 
 
 if __name__ == "__main__":

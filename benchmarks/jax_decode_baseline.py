@@ -1,9 +1,8 @@
 """Our side of the decoding comparison: a worker around `jf.generate`, greedy."""
 
 import argparse
-import json
-import sys
 import time
+from typing import Any
 
 from jaxformer.cli import keep_memory
 
@@ -13,6 +12,7 @@ import jax  # noqa: E402  (what comes before must come before JAX)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax_baseline import save_arrays  # noqa: E402
+from serving import serve  # noqa: E402
 from workloads import DECODED, SMOKE_DECODED  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
@@ -31,19 +31,19 @@ def main() -> None:
     big = jnp.ones(2**26)
     total = jax.jit(jnp.sum)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    print(json.dumps({"versions": {"jax": jax.__version__}, "parameter_bytes": size}), flush=True)
-    for line in sys.stdin:
-        command, _, number = line.strip().partition(" ")
-        if command == "quit":
-            break
+
+    def generate(number: str) -> dict[str, Any]:
         begin = time.perf_counter()
-        if command == "generate":
-            made = np.asarray(jf.generate(params, config, prompt, int(number), temperature=0.0))
-            answer = {"seconds": time.perf_counter() - begin, "tokens": made[0].tolist()}
-        else:
-            total(big).block_until_ready()
-            answer = {"bytes_per_second": big.nbytes / (time.perf_counter() - begin)}
-        print(json.dumps(answer), flush=True)
+        made = np.asarray(jf.generate(params, config, prompt, int(number), temperature=0.0))
+        return {"seconds": time.perf_counter() - begin, "tokens": made[0].tolist()}
+
+    def read() -> dict[str, Any]:
+        begin = time.perf_counter()
+        total(big).block_until_ready()
+        return {"bytes_per_second": big.nbytes / (time.perf_counter() - begin)}
+
+    about = {"versions": {"jax": jax.__version__}, "parameter_bytes": size}
+    serve(about, {"generate": generate, "read": read})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Our side of benchmarks/finetune.py: a worker that fine-tunes a model directory on random tokens.
-
-Each line read is a command (`step`, `quit`), each line written a JSON object.
-"""
+"""Our side of benchmarks/finetune.py: a worker that fine-tunes a model on random tokens."""
 
 import argparse
-import json
-import sys
+import ctypes
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
+
+from serving import serve
 
 from jaxformer.cli import keep_memory
 
@@ -31,6 +30,8 @@ def high_water() -> int:
 
 
 def begin_anew() -> None:
+    """Gives free memory back to the system, as that of the compiler, and begins to count anew."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -43,7 +44,8 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace) -> None:
         loaded = jf.load(options.model, quantize="nf4" if options.method == "qlora" else None)
-        params, config, key = loaded.params, loaded.config, jax.random.key(0)
+        config = dataclasses.replace(loaded.config, layer_loop=options.layer_loop)
+        params, key = loaded.params, jax.random.key(0)
         self.base_bytes, self.base = size_of(params), parts_of_blocks(params)
         trainable: Any = None
         if options.method in ("lora", "qlora"):
@@ -65,12 +67,15 @@ class Trainer:
                 f"{options.method}: {moments} bytes of optimizer state for {self.learned} numbers"
             )
         self.moments = moments
-        self.step_of = jf.make_step(jf.loss_of("causal", config), optimizer, trainable=trainable)
         rng = np.random.default_rng(0)
         rows = rng.integers(0, config.vocab_size, (options.batch, options.length + 1))
         rows = rows.astype(np.int32)
         weights = np.ones((options.batch, options.length), np.float32)
         self.batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
+        step = jf.make_step(jf.loss_of("causal", config), optimizer, trainable=trainable)
+        self.step_of = step.compile(self.state, self.batch)
+        memory: Any = self.step_of.memory_analysis()
+        self.needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         begin_anew()
 
     def step(self) -> dict[str, Any]:
@@ -101,6 +106,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     methods = ("full", "lora", "qlora", "prompt")
     parser.add_argument("--method", choices=methods, required=True)
+    parser.add_argument("--layer-loop", choices=("scan", "unroll"), default="scan")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=20, help="virtual tokens of a prompt")
     parser.add_argument("--batch", type=int, default=1)
@@ -112,12 +118,9 @@ def main() -> None:
         "matrices": trainer.base,
         "learned": trainer.learned,
         "optimizer_bytes": trainer.moments,
+        "needed_bytes": trainer.needed,
     }
-    print(json.dumps(about), flush=True)
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        print(json.dumps(trainer.step()), flush=True)
+    serve(about, {"step": trainer.step})
 
 
 if __name__ == "__main__":

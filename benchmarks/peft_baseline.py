@@ -1,12 +1,9 @@
 """The side of transformers and peft of benchmarks/finetune.py: a worker that trains a LoRA adapter
 of a model directory in float32 on random tokens.
-
-Each line read is a command (`step`, `quit`), each line written a JSON object.
 """
 
 import argparse
-import json
-import sys
+import ctypes
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +13,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from serving import serve
 
 
 class Trainer:
@@ -41,6 +39,7 @@ class Trainer:
         rows = rng.integers(0, model.config.vocab_size, (options.batch, options.length + 1))
         tokens = torch.from_numpy(rows.astype(np.int64))
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # as in our worker
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def step(self) -> dict[str, Any]:
@@ -76,11 +75,7 @@ def main() -> None:
         "base_bytes": trainer.base_bytes,
         "learned": trainer.learned,
     }
-    print(json.dumps(about), flush=True)
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        print(json.dumps(trainer.step()), flush=True)
+    serve(about, {"step": trainer.step})
 
 
 if __name__ == "__main__":

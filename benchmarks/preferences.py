@@ -5,7 +5,7 @@
 A small decoder of characters learns the first part of the text. A pair is a prompt from the rest of
 it, the true continuation (chosen), and the same words in another order (rejected). Each objective
 is one train.py line from that decoder; the table has the figures of held-out pairs before and
-after.
+after, and the diagram the reward margin on the way.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PAIRS: dict[str, object] = {
     "data.sequence_length": 128,
     "train.batch_size": 16,
     "train.steps": 80,
-    "train.eval_every": 0,
+    "train.eval_every": 20,
     "train.checkpoint_every": 0,
     "run.sample_tokens": 0,
 }
@@ -98,15 +98,15 @@ def line(config: str, settings: dict[str, object]) -> list[str]:
     return ["python", "train.py", f"configs/{config}.py", *fields]
 
 
-def trained(command: list[str], folder: Path) -> dict[str, Any]:
-    """Runs a line with its paths in `folder`; the last evaluation."""
+def trained(command: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Runs a line with its paths in `folder`; its evaluations."""
     given = [part.replace("runs/", f"{folder}/") for part in command[1:]]
     done = subprocess.run([sys.executable, *given], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}")
     run_dir = Path(given[given.index("--run.dir") + 1])
     lines = (json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if "val_loss" in row][-1]
+    return [row for row in lines if "val_loss" in row]
 
 
 def measure(folder: Path, runs: list[str], smoke: bool) -> str:
@@ -118,27 +118,43 @@ def measure(folder: Path, runs: list[str], smoke: bool) -> str:
     trained(commands[0], folder)
     common = PAIRS | steps | {"run.init_from": "runs/base"}
     common |= {"data.train": "runs/train.jsonl", "data.validation": "runs/held.jsonl"}
-    rows = []
+    rows, diagrams = [], []
     for number, name in enumerate(runs):
         settings = common | {"data.objective": name.split(",")[0]} | RUNS[name]
-        for label, rate in (
-            ("before", {"optimizer.learning_rate": 0.0, "train.steps": 1}),
-            ("", {}),
-        ):
-            run_dir = {"run.dir": f"runs/{number}{label}"}
-            command = line("finetune", settings | rate | run_dir)
-            found = trained(command, folder)
+        unchanged = {"optimizer.learning_rate": 0.0, "train.steps": 1}
+        before = line("finetune", settings | unchanged | {"run.dir": f"runs/{number}before"})
+        commands.append(line("finetune", settings | {"run.dir": f"runs/{number}"}))
+        curve = [trained(before, folder)[-1] | {"step": 0}, *trained(commands[-1], folder)]
+        for label, found in (("before", curve[0]), ("after", curve[-1])):
             shown = [f"{found[key]:.4g}" if key in found else "" for key in COLUMNS.values()]
-            rows.append(f"| {label} {name} | {' | '.join(shown)} |".replace("|  ", "| "))
+            rows.append(f"| {label}: {name} | {' | '.join(shown)} |".replace("|  ", "| "))
             print(rows[-1], flush=True)
-        commands.append(command)
+        diagrams.append(diagram(name, curve))
     counts = [sum(1 for _ in (folder / f"{part}.jsonl").open()) for part in ("train", "held")]
     told = (
         f"{counts[0]:,} pairs to train on, {counts[1]:,} held out; jax {version('jax')}, one seed."
     )
     head = f"| objective | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}"
     lines = "\n".join(map(shlex.join, commands))
-    return "\n".join([told, "", head, *rows, "", "```", lines, "```", ""])
+    return "\n".join([told, "", head, *rows, "", *diagrams, "```", lines, "```", ""])
+
+
+def diagram(name: str, curve: list[dict[str, Any]]) -> str:
+    """The reward margin of the evaluations, as a diagram of Mermaid."""
+    margins = [row["val_reward_margin"] for row in curve]
+    low, high = min(0.0, *margins), max(0.1, *margins)
+    return "\n".join(
+        [
+            "```mermaid",
+            "xychart-beta",
+            f'    title "{name}: reward margin on held-out pairs"',
+            f'    x-axis "step" [{", ".join(str(row["step"]) for row in curve)}]',
+            f'    y-axis "margin" {low:.1f} --> {high + 0.05:.1f}',
+            f"    line [{', '.join(f'{margin:.3f}' for margin in margins)}]",
+            "```",
+            "",
+        ]
+    )
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
 """One side of a comparison of tokenizers: a worker. `python benchmarks/tokens_baseline.py SIDE`, a
 name of `SIDES`
 
-Each line read is a command (`train FILE ENTRIES`, `encode TOKENIZER FILE`, `iterate TOKENIZER
-FILE`, `quit`), each line written a JSON object. A TOKENIZER is a tokenizer.json of a byte-level BPE
-whose merges are in the order of their ids.
+Its commands are `train FILE ENTRIES`, `encode TOKENIZER FILE` and `iterate TOKENIZER FILE`. A
+TOKENIZER is a tokenizer.json of a byte-level BPE whose merges are in the order of their ids.
 """
 
 import functools
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serving import serve
 
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
@@ -161,12 +161,8 @@ def main() -> None:
     name = sys.argv[1]
     side = SIDES[name]()
     versions = {} if name.startswith("jaxformer") else {name: version(name)}
-    print(json.dumps({"versions": versions}), flush=True)
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        command, *words = line.split()
-        print(json.dumps(COMMANDS[command](side, *words)), flush=True)
+    commands = {name: functools.partial(command, side) for name, command in COMMANDS.items()}
+    serve({"versions": versions}, commands)
 
 
 if __name__ == "__main__":

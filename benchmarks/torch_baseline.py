@@ -1,20 +1,18 @@
 """The PyTorch side of the comparison: a worker that trains GPT-2's or Llama's mathematics a step at
 a time.
 
-It needs PyTorch and NumPy only, so it can run under another Python than the one that has JAX. Each
-line read is a command (`step`, `product`, `quit`), each line written a JSON object.
+It needs PyTorch and NumPy only, so it can run under another Python than the one that has JAX.
 """
 
 import argparse
-import json
 import math
 import resource
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch
+from serving import serve
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -241,18 +239,9 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     trainer = Trainer(options)
-    commands = {"step": trainer.step, "product": trainer.product}
-    threads = torch.get_num_threads()
-    print(
-        json.dumps(
-            {"versions": {"torch": torch.__version__}, "threads": threads, "device": options.device}
-        ),
-        flush=True,
-    )
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        print(json.dumps(commands[line.strip()]()), flush=True)
+    about = {"versions": {"torch": torch.__version__}, "device": options.device}
+    about |= {"threads": torch.get_num_threads()}
+    serve(about, {"step": trainer.step, "product": trainer.product})
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 its default cache."""
 
 import argparse
-import json
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from serving import serve
 
 
 def load(model: Any, path: str) -> None:
@@ -69,31 +68,24 @@ def main() -> None:
     model.generation_config.pad_token_id = 0
     prompt = torch.tensor([[int(token) for token in options.prompt.split(",")]])
     big = torch.ones(2**26)
-    print(
-        json.dumps(
-            {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
-        ),
-        flush=True,
-    )
-    for line in sys.stdin:
-        command, _, number = line.strip().partition(" ")
-        if command == "quit":
-            break
+
+    def generate(number: str) -> dict[str, Any]:
         begin = time.perf_counter()
-        if command == "generate":
-            with torch.inference_mode():
-                mask = torch.ones_like(prompt)
-                made = model.generate(
-                    prompt, attention_mask=mask, max_new_tokens=int(number), do_sample=False
-                )
-            answer = {
-                "seconds": time.perf_counter() - begin,
-                "tokens": made[0, prompt.shape[1] :].tolist(),
-            }
-        else:
-            big.sum()
-            answer = {"bytes_per_second": 4 * big.numel() / (time.perf_counter() - begin)}
-        print(json.dumps(answer), flush=True)
+        with torch.inference_mode():
+            mask = torch.ones_like(prompt)
+            made = model.generate(
+                prompt, attention_mask=mask, max_new_tokens=int(number), do_sample=False
+            )
+        new = made[0, prompt.shape[1] :].tolist()
+        return {"seconds": time.perf_counter() - begin, "tokens": new}
+
+    def read() -> dict[str, Any]:
+        begin = time.perf_counter()
+        big.sum()
+        return {"bytes_per_second": 4 * big.numel() / (time.perf_counter() - begin)}
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    serve({"versions": versions}, {"generate": generate, "read": read})
 
 
 if __name__ == "__main__":

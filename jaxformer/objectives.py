@@ -85,7 +85,7 @@ def _preference(name: str) -> Objective:
     return Objective(
         ("decoder",),
         "language",
-        (RecordField("", "prompt", "text"), *sides),
+        (RecordField("", "prompt", "prompt"), *sides),
         template="jaxformer.data.preference_template:PreferenceTemplate",
         loss=f"jaxformer.preferences:{name}_loss",
         rowwise=True,

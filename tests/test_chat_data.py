@@ -72,8 +72,8 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=2)
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "set"))
     found = read(tmp_path / "a.jsonl")
-    assert [json.loads(str(record[0])) for record in found[:-1]] == [*CONVERSATIONS.values()]
-    assert json.loads(str(found[-1][0]))[1] == call
+    conversations = [[json.loads(message) for message in record[0]] for record in found]
+    assert conversations[:-1] == [*CONVERSATIONS.values()] and conversations[-1][1] == call
     for spec in (tmp_path / "a.jsonl.gz", tmp_path / "a.parquet", f"datasets:{tmp_path / 'set'}"):
         assert read(spec) == found, spec
     pieces = [*find_source(str(tmp_path / "a.jsonl"), "data.train", FIELDS).pieces()]

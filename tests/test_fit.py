@@ -179,6 +179,21 @@ def test_leaves_that_do_not_learn_stay_and_have_no_moments(trainable):
     assert (4, 16) not in shapes and (16, 1) in shapes
 
 
+def test_leaves_that_do_not_learn_are_neither_copied_nor_donated():
+    params, batch = params_of(), Points()[0]
+    first = jf.init_state(params, OPTIMIZER, trainable=[{"w": False}, True])
+    step = jf.make_step(loss, OPTIMIZER)
+    compiled = step.compile(first, batch)
+    after, _ = step(first, batch)
+    again, _ = compiled(after, batch)
+    where = params[0]["w"].unsafe_buffer_pointer()
+    assert [state.params[0]["w"].unsafe_buffer_pointer() for state in (first, again)] == [where] * 2
+    assert first.params[1][0].is_deleted() and after.params[1][0].is_deleted()
+    expected, _ = step(step(jf.init_state(params, OPTIMIZER), batch)[0], batch)
+    assert_equal(again.params[0], params[0])
+    assert not np.array_equal(expected.params[0]["w"], params[0]["w"])
+
+
 def test_evaluation_divides_sums_by_weights_over_all_batches():
     batches = [Points()[100 + k] for k in range(3)]
     found = jf.make_evaluate(loss, batches)(params_of())

@@ -15,7 +15,7 @@ from jaxformer.runs import device, remedies, states
 from jaxformer.runs import run as composer
 from jaxformer.runs.out_of_memory import is_out_of_memory, shortage_of
 from jaxformer.runs.remedies import is_volatile
-from jaxformer.training.step import Step
+from jaxformer.training.program import Step
 
 Capture = pytest.CaptureFixture[str]
 GIB = 2**30

@@ -214,9 +214,9 @@ def template(length):
     return PreferenceTemplate(RowFormat(length, length), byte_tokenizer())
 
 
-def arrays(length, prompt, chosen, rejected):
-    parts = (np.frombuffer(text, np.uint8).astype(np.int32) for text in (prompt, chosen, rejected))
-    return template(length).arrays(*parts)
+def arrays(length, *texts):
+    (parts,) = template(length).encode([tuple(text.decode() for text in texts)], {})
+    return template(length).arrays(*map(np.array, parts))
 
 
 def test_a_row_holds_both_sides_after_the_same_prompt():
@@ -244,7 +244,7 @@ def test_a_long_prompt_loses_its_start_on_both_sides_and_then_a_completion_its_e
     assert long["targets"][0].tolist() == [*b"789YESYE"] and end in long["targets"][1]
     short = arrays(8, b"01", b"YESYESYES", b"N")
     assert short["tokens"][0].tolist() == [*b"01YESYES"] and short["weights"].sum() == 7 + 2
-    counted = template(8).sizes(np.array([[10, 3, 1], [2, 9, 1], [2, 4, 1], [4, 4, 4]]))
+    counted = template(8).sizes(np.array([[10, 4, 2], [2, 10, 2], [2, 5, 2], [4, 5, 5]]))
     assert counted.tolist() == [[13, 11], [11, 3], [6, 3], [8, 8]]
 
 
@@ -292,7 +292,10 @@ def test_a_side_without_text_is_named_with_its_file_and_line(side, tmp_path):
 def test_what_is_no_pair_is_one_message(tmp_path):
     for bad, message in (
         ({"prompt": "q", "chosen": "yes"}, "line 1 has no field 'rejected'"),
-        ({"prompt": "q", "chosen": "yes", "rejected": ["no"]}, "'rejected' is list, not a string"),
+        (
+            {"prompt": "q", "chosen": "yes", "rejected": 3},
+            "'rejected' is int, not a string with text",
+        ),
         ({"prompt": None, "chosen": "yes", "rejected": "no"}, "'prompt' is null, not a string"),
     ):
         with pytest.raises(jf.ConfigError, match=message):

@@ -53,8 +53,7 @@ class Int8Weight:
         return _rounded(parts.codes, parts.scale, 127).astype(self.dtype)
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        x, leaf = _with(x, self)
-        return contract(equation, x, leaf.array(), to=to, dtype=dtype)
+        return _contract(self, equation, x, to=to, dtype=dtype)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made."""
@@ -111,8 +110,7 @@ class NF4Weight:
         return _rounded(jnp.asarray(DYNAMIC_VALUES)[self.absmax], units) + self.mean[..., None]
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        x, leaf = _with(x, self)
-        return contract(equation, x, leaf.array(), to=to, dtype=dtype)
+        return _contract(self, equation, x, to=to, dtype=dtype)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made where each is a number of blocks."""
@@ -131,10 +129,20 @@ class NF4Weight:
         return self.replace(dtype=str(jnp.dtype(dtype)))  # type: ignore[attr-defined, no-any-return]
 
 
-def _with(x: jax.Array, leaf: Any) -> Any:
-    """Both, so that the array of the leaf is made when x is there: not the arrays of all layers at
-    once, nor before a loop over tokens. (XLA drops this for a CPU before it would matter.)"""
-    return jax.lax.optimization_barrier((x, leaf))
+def _contract(leaf: Any, equation: str, x: jax.Array, **where: Any) -> jax.Array:
+    """As `params.contract` of the array of a leaf, which is made again for the backward pass, where
+    x is there: never the arrays of all layers at once, nor one before a loop over tokens.
+
+    A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier there
+    before it would matter.
+    """
+
+    @jax.checkpoint
+    def product(x: jax.Array, leaf: Any) -> jax.Array:
+        x, leaf = jax.lax.optimization_barrier((x, leaf))
+        return contract(equation, x, leaf.array(), **where)
+
+    return product(x, leaf)
 
 
 def _whole(tree: Any) -> Any:

@@ -10,10 +10,10 @@ from jaxformer.config import ConfigError
 from jaxformer.data.examples import Labels, Parts
 from jaxformer.data.rows import NumpyBatch, RowFormat
 from jaxformer.data.sources.error_policy import RecordError
-from jaxformer.data.sources.records import Record
+from jaxformer.data.sources.records import Record, Value
 from jaxformer.data.templates import Template
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.chat import ChatTemplate
+from jaxformer.tokenizer.chat import ChatTemplate, Marked
 
 
 class MessagesTemplate(Template):
@@ -28,13 +28,7 @@ class MessagesTemplate(Template):
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         """Of each conversation its ids, and the places in these at which what is learned begins and
         ends, in turn. Raises RecordError for one that the template refuses."""
-        marked = []
-        for index, (messages,) in enumerate(records):
-            try:
-                marked.append(self.chat.marked(json.loads(str(messages))))
-            except ConfigError as error:
-                reason = "conversations that the chat template refuses"
-                raise RecordError(reason, f": {error}.", index) from None
+        marked = [marked_text(self.chat, record[0], index) for index, record in enumerate(records)]
         for ids, learned in self.chat.encode_marked(marked):
             steps = np.diff(np.array([0, *learned, 0], np.int8))
             yield ids, np.flatnonzero(steps).tolist()
@@ -47,3 +41,13 @@ class MessagesTemplate(Template):
         # A token is learned where an odd number of edges has been passed.
         learned = np.searchsorted(edges, np.arange(len(ids)), side="right") % 2
         return {"tokens": ids[:-1], "targets": ids[1:], "weights": learned[1:].astype(np.float32)}
+
+
+def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
+    """The text of a conversation, and the places in it of what is learned; `index` is that of its
+    record. Raises RecordError where the template refuses it."""
+    try:
+        return chat.marked([json.loads(message) for message in messages])
+    except ConfigError as error:
+        reason = "conversations that the chat template refuses"
+        raise RecordError(reason, f": {error}.", index) from None

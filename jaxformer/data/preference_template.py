@@ -1,16 +1,27 @@
 """The template of preferences: a prompt, the completion that is preferred, and the one that is
 not."""
 
+import functools
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
+from jaxformer.data.conversations import marked_text
+from jaxformer.data.examples import Labels, Parts
 from jaxformer.data.rows import NumpyBatch, RowFormat
+from jaxformer.data.sources.error_policy import RecordError
+from jaxformer.data.sources.records import Record
 from jaxformer.data.templates import Template, joined
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.chat import ChatTemplate, Marked, template_fingerprint
 
 
 class PreferenceTemplate(Template):
     """One pair a row, each array [2, T]: the prompt with the chosen completion and its end token,
     and the same prompt with the rejected one. Targets of a completion have the weight 1.
+
+    Prompts and completions that are messages are in the chat template of the tokenizer, in which a
+    completion ends with what ends a turn.
 
     Where the longer side does not fit, both lose the same tokens at the start of their prompt,
     which keeps at least half a row; what is still too long is cut at the end of its completion, and
@@ -24,24 +35,64 @@ class PreferenceTemplate(Template):
         super().__init__(row_format, tokenizer)
         self.capacity = (self.length, self.length)
         self.before = tokenizer.as_prompt([])
+        self.recipe = ("with the end token", template_fingerprint(tokenizer))
+
+    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
+        """The ids of each prompt and of both completions, with the tokens that begin and end a
+        text; of messages those of the chat template alone."""
+        texts = [record for record in records if isinstance(record[0], str)]
+        written = iter(super().encode(texts, labels) if texts else ())
+        spoken = self._answers(records)
+        for record in records:
+            if not isinstance(record[0], str):
+                yield next(spoken)
+                continue
+            prompt, *sides = next(written)
+            yield [*self.before, *prompt], *([*side, self.end] for side in sides)
+
+    def _answers(self, records: list[Record]) -> Iterator[Parts]:
+        """The parts of the records whose prompt is messages."""
+        marked: list[Marked] = []
+        for index, (prompt, *sides) in enumerate(records):
+            if isinstance(prompt, str):
+                continue
+            for side in sides:
+                text, spans = marked_text(self.chat, (*prompt, *side), index)
+                marked.append((text, spans[-1:]))
+            before = [text[: spans[0][0]] for text, spans in marked[-2:]]
+            if before[0] != before[1]:
+                told = f"{self.chat.where} renders the prompt otherwise before the rejected answer"
+                raise RecordError(
+                    "pairs whose prompts differ",
+                    f": {told}: set tokenizer.chat_template to one that does not.",
+                    index,
+                )
+        encoded = self.chat.encode_marked(marked) if marked else []
+        return (_pair(*sides) for sides in zip(encoded[::2], encoded[1::2], strict=True))
+
+    @functools.cached_property
+    def chat(self) -> ChatTemplate:
+        return ChatTemplate.of(self.tokenizer)
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        # Prompt, completion and end token, of which the last is a target alone.
-        return lengths[:, :1] + lengths[:, 1:] + len(self.before)
+        return lengths[:, :1] + lengths[:, 1:] - 1  # the last token is a target alone
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, *completions = parts
-        # The prompt keeps what the longer completion and its end token leave of a side, whose last
-        # token is a target alone, but at least half of it.
+        # The prompt keeps what the longer completion leaves of a side, whose last token is a target
+        # alone, but at least half of it; and the tokens that begin a text.
         side = self.length + 1
-        left = max(side - max(map(len, completions)) - 1, side // 2) - len(self.before)
-        prompt = joined(self.before, prompt[max(len(prompt) - left, 0) :])
+        left = max(side - max(map(len, completions)), side // 2)
+        if len(prompt) > left:
+            begins = prompt[: len(self.before)].tolist() == self.before
+            kept = len(self.before) if begins else 0
+            prompt = joined(prompt[:kept], prompt[len(prompt) - left + kept :])
         sides = [self._side(prompt, completion) for completion in completions]
         return {name: np.stack([side[name] for side in sides]) for name in sides[0]}
 
     def _side(self, prompt: np.ndarray, completion: np.ndarray) -> NumpyBatch:
         """The arrays [T] of one side, padded with zeros: token 0, weight 0, segment 0."""
-        text = joined(prompt, completion, [self.end])[: self.length + 1]
+        text = joined(prompt, completion)[: self.length + 1]
         used = len(text) - 1
         row = {name: np.zeros(self.length, np.int32) for name in ("tokens", "targets")}
         row["tokens"][:used], row["targets"][:used] = text[:-1], text[1:]
@@ -54,3 +105,23 @@ class PreferenceTemplate(Template):
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
         (pair,) = examples
         return pair
+
+
+def _pair(chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[bool]]) -> Parts:
+    """The prompt and both completions of two texts and what is learned of each.
+
+    A completion begins with the first token that is learned. Where a token holds characters of both
+    the prompt and an answer, so that the prompts differ in it, it is part of the completions.
+    """
+    spans = [_span(learned) for _, learned in (chosen, rejected)]
+    begin = min(first for first, _ in spans)
+    both = zip(chosen[0][:begin], rejected[0][:begin], strict=True)
+    begin = next((place for place, (one, other) in enumerate(both) if one != other), begin)
+    sides = (ids[begin:end] for (ids, _), (_, end) in zip((chosen, rejected), spans, strict=True))
+    return chosen[0][:begin], *sides
+
+
+def _span(learned: list[bool]) -> tuple[int, int]:
+    """The places of the first token that is learned and after the last; the end twice for none."""
+    places = np.flatnonzero(learned)
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (len(learned), len(learned))

@@ -18,9 +18,9 @@ from jaxformer.tokenizer import Tokenizer, byte_tokenizer
 
 # A record of each kind of field: one word, whose tag or label is "a" too.
 VALUES: dict[Kind, Value] = {
-    **dict.fromkeys(("text", "completion", "label"), "a"),
+    **dict.fromkeys(("text", "label", "prompt", "completion"), "a"),
     **dict.fromkeys(("words", "tags"), ("a",)),
-    "messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]',
+    "messages": ('{"role": "user", "content": "a"}', '{"role": "assistant", "content": "a"}'),
 }
 INVENTED_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

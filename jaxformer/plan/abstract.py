@@ -20,8 +20,9 @@ from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import Specs
 from jaxformer.sharding import platform
+from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
-from jaxformer.training.step import Loss, Step, make_step
+from jaxformer.training.step import Loss, make_step
 
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 

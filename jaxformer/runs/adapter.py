@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer.adapters.lora import filled, over_base
@@ -13,7 +14,7 @@ from jaxformer.digests import fingerprint
 from jaxformer.files import read_object
 from jaxformer.params import Params, Specs
 from jaxformer.runs.init_from import warm_start
-from jaxformer.training.state import TrainState
+from jaxformer.training.state import TrainState, merged, split_frozen
 
 
 class Base(NamedTuple):
@@ -46,20 +47,18 @@ def read_base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Base:
     return Base(start.params, learned, record, start.sentence(run.run.init_from))
 
 
-def first_params(table: Specs, base: Params, target: Params, seed: int) -> Params:
-    """The params of an adapted model before the first step, placed as `target` says."""
-    params = filled(table, base, jax.random.key(seed))
-    return jax.tree.map(  # type: ignore[no-any-return]
-        lambda leaf, wanted: jax.device_put(leaf, wanted.sharding), params, target
+def first_params(table: Specs, base: Params, target: TrainState, seed: int) -> Params:
+    """The params of an adapted model before the first step, placed as the state `target` says;
+    those of the base that learn are copied, since a step takes them."""
+    params = jax.tree.map(
+        lambda leaf, wanted: jax.device_put(leaf, wanted.sharding),
+        filled(table, base, jax.random.key(seed)),
+        target.params,
     )
+    learned, still = split_frozen(params, target.frozen)
+    return merged(jax.tree.map(jnp.copy, learned), still, target.frozen)
 
 
 def with_base(table: Specs, target: TrainState, base: Params) -> TrainState:
     """A state as shapes, but for the leaves of the base, which are its arrays."""
     return target.replace(params=over_base(table, target.params, base))  # type: ignore[attr-defined, no-any-return]
-
-
-def is_there(params: Params) -> bool:
-    """Whether the arrays of a base still hold their values, which a step takes when it is given
-    them."""
-    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))

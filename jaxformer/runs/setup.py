@@ -44,8 +44,8 @@ from jaxformer.report import human_bytes
 from jaxformer.runs.directory import ROLLBACKS, check_data
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
+from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
-from jaxformer.training.step import Step
 
 if TYPE_CHECKING:
     from jaxformer.reference import Reference

@@ -1,7 +1,5 @@
 """The states of a run: the first one, those of its checkpoints, and what stays below an adapter."""
 
-from typing import Any
-
 import jax
 
 from jaxformer.checkpoints import Checkpoints
@@ -42,9 +40,8 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
         if setup.base is not None:
             from jaxformer.runs.adapter import first_params
 
-            base = base_of(setup)
-            params = first_params(setup.specs, base.params, target.params, seed)
-            log(base.sentence)
+            params = first_params(setup.specs, setup.base.params, target, seed)
+            log(setup.base.sentence)
         else:
             from jaxformer.runs.init_from import warm_start
 
@@ -55,22 +52,10 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
         return jax.block_until_ready(state)  # type: ignore[no-any-return]
 
 
-def base_of(setup: RunSetup) -> Any:
-    """The model below the adapter of a run, read again where a step has taken its arrays."""
-    from jaxformer.runs.adapter import is_there, read_base
-
-    if is_there(setup.base.params):
-        return setup.base
-    return read_base(setup.run, setup.mesh, setup.corpus.labels)
-
-
 def restored(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> TrainState | None:
     """The state of the newest checkpoint of a run that can be read; None if there are none. Raises
     ConfigError as `Checkpoints.restore` does."""
-    target = setup.target
-    if setup.base is not None and checkpoints.steps():
-        target = with_base_of(setup, target)
-    return checkpoints.restore(target, log)  # type: ignore[no-any-return]
+    return checkpoints.restore(with_base_of(setup, setup.target), log)  # type: ignore[no-any-return]
 
 
 def with_base_of(setup: RunSetup, target: TrainState) -> TrainState:
@@ -79,7 +64,7 @@ def with_base_of(setup: RunSetup, target: TrainState) -> TrainState:
         return target
     from jaxformer.runs.adapter import with_base
 
-    return with_base(setup.specs, target, base_of(setup).params)
+    return with_base(setup.specs, target, setup.base.params)
 
 
 def unsaved(setup: RunSetup) -> list[str]:

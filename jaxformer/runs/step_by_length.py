@@ -9,8 +9,9 @@ from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.setup import RunSetup
 from jaxformer.settings import Log
 from jaxformer.training.loop import Advance
+from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState
-from jaxformer.training.step import Batch, Metrics
+from jaxformer.training.step import Batch
 
 # By the length of the rows: (state, batch) -> (state, metrics), compiled.
 Programs = dict[int, Any]

@@ -140,8 +140,7 @@ class ChatTemplate:
 
     def fingerprint(self) -> str:
         """A digest that is the same for templates that give the same ids of a tokenizer."""
-        parts = json.dumps([FORMAT_OF_CHATS, self.text, self._names])
-        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+        return _digest(self.text, self._names)
 
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> Marked:
         """The text, and the places in it of generation blocks that hold some text."""
@@ -233,6 +232,20 @@ def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     tokenizer.metadata = replace(
         tokenizer.metadata, settings=settings, template=text, template_name=name
     )
+
+
+def template_fingerprint(tokenizer: Tokenizer) -> str:
+    """`ChatTemplate.fingerprint` of the template of a tokenizer, empty where it has none."""
+    try:
+        text, _ = template_of(tokenizer)
+    except ConfigError:
+        return ""
+    return _digest(text, special_names(tokenizer))
+
+
+def _digest(text: str, names: dict[str, str]) -> str:
+    parts = json.dumps([FORMAT_OF_CHATS, text, names])
+    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
 def _require_jinja(where: str) -> None:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.mesh import AnyMesh, place_batch
 from jaxformer.settings import ConfigError
+from jaxformer.training.program import Metrics
 from jaxformer.training.signals import Stopped, watched
 from jaxformer.training.state import TrainState, learning, mesh_of
-from jaxformer.training.step import Batch, Metrics
+from jaxformer.training.step import Batch
 
 Advance = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 Evaluate = Callable[[Any], Mapping[str, float]]

@@ -12,8 +12,8 @@ import jax
 from jaxformer.files import write_text
 from jaxformer.report import human_bytes
 from jaxformer.step_range import step_range
+from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState
-from jaxformer.training.step import Metrics
 from jaxformer.training.trace import SCOPES, newest_trace, operations, places_of, time_table
 
 TABLE, MEMORY = "table.md", "memory.prof"

@@ -48,7 +48,8 @@ def init_state(
 
     Args:
       tree: a table of specs (`jf.specs(config)`), whose initial values are drawn from `seed`, or
-          params: any pytree of arrays. Params are copied, because a step donates its state.
+          params: any pytree of arrays. Leaves that learn are copied, because a step donates its
+          state; the others are the arrays of the state, unless they have to be placed elsewhere.
       optimizer: any optax.GradientTransformation.
       mesh: the devices, from `jf.make_mesh`. Specs are placed by the names of their axes; params
           that are not on the mesh yet are replicated on it. None: the default device, or where the
@@ -61,18 +62,41 @@ def init_state(
     """
     frozen = frozen_paths(tree, trainable)
 
-    def make(params: Params | None) -> TrainState:
-        if params is None:
-            params = init_params(tree, jax.random.key(seed))
-        else:
-            params = jax.tree.map(jnp.array, params)
+    if not is_table(tree):
+        return _copied(tree, optimizer, mesh, frozen)
+
+    def draw() -> TrainState:
+        params = init_params(tree, jax.random.key(seed))
         return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
 
-    given, shardings = None if is_table(tree) else tree, None
-    if mesh is not None or given is not None:
-        shardings = state_shardings(tree, optimizer, mesh, frozen)
-    program = jax.jit(make, out_shardings=shardings, compiler_options=compiler_options(mesh))
-    return program(given)  # type: ignore[no-any-return]
+    places = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
+    program = jax.jit(draw, out_shardings=places, compiler_options=compiler_options(mesh))
+    return program()  # type: ignore[no-any-return]
+
+
+def _copied(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh | None,
+    frozen: tuple[str, ...],
+) -> TrainState:
+    """The state before the first step of params that stay as they are: those that learn are
+    copied."""
+
+    def copy(learned: Params) -> TrainState:
+        learned = jax.tree.map(jnp.array, learned)
+        return TrainState(jnp.int32(0), learned, optimizer.init(learned), frozen)
+
+    def place(leaf: Any, where: Sharding) -> jax.Array:
+        return jax.device_put(jnp.asarray(leaf), where)
+
+    places = state_shardings(params, optimizer, mesh, frozen)
+    learned, others = split_frozen(params, frozen)
+    moving, still = split_frozen(places.params, frozen)
+    places = places.replace(params=moving)  # type: ignore[attr-defined]
+    state = jax.jit(copy, out_shardings=places, compiler_options=compiler_options(mesh))(learned)
+    whole = merged(state.params, jax.tree.map(place, others, still), frozen)
+    return state.replace(params=whole)  # type: ignore[no-any-return]
 
 
 def state_of(
@@ -141,20 +165,26 @@ def _is_frozen(node: Any) -> bool:
     return not getattr(node, "trainable", True)
 
 
+def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Params]:
+    """`params` with None for the leaves that do not learn, and with None for those that do;
+    `merged` of both is the whole."""
+    if not frozen:
+        return params, {}
+    leaves, structure = jax.tree.flatten_with_path(params)
+    still = set(frozen)
+    found = [(leaf, dotted(path) in still) for path, leaf in leaves]
+    learned = [None if at_rest else leaf for leaf, at_rest in found]
+    others = [leaf if at_rest else None for leaf, at_rest in found]
+    return jax.tree.unflatten(structure, learned), jax.tree.unflatten(structure, others)
+
+
 def learning(params: Params, frozen: tuple[str, ...]) -> Params:
     """`params` with None for the leaves that do not learn, which optax then does not see."""
-    if not frozen:
-        return params
-    still = set(frozen)
-
-    def keep(path: Any, leaf: Any) -> Any:
-        return None if dotted(path) in still else leaf
-
-    return jax.tree.map_with_path(keep, params)  # type: ignore[no-any-return]
+    return split_frozen(params, frozen)[0]
 
 
 def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
-    """`params` with the leaves that learn taken from `learned`, which `learning` made."""
+    """`params` with the leaves that learn taken from `learned`, of which the others are None."""
     if not frozen:
         return learned
     whole: Params = jax.tree.map(

@@ -7,28 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxformer.params import Params
 from jaxformer.settings import ConfigError
-from jaxformer.sharding import explicit_axes, free_axes, platform
-from jaxformer.training.state import (
-    Trainable,
-    TrainState,
-    compiler_options,
-    frozen_paths,
-    learning,
-    merged,
-    mesh_of,
-    on_mesh,
-)
-
-PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # the names that lowering knows
+from jaxformer.sharding import explicit_axes, free_axes
+from jaxformer.training.program import Metrics, Step
+from jaxformer.training.state import Trainable, TrainState, frozen_paths, learning, merged
 
 REPLICA = "data"  # the mesh axis whose devices have the same params and different rows
 
 Batch = dict[str, Any]
-Metrics = dict[str, jax.Array]
 
 # Sums over the examples of a batch and their weights. Only the step divides, once, over all
 # microbatches and devices.
@@ -38,48 +27,6 @@ ScalarSums = dict[str, tuple[jax.Array, jax.Array]]
 # loss(params, batch, key) -> Sums. "loss" is minimized, each entry is logged as sum / weight; a key
 # turns dropout on.
 Loss = Callable[[Any, Any, jax.Array | None], Sums]
-
-
-class Step:
-    """(state, batch) -> (state, metrics), compiled once for each placement of the state.
-    `make_step` makes one."""
-
-    def __init__(self, advance: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> None:
-        self._advance = advance
-        self._programs: dict[Any, Any] = {}
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The state after one more step, and its metrics. The state given is donated: use the one
-        that comes back."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
-            return self._advance(state, batch)
-        with on_mesh(mesh_of(state)):
-            return self._program(state)(state, batch)  # type: ignore[no-any-return]
-
-    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> Any:
-        """As `jax.jit(...).lower`, for arrays or `jax.ShapeDtypeStruct`s with their shardings; on
-        an abstract mesh for the platform of its devices."""
-        mesh = mesh_of(state)
-        if isinstance(mesh, AbstractMesh):
-            lowering_platforms = (PLATFORMS[platform(mesh)],)
-        with on_mesh(mesh):
-            traced = self._program(state).trace(state, batch)
-            return traced.lower(lowering_platforms=lowering_platforms)
-
-    def _program(self, state: TrainState) -> Any:
-        leaves, structure = jax.tree.flatten(state)
-        key = (structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
-        if key not in self._programs:
-            # The new state has the shardings of the old one, and so can take its memory.
-            shardings = jax.tree.unflatten(structure, key[1])
-            self._programs[key] = jax.jit(
-                self._advance,
-                donate_argnums=0,
-                in_shardings=(shardings, None),
-                out_shardings=(shardings, None),
-                compiler_options=compiler_options(mesh_of(state)),
-            )
-        return self._programs[key]
 
 
 def make_step(
@@ -93,7 +40,7 @@ def make_step(
     rowwise: bool = False,
 ) -> Step:
     """The step of a loss and an optimizer: `state, metrics = step(state, batch)`, jitted, the state
-    donated.
+    donated, but for the leaves that do not learn.
 
     Args:
       loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is

@@ -31,9 +31,10 @@ def _rows(
     path: Path, batches: RecordBatches, fields: Fields, handler: ErrorHandler
 ) -> Iterator[tuple[int, Any]]:
     """The number of each row, and its names and values; without rows that are skipped."""
-    names, number = list(dict.fromkeys(field.name for field in fields)), 0
+    wanted, number = dict.fromkeys(field.name for field in fields), 0
     with _arrow_errors(path):
         for batch in batches(path, fields):
+            names = [name for name in wanted if name in batch.schema.names]
             for row in zip(*(_values(batch.column(n), f"{path}, {n}") for n in names), strict=True):
                 number += 1
                 where = f"{path}, row {number}"

@@ -9,11 +9,11 @@ from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
 
-# A text, a completion (which is not empty), a label, the words of a text or their tags, or messages
-# as JSON; a record has one for each field.
+# A text, a label, the words of a text or their tags, messages as the JSON of each, or a prompt and
+# completions (not empty), which are texts or messages; a record has one for each field.
 Value = str | tuple[str, ...]
 Record = tuple[Value, ...]
-Kind = Literal["text", "completion", "label", "words", "tags", "messages"]
+Kind = Literal["text", "label", "words", "tags", "messages", "prompt", "completion"]
 
 
 class RecordField(NamedTuple):
@@ -153,13 +153,17 @@ def _record(found: Any, fields: Fields) -> Record:
         told = " and ".join(f"the field {name!r} {count}" for name, count in counts.items())
         reason = "records with more tags than words, or fewer"
         raise RecordError(reason, f": {told} entries: give one tag for each word.")
+    if fields[0].kind == "prompt":
+        from jaxformer.data.sources.pairs import one_pair
+
+        return one_pair(*record)
     return record
 
 
 def _require(found: Any, field: RecordField) -> None:
-    """Raises RecordError for what is no object, or has no such field."""
+    """Raises RecordError for what is no object, or has no such field, which a prompt may lack."""
     name = field.name
-    if not isinstance(found, dict) or name not in found:
+    if not isinstance(found, dict) or (name not in found and field.kind != "prompt"):
         shown = "it is no object"
         if isinstance(found, dict):
             shown = f"its fields are {', '.join(map(repr, found))}"
@@ -175,6 +179,8 @@ def _require(found: Any, field: RecordField) -> None:
 def _value(found: Any, field: RecordField) -> Value:
     _require(found, field)
     name = field.name
+    if field.kind == "prompt" and name not in found:
+        return ()  # conversations may begin with it
     convert, expected = CONVERTERS[field.kind]
     value = convert(found[name])
     if value is None:
@@ -196,8 +202,12 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _completion(value: Any) -> str | None:
-    return _text(value) or None
+def _prompt(value: Any) -> Value | None:
+    return _conversation(value) if isinstance(value, list | tuple) else _text(value)
+
+
+def _completion(value: Any) -> Value | None:
+    return _prompt(value) or None
 
 
 def _label(value: Any) -> str | None:
@@ -213,22 +223,31 @@ def _each(convert: Callable[[Any], str | None], value: Any) -> tuple[str, ...] |
     return found if len(found) == len(entries) else None
 
 
-def _messages(value: Any) -> str:
-    """A conversation in which the assistant has a turn, as JSON. Raises RecordError."""
+def _messages(value: Any) -> tuple[str, ...]:
+    """A conversation in which the assistant has a turn. Raises RecordError."""
+    return _conversation(value, needs_assistant=True)
+
+
+def _conversation(value: Any, needs_assistant: bool = False) -> tuple[str, ...]:
+    """Each message as JSON. Raises RecordError."""
     from jaxformer.tokenizer.messages import checked_messages, require_assistant
 
     try:
-        require_assistant(messages := checked_messages(value))
-        return json.dumps(messages, ensure_ascii=False)
+        messages = checked_messages(value)
+        if needs_assistant:
+            require_assistant(messages)
+        return tuple(json.dumps(message, ensure_ascii=False) for message in messages)
     except (ConfigError, TypeError) as error:  # Arrow has values that JSON has not
         raise RecordError("records whose messages cannot be used", f": {error}.") from None
 
 
 def readable(value: Value, kind: Kind) -> str:
     """The text of a field: its words joined by spaces, the contents of messages by line breaks."""
-    if kind == "messages":
-        return "\n".join(message.get("content", "") for message in json.loads(str(value)))
-    return value if isinstance(value, str) else " ".join(value)
+    if isinstance(value, str):
+        return value
+    if kind == "words":
+        return " ".join(value)
+    return "\n".join(json.loads(message).get("content", "") for message in value)
 
 
 def _words(value: Any) -> Value | None:
@@ -242,9 +261,10 @@ def _tags(value: Any) -> Value | None:
 # For each kind of field: what converts a value of JSON (None if it cannot), and what that expects.
 CONVERTERS: dict[Kind, tuple[Callable[[Any], Value | None], str]] = {
     "text": (_text, "a string"),
-    "completion": (_completion, "a string with text"),
     "label": (_label, "a string or a whole number"),
     "words": (_words, "a list of strings, or a string of words separated by spaces"),
     "tags": (_tags, "a list of strings or whole numbers, or a string of tags separated by spaces"),
     "messages": (_messages, "a list of messages"),
+    "prompt": (_prompt, "a string or a list of messages"),
+    "completion": (_completion, "a string with text or a list of messages"),
 }

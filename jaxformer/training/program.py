@@ -1,0 +1,106 @@
+"""The program of a train step: what it takes, donates and gives back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxformer.params import Params
+from jaxformer.sharding import platform
+from jaxformer.training.state import (
+    TrainState,
+    compiler_options,
+    merged,
+    mesh_of,
+    on_mesh,
+    split_frozen,
+)
+
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # the names that lowering knows
+
+Metrics = dict[str, jax.Array]
+
+
+class Step:
+    """(state, batch) -> (state, metrics), compiled once for each placement of the state.
+    `make_step` makes one.
+
+    The program takes the leaves that do not learn beside the rest of the state. It only reads
+    them: they are neither donated nor copied, and the new state has the arrays of the old one.
+    """
+
+    def __init__(self, advance: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> None:
+        self._advance = advance
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """The state after one more step, and its metrics. Of the state given all but the leaves
+        that do not learn is donated: use the one that comes back."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+            return self._advance(state, batch)
+        with on_mesh(mesh_of(state)):
+            return _called(self._program(state), state, batch)
+
+    def compile(self, state: TrainState, batch: Any) -> "CompiledStep":
+        """The step compiled ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
+        shardings."""
+        return CompiledStep(self.lower(state, batch).compile())
+
+    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> Any:
+        """The program, a `jax.stages.Lowered`, for arrays or `jax.ShapeDtypeStruct`s with their
+        shardings; on an abstract mesh for the platform of its devices."""
+        mesh = mesh_of(state)
+        if isinstance(mesh, AbstractMesh):
+            lowering_platforms = (PLATFORMS[platform(mesh)],)
+        with on_mesh(mesh):
+            traced = self._program(state).trace(*_apart(state), batch)
+            return traced.lower(lowering_platforms=lowering_platforms)
+
+    def _program(self, state: TrainState) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        key = (structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
+        if key not in self._programs:
+
+            def advance(moving: TrainState, still: Params, batch: Any) -> Any:
+                state, metrics = self._advance(_together(moving, still), batch)
+                return _apart(state)[0], metrics
+
+            # The new state has the shardings of the old one, and so can take its memory.
+            moving, still = _apart(jax.tree.unflatten(structure, key[1]))
+            self._programs[key] = jax.jit(
+                advance,
+                donate_argnums=0,
+                in_shardings=(moving, still, None),
+                out_shardings=(moving, None),
+                compiler_options=compiler_options(mesh_of(state)),
+            )
+        return self._programs[key]
+
+
+class CompiledStep:
+    """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these."""
+
+    def __init__(self, program: jax.stages.Compiled) -> None:
+        self._program = program
+        self.as_text, self.memory_analysis = program.as_text, program.memory_analysis
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        return _called(self._program, state, batch)
+
+
+def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    moving, still = _apart(state)
+    moving, metrics = program(moving, still, batch)
+    return _together(moving, still), metrics
+
+
+def _apart(state: TrainState) -> tuple[TrainState, Params]:
+    """A state without the leaves that do not learn, and these."""
+    learned, still = split_frozen(state.params, state.frozen)
+    return state.replace(params=learned), still  # type: ignore[attr-defined]
+
+
+def _together(moving: TrainState, still: Params) -> TrainState:
+    params = merged(moving.params, still, moving.frozen)
+    return moving.replace(params=params)  # type: ignore[attr-defined, no-any-return]
