@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,22 @@ from jaxformer.params import Params, Spec, Specs, contract, zeros
 from jaxformer.settings import Table
 
 
+@jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
     """x Phi(x), exact by the error function (arXiv:1606.08415)."""
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+@gelu.defjvp
+def _gelu_tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    """The derivative Phi(x) + x phi(x) from x alone. Phi is written as (1 - erf(-x / sqrt(2))) / 2,
+    so that a compiler for a CPU does not keep erf(x / sqrt(2)) of the forward pass for it: an array
+    of the width of the layer less in memory, for a second erf, which takes less than 1 % of a
+    step."""
+    (x,), (tangent,) = primals, tangents
+    phi = jnp.exp(-0.5 * jnp.square(x)) / math.sqrt(2 * math.pi)
+    slope = 0.5 * (1 - jax.lax.erf(-x * math.sqrt(0.5))) + x * phi
+    return gelu(x), slope * tangent
 
 
 def relu2(x: jax.Array) -> jax.Array:

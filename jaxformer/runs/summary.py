@@ -9,8 +9,10 @@ from jaxformer.config import ModelConfig
 from jaxformer.models.stack import compute_dtype
 from jaxformer.optim import decay_groups
 from jaxformer.params import count
+from jaxformer.plan.abstract import counted_specs
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
+from jaxformer.training.state import split_frozen
 
 
 def summary(setup: RunSetup) -> dict[str, str | list[str]]:
@@ -30,7 +32,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         ),
         "mesh": [mesh, *setup.undivided],
         "model": (
-            f"{model.family}, {human_count(count(setup.specs))} parameters, {_layers(model)}"
+            f"{model.family}, {_parameters(setup)}, {_layers(model)}"
             f" layers, {model.d_model} wide, {model.n_heads} heads ({model.kv_heads} key-value),"
             f" {compute_dtype(model)} products"
         ),
@@ -44,6 +46,18 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         **_data(setup),
         "run directory": run.run.dir,
     }
+
+
+def _parameters(setup: RunSetup) -> str:
+    """How many parameters a model has, a quantized one as those that it stands for, and how many of
+    them learn where that is not all."""
+    learned = setup.base.learned if setup.base is not None else ()
+    found = f"{human_count(count(counted_specs(setup.run, learned)))} parameters"
+    if not setup.target.frozen:
+        return found
+    learning, _ = split_frozen(setup.target.params, setup.target.frozen)
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(learning)]
+    return f"{found}, of which {human_count(sum(sizes))} learn"
 
 
 def _peak(flops: float | None) -> str:
