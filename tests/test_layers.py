@@ -44,6 +44,28 @@ def test_layer_norm_centres_and_divides_by_the_deviation():
     )
 
 
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+def test_a_norm_has_the_slopes_of_its_formula(center):
+    def formula(x):
+        x = x - x.mean(-1, keepdims=True) if center else x
+        return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
+
+    norm = layers.layer_norm if center else layers.rms_norm
+    x, weights, tangent = 1 + array(3, 8), array(3, 8), array(3, 8)
+
+    def slopes(function):
+        def total(x):
+            return (weights * function(x)).sum()
+
+        _, along = jax.jvp(function, (x,), (tangent,))
+        return along, jax.grad(total)(x), jax.hessian(total)(x)
+
+    for found, expected in zip(
+        slopes(lambda x: norm(x, jnp.ones(8))), slopes(formula), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("norm", [layers.rms_norm, layers.layer_norm])
 def test_a_norm_of_bfloat16_is_computed_in_float32(norm):
     x = jnp.array(1000 + array(4, 64), jnp.bfloat16)

@@ -177,6 +177,12 @@ def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(start(config)["blocks"]))
     assert program.memory_analysis().temp_size_in_bytes < arrays / 2
 
+    def total(embed):
+        return jf.forward(params | {"embed": embed}, config, np.zeros((1, 4), int)).sum()
+
+    backward = jax.jit(jax.grad(total)).lower(params["embed"]).compile()
+    assert backward.memory_analysis().temp_size_in_bytes < arrays / 2
+
 
 @each_kind
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "encoder"])

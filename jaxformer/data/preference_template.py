@@ -35,6 +35,7 @@ class PreferenceTemplate(Template):
         super().__init__(row_format, tokenizer)
         self.capacity = (self.length, self.length)
         self.before = tokenizer.as_prompt([])
+        # Stores of an earlier version have ids without the tokens that begin and end a text.
         self.recipe = ("with the end token", template_fingerprint(tokenizer))
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:

@@ -140,14 +140,13 @@ def compile_on(
     lowered = step.lower(state, batch)
     lowered_at = time.perf_counter()
     memory = counts = None
-    needed, capacity = 0, round(capacity_of(device) or 0)
+    capacity = round(capacity_of(device) or 0)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         needed, capacity = too_large(error)
     else:
-        text = compiled.as_text()
-        memory = memory_of(compiled.memory_analysis())
+        text, memory = compiled.as_text(), memory_of(compiled.memory_analysis())
         needed = memory.peak
         counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
         if hlo:
