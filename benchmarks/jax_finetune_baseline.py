@@ -73,7 +73,7 @@ class Trainer:
         weights = np.ones((options.batch, options.length), np.float32)
         self.batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
         step = jf.make_step(jf.loss_of("causal", config), optimizer, trainable=trainable)
-        self.step_of = step.compile(self.state, self.batch)
+        self.step_of = step.lower(self.state, self.batch).compile()
         memory: Any = self.step_of.memory_analysis()
         self.needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         begin_anew()

@@ -206,9 +206,10 @@ class Trainer:
         )
         return {"seconds": seconds, "loss": value, "peak_bytes": peak}
 
-    def product(self) -> dict[str, float]:
-        """FLOP/s of a large product of random matrices, the best of five."""
-        n = 8192 if self.cuda else 2048
+    def product(self, size: int = 0) -> dict[str, float]:
+        """FLOP/s of a large product of random matrices, or of one of this size, the best of
+        five."""
+        n = size or (8192 if self.cuda else 2048)
         a, b = (torch.randn(n, n, device=self.device, dtype=self.dtype) for _ in range(2))
         times = []
         for _ in range(6):

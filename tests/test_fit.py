@@ -183,7 +183,7 @@ def test_leaves_that_do_not_learn_are_neither_copied_nor_donated():
     params, batch = params_of(), Points()[0]
     first = jf.init_state(params, OPTIMIZER, trainable=[{"w": False}, True])
     step = jf.make_step(loss, OPTIMIZER)
-    compiled = step.compile(first, batch)
+    compiled = step.lower(first, batch).compile()
     after, _ = step(first, batch)
     again, _ = compiled(after, batch)
     where = params[0]["w"].unsafe_buffer_pointer()

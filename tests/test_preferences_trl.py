@@ -55,7 +55,11 @@ def models():
 @pytest.fixture(scope="module")
 def batch():
     template = PreferenceTemplate(RowFormat(24, 24), byte_tokenizer())
-    rows = [template.row([template.arrays(*map(ids, pair))]) for pair in TEXTS]
+    texts = [tuple(part.decode() for part in pair) for pair in TEXTS]
+    rows = [
+        template.row([template.arrays(*(np.array(part, np.int32) for part in parts))])
+        for parts in template.encode(texts, {})
+    ]
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -277,7 +277,7 @@ def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
     batch = place_batch(setup.batches[first], setup.mesh)
     batch = with_reference(batch, setup.run, setup.mesh)
     with memory_of("compiling the step"):
-        compiled = setup.step(length).compile(setup.target, batch)
+        compiled = setup.step(length).lower(setup.target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     took = human_time(time.perf_counter() - begin)
     rows = f" for rows of {length} tokens" if len(setup.runs) > 1 else ""

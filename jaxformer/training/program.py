@@ -42,20 +42,15 @@ class Step:
         with on_mesh(mesh_of(state)):
             return _called(self._program(state), state, batch)
 
-    def compile(self, state: TrainState, batch: Any) -> "CompiledStep":
-        """The step compiled ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
-        shardings."""
-        return CompiledStep(self.lower(state, batch).compile())
-
-    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> Any:
-        """The program, a `jax.stages.Lowered`, for arrays or `jax.ShapeDtypeStruct`s with their
+    def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "LoweredStep":
+        """The step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
         shardings; on an abstract mesh for the platform of its devices."""
         mesh = mesh_of(state)
         if isinstance(mesh, AbstractMesh):
             lowering_platforms = (PLATFORMS[platform(mesh)],)
         with on_mesh(mesh):
             traced = self._program(state).trace(*_apart(state), batch)
-            return traced.lower(lowering_platforms=lowering_platforms)
+            return LoweredStep(traced.lower(lowering_platforms=lowering_platforms))
 
     def _program(self, state: TrainState) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -78,12 +73,27 @@ class Step:
         return self._programs[key]
 
 
+class LoweredStep:
+    """A step lowered for one shape of its arguments, with the methods of a `jax.stages.Lowered`."""
+
+    def __init__(self, program: jax.stages.Lowered) -> None:
+        self._program = program
+        self.as_text, self.compiler_ir = program.as_text, program.compiler_ir
+        self.cost_analysis = program.cost_analysis
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "CompiledStep":
+        """The step compiled, with these options of XLA besides those of a step."""
+        return CompiledStep(self._program.compile(compiler_options))
+
+
 class CompiledStep:
-    """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these."""
+    """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these; with the
+    methods of a `jax.stages.Compiled`."""
 
     def __init__(self, program: jax.stages.Compiled) -> None:
-        self._program = program
-        self.as_text, self.memory_analysis = program.as_text, program.memory_analysis
+        self._program: Any = program
+        self.as_text, self.memory_analysis = self._program.as_text, self._program.memory_analysis
+        self.cost_analysis = self._program.cost_analysis
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         return _called(self._program, state, batch)
