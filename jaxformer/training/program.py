@@ -90,10 +90,10 @@ class CompiledStep:
     """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these; with the
     methods of a `jax.stages.Compiled`."""
 
-    def __init__(self, program: jax.stages.Compiled) -> None:
-        self._program: Any = program
-        self.as_text, self.memory_analysis = self._program.as_text, self._program.memory_analysis
-        self.cost_analysis = self._program.cost_analysis
+    def __init__(self, program: Any) -> None:  # a jax.stages.Compiled
+        self._program = program
+        self.as_text, self.memory_analysis = program.as_text, program.memory_analysis
+        self.cost_analysis = program.cost_analysis
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         return _called(self._program, state, batch)
