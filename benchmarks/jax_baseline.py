@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=0, help="sequences a step; 0 takes the workload's own"
     )
-    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=0, help="0 selects them as a run does")
     parser.add_argument("--save-weights", default="", help="write the initial values to this .npz")
     parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
     options = parser.parse_args()

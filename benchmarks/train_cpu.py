@@ -101,9 +101,8 @@ def summary(
 
 def row(result: Answer, product: float) -> list[str]:
     ours, baseline = result["peak_bytes"]
-    name = result["workload"] + (
-        f", {result['microbatches']} microbatches" if result["microbatches"] > 1 else ""
-    )
+    count = result["microbatches"]
+    name = result["workload"] + (f", {count} microbatch{'es' * (count > 1)}" if count else "")
     rates = [f"{rate:,.0f}" for rate in result["tokens_per_second"]]
     mfu = [f"{flops / product:.0%}" for flops in result["flops_per_second"]]
     ratios = [ratio_text(result["ratio"]), f"{result['ratio_of_the_fastest']:.2f}x"]
@@ -116,8 +115,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    default = ["small", "small:4", "gpt2_124m"]
-    parser.add_argument("--workloads", nargs="+", default=default, help="NAME or NAME:MICROBATCHES")
+    default = ["small", "small:1", "gpt2_124m"]
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        default=default,
+        help="NAME, in the microbatches that a run selects, or NAME:MICROBATCHES",
+    )
     parser.add_argument("--samples", type=int, default=8, help="paired samples")
     add_smoke(parser)
     options = parser.parse_args()
@@ -126,7 +130,7 @@ def main() -> None:
     results = []
     for name in options.workloads:
         workload, _, pieces = name.partition(":")
-        results.append(measure(workload, int(pieces or 1), options))
+        results.append(measure(workload, int(pieces or 0), options))
         print_table(HEADER, [row(results[-1], results[-1]["product_flops"])])
     best = max(result["product_flops"] for result in results)
     print()

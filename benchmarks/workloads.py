@@ -49,12 +49,10 @@ def _config(name: str, batch: int) -> RunConfig:
 
 
 def with_sizes(run: RunConfig, batch: int, microbatches: int) -> RunConfig:
-    """`run` with another batch (0: its own) in so many microbatches."""
+    """`run` with another batch (0: its own) in so many microbatches (0: as "auto" selects)."""
+    rows = batch or run.train.batch_size
     return replace(
-        run,
-        train=replace(
-            run.train, batch_size=batch or run.train.batch_size, microbatches=microbatches
-        ),
+        run, train=replace(run.train, batch_size=rows, microbatches=microbatches or "auto")
     )
 
 

@@ -71,10 +71,13 @@ def _registry() -> Any:
     @registry.primitive_rule
     def named(info: Any) -> Any:
         # tyro widens the type to Union[Literal, str] where the default is an added name.
-        kinds = [kind for kind in (info.type, *get_args(info.type)) if get_origin(kind) is Literal]
+        parts = (info.type, *get_args(info.type))
+        kinds = [kind for kind in parts if get_origin(kind) is Literal]
         if not kinds:
             return None
         allowed = choices(kinds[0])
+        if int in parts:
+            return _number_or(allowed)
         former = FORMER_OBJECTIVES if kinds[0] == get_args(ObjectiveName)[0] else {}
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
@@ -86,6 +89,28 @@ def _registry() -> Any:
         )
 
     return registry
+
+
+def _number_or(words: tuple[str, ...]) -> Any:
+    """How tyro reads a setting that is an int or one of these words."""
+    import tyro
+
+    def read(texts: list[str]) -> int | str:
+        (text,) = texts
+        try:
+            return text if text in words else int(text)
+        except ValueError:
+            raise ValueError(
+                f"{text!r} is neither a whole number nor {' or '.join(words)}"
+            ) from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT|{" + ",".join(words) + "}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int) or value in words,
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def read_config(path: str | Path) -> RunConfig:

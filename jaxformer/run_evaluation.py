@@ -38,7 +38,7 @@ def evaluate_run(
     corpus = corpus_of(run, model.labels)
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
-    rows = run.train.batch_size // run.train.microbatches
+    rows = run.train.batch_size // run.train.n_microbatches
     batches: Iterable[Any] = data.evaluation_batches(corpus.validation, run.data, rows)
     if compares_with_start(run):
         from jaxformer.reference import Reference

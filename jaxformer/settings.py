@@ -4,7 +4,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 RowT = TypeVar("RowT")
 ValueT = TypeVar("ValueT")
@@ -33,6 +34,7 @@ class Bounds:
 
 
 Count = Annotated[int, Bounds(1, most=2**31 - 1)]  # an int32
+AutoCount = Annotated[int | Literal["auto"], Bounds(1, most=2**31 - 1)]
 Natural = Annotated[int, Bounds(0, most=2**31 - 1)]
 Rate = Annotated[float, Bounds(0, 1)]
 Fraction = Annotated[float, Bounds(0, most=1)]
@@ -107,18 +109,30 @@ def _field_problems(section: Section) -> Iterator[str]:
     for name, hint in _hints(type(section)).items():  # type: ignore[arg-type]
         value: Any = getattr(section, name)
         kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
+        kind, words = _kind_and_words(kind)
         types = (int, float) if kind is float else kind
         if get_origin(kind) is Literal:
             if value not in choices(kind):
                 tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
                 own = f" Import the code that adds your own row to {tables[0]}." if tables else ""
                 yield f"{name}={value!r} is not one of {', '.join(map(repr, choices(kind)))}.{own}"
+        elif isinstance(value, str) and value in words:
+            continue
         elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
-            yield f"{name}={value!r} is not of type {kind.__name__}."
+            others = "".join(f" nor {word!r}" for word in words)
+            yield f"{name}={value!r} is not of type {kind.__name__}{others}."
         else:
             bounds = [extra for extra in extras if isinstance(extra, Bounds)]
             if not all(bound.hold(value) for bound in bounds):
                 yield f"{name}={value!r} must be {bounds[0]}."
+
+
+def _kind_and_words(kind: Any) -> tuple[Any, tuple[str, ...]]:
+    """The type of a setting, and the words that it may be instead, as of int | Literal["auto"]."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind, ()
+    kind, words = get_args(kind)
+    return kind, get_args(words)
 
 
 def divisors(number: int) -> str:

@@ -3,9 +3,11 @@ state and program."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from test_objective_batches import CASES, prepared
 
 from jaxformer.config import (
@@ -16,8 +18,10 @@ from jaxformer.config import (
     RunSettings,
     TrainConfig,
 )
+from jaxformer.config_json import to_json
 from jaxformer.mesh import make_mesh, place_batch
-from jaxformer.plan.abstract import abstract_batch, abstract_run
+from jaxformer.plan.abstract import abstract_batch, abstract_run, with_kernel
+from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.setup import make_setup
 
 SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan")
@@ -63,3 +67,48 @@ def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
     mesh = jax.sharding.AbstractMesh((3, 1, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ConfigError, match=r"not divisible among mesh\.data x mesh\.fsdp = 3"):
         abstract_run(run_of(), mesh)
+
+
+def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> None:
+    def selected(batch: int, mesh: Any = None, **train: Any) -> int:
+        run = replace(run_of(), train=TrainConfig(batch_size=batch, **train))
+        run = replace(run, data=replace(run.data, sequence_length=256))
+        ready, _ = with_kernel(run, 0, mesh)
+        assert ready.train.n_microbatches == ready.train.microbatches
+        return ready.train.n_microbatches
+
+    def on(platform: str, **axes: int) -> AbstractMesh:
+        device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=1, platform=platform)
+        names = ("data", "fsdp", "tensor")
+        sizes = tuple(axes.get(name, 1) for name in names)
+        kinds = (AxisType.Auto,) * 3
+        return AbstractMesh(sizes, names, axis_types=kinds, abstract_device=device)
+
+    assert [selected(batch) for batch in (1, 3, 4, 7, 8, 12, 16)] == [1, 1, 1, 1, 2, 3, 4]
+    assert selected(16, microbatches=1) == 1 and selected(16, microbatches=16) == 16
+    assert [selected(16, on("cpu", data=size)) for size in (1, 2, 4)] == [4, 2, 1]
+    assert selected(16, on("gpu")) == selected(16, on("tpu")) == 1
+    # Of a pair both sequences count.
+    run = replace(run_of(objective="dpo"), train=TrainConfig(batch_size=64))
+    assert with_kernel(run, 0)[0].train.n_microbatches == 4
+
+
+def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> None:
+    for value in ("automatic", 1.5, True):
+        with pytest.raises(ConfigError, match=r"microbatches=.* not of type int nor 'auto'"):
+            TrainConfig(microbatches=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="microbatches=0 must be at least 1"):
+        TrainConfig(microbatches=0)
+
+
+def test_a_run_that_an_earlier_version_began_keeps_its_microbatches(tmp_path: Path) -> None:
+    asked = replace(run_of(), run=RunSettings(dir=str(tmp_path)), train=TrainConfig(batch_size=64))
+    assert as_begun(asked) == asked
+    assert with_kernel(as_begun(asked), 0)[0].train.microbatches == 2
+    begun = replace(asked, train=replace(asked.train, microbatches=1))
+    (tmp_path / "config.json").write_text(to_json(begun))
+    check_config(asked)
+    assert as_begun(asked) == begun
+    other = replace(asked, train=replace(asked.train, microbatches=4))
+    with pytest.raises(ConfigError, match=r"train.microbatches: 1 in the directory, 4 now"):
+        check_config(other)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxformer.config import ConfigError, RunConfig, TrainConfig
 from jaxformer.data.templates import SEGMENTS
 from jaxformer.layers import kernels
-from jaxformer.mesh import batch_sharding, check_batch_size
+from jaxformer.mesh import batch_devices, batch_sharding, check_batch_size
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.objectives import OBJECTIVES, loss_of, objective_of, task_of
@@ -24,6 +24,9 @@ from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
 
+# A microbatch on a CPU has at least so many tokens of a device. Smaller products are slower; larger
+# ones are not faster, and their activations take memory in proportion.
+CPU_TOKENS = 1024
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
@@ -53,7 +56,7 @@ def abstract_run(
         that does not serve the run on this platform, an objective that the model cannot learn.
     """
     places: Any = mesh  # the functions below take an AbstractMesh too
-    check_batch_size(places, run.train.batch_size, run.train.microbatches)
+    check_batch_size(places, run.train.batch_size, run.train.n_microbatches)
     batch = abstract_batch(run, mesh, packed)
     run, _ = with_kernel(run, assumed_segments(run, batch), mesh)
     specs = run_specs(run)
@@ -73,7 +76,7 @@ def step_of(
     return make_step(
         run_loss(run, objective),
         optimizer,
-        microbatches=run.train.microbatches,
+        microbatches=run.train.n_microbatches,
         seed=run.run.seed,
         schedules={"learning_rate": schedule},
         rowwise=is_rowwise(run, objective),
@@ -196,8 +199,9 @@ def with_rows_of(run: RunConfig, length: int) -> RunConfig:
 def with_kernel(
     run: RunConfig, segments: int, mesh: Mesh | AbstractMesh | None = None
 ) -> tuple[RunConfig, str]:
-    """`run` with its attention kernel and its dtype selected for the devices of a mesh (None: for
-    those of JAX's default backend), and a sentence about the kernel; `prove_kernel` checks it.
+    """`run` with its attention kernel, its dtype and its microbatches selected for the devices of a
+    mesh (None: for one of JAX's default backend), and a sentence about the kernel, which
+    `prove_kernel` checks.
 
     `segments` is the highest segment id of its rows, 0 if they have none. Raises ConfigError if a
     kernel selected by name does not support the run, or model.max_segments is below that.
@@ -218,7 +222,24 @@ def with_kernel(
     kernel: Any
     kernel, reason = kernels.choose(config.attention_kernel, case)
     model = dataclasses.replace(config, attention_kernel=kernel, dtype=dtype, max_segments=segments)
-    return dataclasses.replace(run, model=model), reason
+    train = dataclasses.replace(run.train, microbatches=_microbatches(run, mesh))
+    return dataclasses.replace(run, model=model, train=train), reason
+
+
+def _microbatches(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> int:
+    """train.microbatches, "auto" resolved for the devices of a mesh."""
+    if run.train.microbatches != "auto" or platform(mesh) != "cpu":
+        return run.train.n_microbatches
+    places: Any = mesh
+    batch, split = run.train.batch_size, 1 if mesh is None else batch_devices(places)
+    sequences = OBJECTIVES[task_of(run.model, run.data).name].sequences
+    tokens = sequences * (run.data.sequence_length + encoded_length(run, 1))
+    fitting = [1]
+    for count in range(2, batch // split + 1):
+        rows, rest = divmod(batch, count * split)  # of a device in a microbatch
+        if rest == 0 and rows * tokens >= CPU_TOKENS:
+            fitting.append(count)
+    return fitting[-1]
 
 
 def encoded_length(run: RunConfig, segments: int) -> int:

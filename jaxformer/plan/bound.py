@@ -122,7 +122,7 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
     pieces = 2 * matrices + 2 * stored
-    microbatches = planned.run.train.microbatches
+    microbatches = planned.run.train.n_microbatches
     return 2 * state + reference + 2 * gradient_bytes(planned) + microbatches * pieces
 
 

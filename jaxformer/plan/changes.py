@@ -51,7 +51,7 @@ def _options(planned: PlannedRun) -> dict[str, list[Any]]:
     rows = run.train.batch_size // planned.size("data", "fsdp")  # of a device, in all microbatches
     return {
         "mesh.fsdp": [n for n in _divisors(devices // tensor) if n > fsdp],
-        "train.microbatches": [n for n in _divisors(rows) if n > run.train.microbatches],
+        "train.microbatches": [n for n in _divisors(rows) if n > run.train.n_microbatches],
         "model.remat": policies[policies.index(model.remat) + 1 :],
         "model.layer_loop": [name for name in ("unroll", "scan") if name != model.layer_loop],
     }

@@ -103,7 +103,7 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
 
 
 def _of_matrices(planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf]) -> Collective:
-    microbatches = planned.run.train.microbatches
+    microbatches = planned.run.train.n_microbatches
     times = sum(leaf.arrays for leaf in leaves) * microbatches
     size = sum(leaf.elements for leaf in leaves) * microbatches * planned.dtype_bytes
     return Collective(kind, purpose, "fsdp", times, size, planned.size("fsdp"))
@@ -141,7 +141,7 @@ def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
 
 def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
     """The output layer and the parameters outside of layers, over fsdp."""
-    devices, microbatches = planned.size("fsdp"), planned.run.train.microbatches
+    devices, microbatches = planned.size("fsdp"), planned.run.train.n_microbatches
     numbers, tensor = planned.dtype_bytes, planned.size("tensor")
 
     def one(kind: str, purpose: str, arrays: int, elements: float, width: int) -> Collective:
@@ -173,7 +173,7 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
 def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
     """Each device looks up the tokens of all in its columns of a table, and then the rows are
     exchanged; their gradients go back."""
-    model, microbatches = planned.model, planned.run.train.microbatches
+    model, microbatches = planned.model, planned.run.train.n_microbatches
     tables = 1 + (model.positions == "learned") + bool(model.token_types)
     tokens = planned.rows * (planned.length + planned.source_length) * microbatches
     # Rows are summed and normed in float32; alone they are exchanged in the compute dtype.
@@ -196,7 +196,7 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
 def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     """The gradients of the shards, over the replicas."""
     devices, fsdp = planned.size("data"), planned.size("fsdp")
-    microbatches = planned.run.train.microbatches
+    microbatches = planned.run.train.n_microbatches
     objective = OBJECTIVES[task_of(planned.model, planned.run.data).name]
     rowwise = objective.rowwise and not planned.model.dropout
     together = microbatches > 1 and rowwise  # each replica accumulates its own
@@ -225,7 +225,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
 
 def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     """Sums of what the parts of a layer give, and the vocabulary."""
-    model, microbatches = planned.model, planned.run.train.microbatches
+    model, microbatches = planned.model, planned.run.train.n_microbatches
     wide = planned.rows * model.d_model * planned.dtype_bytes  # a residual stream, a token long
     stacks = [(model.n_layers, ["out", "down"], planned.length)]
     if model.family == "encoder_decoder":

@@ -112,7 +112,7 @@ def _always(planned: PlannedRun, gradients: float) -> list[MemoryLine]:
         # The matrices are cast once a step, as shards; a loop casts those of one layer at a time.
         cast = planned.dtype_bytes * matrix_elements(planned)
         found.append(MemoryLine(f"weights in {planned.model.dtype}", cast, "estimate"))
-    if planned.run.train.microbatches > 1:
+    if planned.run.train.n_microbatches > 1:
         found.append(MemoryLine("gradients of earlier microbatches", gradients, "estimate"))
     return found
 
@@ -167,7 +167,7 @@ def tile_length(planned: PlannedRun) -> int:
     """Positions of each row whose logits are computed at a time."""
     model = planned.model
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
-    of_microbatch = planned.sequences // planned.run.train.microbatches
+    of_microbatch = planned.sequences // planned.run.train.n_microbatches
     with jax.sharding.use_abstract_mesh(planned.mesh):
         return losses.tile_length(of_microbatch, planned.length, outputs) or planned.length
 

@@ -82,7 +82,7 @@ class PlannedRun:
     @property
     def rows(self) -> int:
         """Sequences of a microbatch on a device."""
-        return self.sequences // (self.run.train.microbatches * self.size("data", "fsdp"))
+        return self.sequences // (self.run.train.n_microbatches * self.size("data", "fsdp"))
 
     @property
     def has_reference(self) -> bool:
@@ -132,7 +132,7 @@ def planned_run(
     count = devices or max(settings.data, 1) * settings.fsdp * settings.tensor
     sizes = mesh_shape(count, settings.data, settings.fsdp, settings.tensor, device_name)
     mesh = abstract_mesh(sizes, device_name)
-    check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
+    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     run, notes = _with_known_sizes(run)
     batch = abstract_batch(run, mesh, packed)
     run, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
@@ -156,7 +156,7 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
             for name, array in planned.batch.items()
         }
-    check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
+    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     return dataclasses.replace(planned, run=run, mesh=mesh, state=state, batch=batch)
 
 

@@ -54,7 +54,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         "a step": (
             f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
             f" {'with' if planned.packed else 'without'} segment ids, in"
-            f" {run.train.microbatches} microbatch{'es' * (run.train.microbatches > 1)}:"
+            f" {run.train.n_microbatches} microbatch{'es' * (run.train.n_microbatches > 1)}:"
             f" {planned.rows:,} rows of a device at a time"
         ),
     }

@@ -32,7 +32,7 @@ def prove_kernel(run: RunConfig, mesh: Mesh) -> str:
     name = run.model.attention_kernel
     if name == "xla":
         return ""
-    rows = run.train.batch_size // run.train.microbatches
+    rows = run.train.batch_size // run.train.n_microbatches
     length = run.data.sequence_length
     with on_mesh(mesh):
         source = encoded_length(run, run.model.max_segments)

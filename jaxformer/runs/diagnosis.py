@@ -71,7 +71,7 @@ def _bad_leaves(setup: RunSetup, finite: Any) -> str:
 
 def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
     run = setup.runs[setup.length(step)]
-    pieces = run.train.microbatches
+    pieces = run.train.n_microbatches
 
     @jax.jit
     def finite(params: Any, piece: Any) -> dict[str, jax.Array]:
@@ -102,7 +102,7 @@ def _gradients(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str
     def finite(state: TrainState, batch: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(run.run.seed), step)
         loss = run_loss(run, objective)
-        grads, _ = gradients(loss, state, batch, key, run.train.microbatches)
+        grads, _ = gradients(loss, state, batch, key, run.train.n_microbatches)
         return _are_finite(setup, grads)
 
     bad = _bad_leaves(setup, jax.device_get(finite(state, batch)))

@@ -95,12 +95,22 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
                 path.rmdir()
 
 
+def as_begun(run: RunConfig) -> RunConfig:
+    """`run`, with the number of microbatches that its directory names where it leaves the choice:
+    earlier versions began runs with 1."""
+    path = Path(run.run.dir) / "config.json"
+    if run.train.microbatches != "auto" or not run.run.dir or not path.is_file():
+        return run
+    begun = read_config(path).train.microbatches
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, microbatches=begun))
+
+
 def check_config(run: RunConfig) -> None:
     """Raises ConfigError, naming the fields, if the run directory was begun with another config."""
     path = Path(run.run.dir) / "config.json"
     if not path.is_file():
         return
-    written, model = read_config(path), run.model
+    written, model, run = read_config(path), run.model, as_begun(run)
     filled = dataclasses.replace(  # from the data, which is not read yet
         model,
         vocab_size=model.vocab_size or written.model.vocab_size,

@@ -74,7 +74,7 @@ def _of_rows(setup: RunSetup, stores: bool) -> list[Remedy]:
     """Remedies for the memory that grows with the rows of a batch; `stores`: for a backward pass,
     which an evaluation has not, nor microbatches."""
     run, found = setup.run, list[Remedy]()
-    rows = run.train.batch_size // run.train.microbatches
+    rows = run.train.batch_size // run.train.n_microbatches
     halves = rows % (2 * batch_devices(setup.mesh)) == 0
     if run.model.attention_kernel == "xla" and _supports(setup, "blocked"):
         found.append(Remedy({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory"))
@@ -82,7 +82,7 @@ def _of_rows(setup: RunSetup, stores: bool) -> list[Remedy]:
         found.append(Remedy({"model.remat": "full"}, "activations recomputed instead of stored"))
     if stores and halves:
         effect = f"activations of {rows // 2} rows at a time instead of {rows}"
-        found.append(Remedy({"train.microbatches": 2 * run.train.microbatches}, effect))
+        found.append(Remedy({"train.microbatches": 2 * run.train.n_microbatches}, effect))
     if halves:
         found.append(Remedy({"train.batch_size": run.train.batch_size // 2}, "half as many rows"))
     if run.data.sequence_length > 1:

@@ -146,8 +146,8 @@ def _layered(specs: Specs) -> set[str]:
 def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:
     """The Euclidean norm of the gradient of a step by leaf, for a leaf of several layers of each.
     The gradient is the one before it is clipped."""
-    run, objective = setup.run, setup.corpus.task.name
-    loss, pieces = run_loss(run, objective), run.train.microbatches
+    run, objective = setup.runs[setup.length(int(state.step))], setup.corpus.task.name
+    loss, pieces = run_loss(run, objective), run.train.n_microbatches
     rowwise = is_rowwise(run, objective)
     layered = _layered(setup.specs)
 
@@ -168,10 +168,10 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
 
 def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None:
     """The cross-entropy of each target of a batch, with the dropout of the step."""
-    run = setup.run
+    run = setup.runs[setup.length(int(state.step))]
     if OBJECTIVES[setup.corpus.task.name].loss is not head_loss:
         return None
-    pieces, nats = run.train.microbatches, np.zeros(batch["targets"].shape, np.float32)
+    pieces, nats = run.train.n_microbatches, np.zeros(batch["targets"].shape, np.float32)
     key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
     program = jax.jit(token_nats, static_argnums=1)
     for piece in range(pieces):

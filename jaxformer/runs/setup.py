@@ -41,7 +41,7 @@ from jaxformer.plan.abstract import (
     with_rows_of,
 )
 from jaxformer.report import human_bytes
-from jaxformer.runs.directory import ROLLBACKS, check_data
+from jaxformer.runs.directory import ROLLBACKS, as_begun, check_data
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
 from jaxformer.training.program import Step
@@ -144,14 +144,14 @@ class RunSetup:
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
     """Prepares text, tokenizer and optimizer, and selects the attention kernel. Raises ConfigError
     for settings or input that cannot work, or that are not those of the run directory."""
-    run = check(run)
+    run = as_begun(check(run))
     if run.run.init_from:
         from jaxformer.runs.init_from import check_base
 
         run = check_base(run)
     check_start(run)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    check_batch_size(mesh, run.train.batch_size, run.train.microbatches)
+    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
     corpus = corpus_of(run, log=log)
     if run.run.sample_tokens:

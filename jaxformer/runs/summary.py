@@ -82,6 +82,8 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
         ]
     if rows := _rows(setup):
         found["rows"] = rows
+    if (count := settings.n_microbatches) > 1:
+        found["microbatches"] = f"{count} of {settings.batch_size // count:,} sequences"
     rate = train.bytes / max(train.tokens, 1)
     epoch = setup.batches.examples / settings.batch_size
     return found | {
