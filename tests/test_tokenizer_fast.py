@@ -1,4 +1,5 @@
-"""tiktoken's core is used where its ids are those of the tokenizers library, and nowhere else."""
+"""tiktoken's core, or without it words that are remembered, encode where the ids are those of the
+tokenizers library, and nowhere else."""
 
 import json
 import random
@@ -80,13 +81,8 @@ def test_hard_text_has_the_ids_of_tiktoken_and_of_the_tokenizers_library(pattern
 
 @pytest.mark.parametrize("pattern", WORD_PATTERNS)
 def test_every_character_is_split_alike(pattern: str) -> None:
-    made, text = MADE[pattern], " ".join(f"a{one}1{one} {one}'{one}" for one in characters())
-    parts, start = [], 0
-    while start < len(text):
-        stop = text.find(" a", start + 100_000) % (len(text) + 1)
-        parts.append(text[start:stop])
-        start = stop
-    assert made.encode_batch(parts) == plain(made, *parts)
+    made, texts = MADE[pattern], all_characters()
+    assert made.encode_batch(texts) == plain(made, *texts)
 
 
 def test_a_random_vocabulary_is_merged_alike_or_left_to_the_library() -> None:
@@ -233,12 +229,54 @@ def test_half_a_character_is_one_clear_error_on_either_path() -> None:
             MADE["gpt2"].encode(text)
 
 
-def test_without_tiktoken_ids_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = MADE["llama3"].encode(HARD[:50_000])
+def all_characters() -> list[str]:
+    """Every character between others, in parts of about 100,000."""
+    text = " ".join(f"a{one}1{one} {one}'{one}" for one in characters())
+    found, start = [], 0
+    while start < len(text):
+        stop = text.find(" a", start + 100_000) % (len(text) + 1)
+        found.append(text[start:stop])
+        start = stop
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"), [("gpt2", fast.MOST_WORDS), ("llama3", fast.MOST_WORDS), ("gpt2", 20)]
+)
+def test_without_tiktoken_ids_are_the_same(
+    pattern: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few words are remembered, so that all are forgotten again and again."""
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    alone = Tokenizer(library(MADE["llama3"]))
-    assert fast_of(alone) is None and alone.encode(HARD[:50_000]) == wanted
-    assert [row.tolist() for row in alone.encode_arrays([HARD[:50_000]])] == [wanted]
+    monkeypatch.setattr(fast, "MOST_WORDS", most)
+    alone = Tokenizer(library(MADE[pattern]))
+    found = fast_of(alone)
+    assert found and not found.threads
+    texts = [HARD[-60_000:], HARD.encode("ascii", "ignore").decode()]
+    texts += [HARD[start : start + 999] for start in range(0, 60_000, 999)]
+    texts += ["", "\r\x0b \x1c\x1f\x85\xa0" * 9000, "word" * 20_000]
+    texts += all_characters() if most > 20 else []
+    assert alone.encode_batch(texts) == plain(alone, *texts)
+    assert [row.tolist() for row in alone.encode_arrays(texts[:2])] == plain(alone, *texts[:2])
+    words = found._ids_of
+    assert 0 < len(words) <= most and max(map(len, words)) <= fast.LONGEST_WORD
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):
+        alone.encode("a\ud800b" * 30_000)
+
+
+def test_without_tiktoken_special_tokens_and_many_threads_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    tokenizer = Tokenizer.load(saved("llama3"))
+    names = [tokenizer.shown(index) for index in (tokenizer.end_token, tokenizer.vocab_size - 1)]
+    text = HARD[-60_000:] + " ".join(f"a {name}b{name} {name}{name}" for name in names * 50)
+    marking = library(tokenizer)
+    marking.encode_special_tokens = False
+    assert tokenizer.encode(text, special_tokens=True) == marking.encode(text).ids
+    texts = [HARD[start : start + 20_000] for start in range(0, 200_000, 20_000)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(tokenizer.encode, texts)] == plain(tokenizer, *texts)
 
 
 def test_special_tokens_of_an_objective_stay_text_on_the_fast_path() -> None:

@@ -1,4 +1,5 @@
-"""Encodes texts on all cores: long ones in parts, and by tiktoken where it gives the same ids."""
+"""Encodes texts on all cores: long ones in parts, and by a faster encoder where it gives the same
+ids."""
 
 import copy
 import functools
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 TokenIds = list[int] | np.ndarray
 
-MUCH = 1 << 14  # characters from which on it pays to find out whether tiktoken can be used
+MUCH = 1 << 14  # characters from which on it pays to find out whether `Fast` can be used
 BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
 
 
@@ -84,9 +85,9 @@ class Encoder:
 
         try:
             if fast and (fast.marks or not names):
-                if not cores:
+                if not cores or not fast.threads:
                     return [*map(encode, texts)]
-                with ThreadPool() as pool:  # tiktoken releases the GIL
+                with ThreadPool() as pool:
                     return pool.map(encode, texts)
             return self._slow(texts, named)
         except Exception as error:  # the libraries raise nothing narrower

@@ -1,21 +1,27 @@
-"""tiktoken's encoder, several times as fast, for the tokenizers whose ids it reproduces."""
+"""Encoders several times as fast as the tokenizers library, for the tokenizers whose ids they
+reproduce: that of tiktoken, or, where it is not installed, one that remembers words."""
 
+import functools
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxformer.tokenizer.cuts import pattern_of
-from jaxformer.tokenizer.pieces import BYTES
-from jaxformer.tokenizer.words import WORD_PATTERNS
+from jaxformer.tokenizer.pieces import BYTES, byte_characters
+from jaxformer.tokenizer.words import WORD_PATTERNS, split_words
 
 if TYPE_CHECKING:
-    import tiktoken
     import tokenizers
 
 # The longest text that tiktoken reads here: its regular expressions fail at a million white spaces
 # in a row.
 MOST_CHARACTERS = 1 << 18
+
+# Words that are remembered, in about 20 MB; of code or prose, more than most texts have.
+MOST_WORDS = 1 << 17
+LONGEST_WORD = 64  # characters of a word that is remembered
 
 # A letter or digit that is new in each version of Unicode from 13 to 17: two libraries that agree
 # on all of them use the same tables of characters.
@@ -23,6 +29,7 @@ NEWEST = (
     "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940"
     "\U00011de0"
 )
+SPELLED = dict(enumerate(byte_characters()))  # the character of each byte in a vocabulary
 # Settings of a BPE model that change how it merges.
 MERGE_SETTINGS = (
     *("dropout", "continuing_subword_prefix", "end_of_word_suffix"),
@@ -32,31 +39,23 @@ MERGE_SETTINGS = (
 
 class Fast:
     """Encodes plain text; and, where `marks`, text in which names of special tokens are these
-    tokens."""
+    tokens. `threads`: several encode at the same time, without the GIL."""
 
-    def __init__(self, core: "tiktoken.Encoding", names: dict[str, int], marks: bool) -> None:
-        self._core, self._names, self.marks = core, names, marks
+    def __init__(
+        self, ids_of: Callable[[str], np.ndarray], names: dict[str, int], marks: bool, threads: bool
+    ) -> None:
+        self._ids_of, self._names, self.marks, self.threads = ids_of, names, marks, threads
         longest_first = sorted(names, key=len, reverse=True)
         self._names_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @classmethod
     def of(cls, spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> "Fast | None":
-        """The encoder for a tokenizer.json; None where tiktoken is not installed, or its ids could
-        differ."""
-        try:
-            import tiktoken
-        except ImportError:
-            return None
+        """The encoder for a tokenizer.json; None where its ids could differ."""
         pattern = pattern_of(spec)
         ranks = _ranks(spec, backend) if pattern else None
         if not ranks or not pattern:
             return None
-        # Without any special token the core looks for the empty one, at every byte.
-        unused = {"\0 not a token": max(backend.get_vocab().values()) + 1}
-        words = WORD_PATTERNS[pattern].words
-        core = tiktoken.Encoding(
-            pattern, pat_str=words, mergeable_ranks=ranks, special_tokens=unused
-        )
+        ids_of = _of_tiktoken(pattern, ranks) or RememberedWords(pattern, backend)
         added = spec["added_tokens"]
         # A plain search finds names where the library does, if they all are of one kind, in the
         # text as it is or as it is normalized, and neither strip spaces nor must be whole words.
@@ -64,7 +63,8 @@ class Fast:
             token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")
         )
         marks = plain and len({token["normalized"] for token in added}) <= 1
-        fast = cls(core, {token["content"]: token["id"] for token in added}, marks)
+        names = {token["content"]: token["id"] for token in added}
+        fast = cls(ids_of, names, marks, threads=not isinstance(ids_of, RememberedWords))
         probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
         expected = backend.encode(probe, add_special_tokens=False).ids
         return fast if fast.encode(probe, False).tolist() == expected else None
@@ -72,13 +72,47 @@ class Fast:
     def encode(self, text: str, names_are_tokens: bool) -> np.ndarray:
         """The ids of a text of at most MOST_CHARACTERS characters: uint32."""
         if not names_are_tokens or not self._names:
-            return self._core.encode_to_numpy(text, disallowed_special=())
+            return self._ids_of(text)
         # Split by a group, a text gives plain text at even places, and names at odd ones.
         rows = [
             np.array([self._names[part]], np.uint32) if place % 2 else self.encode(part, False)
             for place, part in enumerate(self._names_pattern.split(text))
         ]
         return np.concatenate(rows)
+
+
+def _of_tiktoken(pattern: str, ranks: dict[bytes, int]) -> Callable[[str], np.ndarray] | None:
+    """The encoder of tiktoken; None where it is not installed."""
+    try:
+        import tiktoken
+    except ImportError:
+        return None
+    # Without any special token the core looks for the empty one, at every byte.
+    unused = {"\0 not a token": max(ranks.values()) + 1}
+    words = WORD_PATTERNS[pattern].words
+    core = tiktoken.Encoding(pattern, pat_str=words, mergeable_ranks=ranks, special_tokens=unused)
+    return functools.partial(core.encode_to_numpy, disallowed_special=())
+
+
+class RememberedWords(dict[str, bytes]):
+    """The ids of each word of a text that was met before, as the bytes of a uint32 array; the
+    library encodes the others. Most words of a text were met before."""
+
+    def __init__(self, pattern: str, backend: "tokenizers.Tokenizer") -> None:
+        self._pattern, self._merge = pattern, backend.model.tokenize
+
+    def __call__(self, text: str) -> np.ndarray:
+        ids = b"".join(map(self.__getitem__, split_words(text, self._pattern)))
+        return np.frombuffer(ids, np.uint32)
+
+    def __missing__(self, word: str) -> bytes:
+        spelled = word.encode().decode("latin-1").translate(SPELLED)
+        ids = np.array([token.id for token in self._merge(spelled)], np.uint32).tobytes()
+        if len(self) >= MOST_WORDS:
+            self.clear()
+        if len(word) <= LONGEST_WORD:
+            self[word] = ids
+        return ids
 
 
 def _ranks(spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> dict[bytes, int] | None:
