@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
-from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.phases import row_lengths
 from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
@@ -42,8 +41,9 @@ class Objective(NamedTuple):
         reads text.
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
-    template, rows: how rows are made, of records by the template, of text by `rows`. A template or
-        a loss may be named by its place, "package.module:name", and is imported where it is used.
+    template, rows: how rows are made, of records by the template, of text by `rows`. A template, a
+        loss, `rows` and `missing` may be named by their place, "package.module:name", and are then
+        imported where they are used.
     of_messages: the template of conversations, which are read in place of `fields` where
         data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
@@ -65,8 +65,8 @@ class Objective(NamedTuple):
     specials: tuple[str, ...] = ()
     template: type[Template] | str | None = None
     of_messages: type[Template] | str | None = None
-    rows: MakeRows = causal_rows
-    missing: Callable[[Tokenizer], list[str]] = nothing_missing
+    rows: MakeRows | str = causal_rows
+    missing: Callable[[Tokenizer], list[str]] | str = nothing_missing
     shortest: int = 8
     takes_packing: bool = True
     can_be_cut: bool = False
@@ -112,8 +112,8 @@ OBJECTIVES: Table[Objective] = Table(
             "masked",
             ("text",),
             MARKS,
-            rows=MaskedRows,
-            missing=missing_marks,
+            rows="jaxformer.data.masking:MaskedRows",
+            missing="jaxformer.data.masking:missing_marks",
             metrics=accuracy,
             rowwise=True,
         ),
@@ -251,8 +251,8 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
         fields_of(("messages",) if data.messages_field else row.fields, data),
         row.specials if model.family != "decoder" else (),
         _imported(row.of_messages if data.messages_field else row.template),
-        row.rows,
-        row.missing,
+        _imported(row.rows),
+        _imported(row.missing),
         row.every_token,
     )
 

@@ -1,6 +1,7 @@
 """A model of any family as pure functions: the table of parameters, initial values, logits."""
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -12,25 +13,32 @@ from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import head
 from jaxformer.layers.output import Aux, Output
-from jaxformer.models import decoder, encoder, encoder_decoder
+from jaxformer.models import decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
 from jaxformer.params import Params, Specs, check_params, init_params
 from jaxformer.settings import ConfigError
 
+# The module of each family, with its functions `specs` and `hidden`; by name where only models of
+# the family import it.
 MODEL_FAMILIES: dict[str, Any] = {
     "decoder": decoder,
-    "encoder": encoder,
-    "encoder_decoder": encoder_decoder,
+    "encoder": "jaxformer.models.encoder",
+    "encoder_decoder": "jaxformer.models.encoder_decoder",
 }
 OptionalTokens = Int[Array | np.ndarray, "B T"] | None
 OptionalSource = Int[Array | np.ndarray, "B S"] | None
+
+
+def _family(config: ModelConfig) -> Any:
+    entry = MODEL_FAMILIES[config.family]
+    return importlib.import_module(entry) if isinstance(entry, str) else entry
 
 
 def specs(config: ModelConfig) -> Specs:
     """The table of parameters. Raises ConfigError if the number of tokens or classes is 0."""
     if not config.vocab_size:
         raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
-    table: Specs = MODEL_FAMILIES[config.family].specs(config)
+    table: Specs = _family(config).specs(config)
     return {name: rows for name, rows in table.items() if rows}
 
 
@@ -65,7 +73,7 @@ def hidden(
         from jaxformer.models.virtual import with_virtual  # only where there are virtual tokens
 
         params, inputs = with_virtual(params, config, inputs, cache, key)
-    out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
+    out: Output = _family(config).hidden(params, config, inputs, cache, key, request)
     return out
 
 
