@@ -2,7 +2,8 @@
 need one import of JAX.
 
 Standard input is a socket of packets. A request to start is a JSON object with the `arguments`,
-the `environment`, the `folder` to run in and the `memory` it may take, and comes with the file
+the `environment`, the `folder` to run in, the `memory` it may take and the `patch` that is executed
+before it, and comes with the file
 descriptors of standard output and standard error; the answer is the process id. A request to
 `wait` for a process id, for so many `seconds`, is answered by the exit status as in
 `subprocess.Popen`, or by null.
@@ -97,6 +98,7 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
         tempfile.tempdir = None
         from jaxformer.cli import main as command
 
+        exec(request["patch"], {})
         status = command(request["arguments"])
         sys.stdout.flush()
     except BaseException:

@@ -20,7 +20,7 @@ class Command:
     """A command that runs, with the methods of `subprocess.Popen` that tests use.
 
     `memory` bounds its address space, in bytes (0: not at all). `merged`: standard error goes where
-    standard output goes.
+    standard output goes. `patch` is Python code that runs first.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Command:
         environment: dict[str, str] | None = None,
         memory: int = 0,
         merged: bool = False,
+        patch: str = "",
     ) -> None:
         self.returncode: int | None = None
         self._out, self._error = _file(), None if merged else _file()
@@ -38,6 +39,7 @@ class Command:
             "environment": {**os.environ} | (environment or {}),
             "folder": str(folder or Path.cwd()),
             "memory": memory,
+            "patch": patch,
         }
         files = [file.fileno() for file in (self._out, self._error) if file]
         self.pid = int(_ask(request, files))

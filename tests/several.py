@@ -2,12 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tiny_run import ROOT, launch, line, write_text
+from commands import Command
+from tiny_run import fork, line, write_text
 
 SMALL = {  # compiled in a second or two
     "model.d_model": 16,
@@ -38,7 +37,7 @@ def launch_all(
     absent: tuple[int, ...] = (),
     apart: dict[int, dict[str, Any]] | None = None,
     patched: dict[int, str] | None = None,
-) -> dict[int, subprocess.Popen[str]]:
+) -> dict[int, Command]:
     """The processes of a run by their index, without those that are absent; `apart` are the
     changes of single ones, `patched` what single ones run before the command."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES.format(devices)}"
@@ -48,26 +47,12 @@ def launch_all(
         if index not in absent:
             own = {"launch.process": index} | (apart or {}).get(index, {})
             arguments = line(run_dir, text, (changes or {}) | joined | own)
-            if index in (patched or {}):
-                processes[index] = _launch_patched((patched or {})[index], arguments, flags)
-            else:
-                processes[index] = launch(arguments, XLA_FLAGS=flags)
+            patch = (patched or {}).get(index, "")
+            processes[index] = fork(arguments, patch, XLA_FLAGS=flags)
     return processes
 
 
-def _launch_patched(patch: str, arguments: list[str], flags: str) -> subprocess.Popen[str]:
-    """train.py with some of its functions replaced first."""
-    train = "import sys; from jaxformer.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{patch}\n{train}", *arguments],
-        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ends(processes: dict[int, subprocess.Popen[str]]) -> dict[int, tuple[int, str, str]]:
+def ends(processes: dict[int, Command]) -> dict[int, tuple[int, str, str]]:
     """(exit status, output, errors) of each process."""
     found = {}
     for index, process in processes.items():
@@ -76,7 +61,7 @@ def ends(processes: dict[int, subprocess.Popen[str]]) -> dict[int, tuple[int, st
     return found
 
 
-def finished(processes: dict[int, subprocess.Popen[str]]) -> dict[int, tuple[int, str, str]]:
+def finished(processes: dict[int, Command]) -> dict[int, tuple[int, str, str]]:
     """`ends` of processes that all have to end with status 0."""
     found = ends(processes)
     assert {status for status, _, _ in found.values()} == {0}, found

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from several import SMALL, ends, free_port, launch_all
-from tiny_run import ROOT, copy_until, finish, launch, line, logged, saved, write_text
+from tiny_run import ROOT, copy_until, finish, fork, line, logged, saved, write_text
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -33,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The run of one process."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    finish(launch(line(run_dir, text, SMALL)))
+    finish(fork(line(run_dir, text, SMALL)))
     return run_dir
 
 
@@ -59,7 +59,7 @@ def test_processes_have_the_losses_and_evaluations_of_one(
     count, devices, changes = MESHES[case]
     if "data.length_warmup" in changes:
         length = {name: changes[name] for name in ("data.length_warmup",)}
-        finish(launch(line(tmp_path / "one", text, SMALL | length)))
+        finish(fork(line(tmp_path / "one", text, SMALL | length)))
         one = tmp_path / "one"
     run_dir = tmp_path / "several"
     found = ends(launch_all(count, run_dir, text, SMALL | changes, devices))
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_four_processes_is_continued_by_any_number(
     run_dir = copy_until(4, four, tmp_path / "run")
     changes = SMALL | {1: {}, 2: {"mesh.tensor": 2}, 4: FOUR}[count]
     if count == 1:
-        out, _ = finish(launch(line(run_dir, text, changes)))
+        out, _ = finish(fork(line(run_dir, text, changes)))
     else:
         found = ends(launch_all(count, run_dir, text, changes))
         assert [status for status, _, _ in found.values()] == [0] * count, found

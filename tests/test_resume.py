@@ -15,7 +15,7 @@ from tiny_run import (
     copy,
     copy_until,
     finish,
-    launch,
+    fork,
     line,
     lines_logged,
     logged,
@@ -31,12 +31,12 @@ def test_a_run_killed_at_any_moment_and_run_again_is_bitwise_the_run_never_inter
 ) -> None:
     expected, text = whole
     run_dir = tmp_path / "run"
-    process = launch(line(run_dir, text))
+    process = fork(line(run_dir, text))
     wait_until(lambda: bool(saved(run_dir)) and lines_logged(run_dir) >= 2 * EVERY + 2, process)
     process.send_signal(signal.SIGKILL)
     finish(process, -signal.SIGKILL)
     assert max(saved(run_dir)) < STEPS and lines_logged(run_dir) < len(logged(expected))
-    out, _ = finish(launch(line(run_dir, text)))
+    out, _ = finish(fork(line(run_dir, text)))
     assert f"Continuing {run_dir} from step" in out
     assert_same_run(run_dir, expected)
 
@@ -49,7 +49,7 @@ def test_a_run_killed_while_a_checkpoint_is_being_written_continues_from_the_one
     arguments = line(run_dir, text, {"train.checkpoint_every": 1})
     unfinished: list[Path] = []
     for attempt in range(1, 6):
-        process = launch(arguments)
+        process = fork(arguments)
 
         def is_saving(lines: int = 4 * attempt) -> bool:
             return lines_logged(run_dir) > lines and any(run_dir.glob("checkpoints/*tmp*"))
@@ -76,7 +76,7 @@ def test_a_run_asked_to_stop_saves_at_once_and_continues_bitwise(
     expected, text = whole
     run_dir = tmp_path / "run"
     arguments = line(run_dir, text, {"train.checkpoint_every": 1000})
-    process = launch(arguments)
+    process = fork(arguments)
     wait_until(lambda: lines_logged(run_dir) >= 3, process)
     process.terminate()
     _, error = finish(process, 143)
@@ -114,7 +114,7 @@ def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_o
     run_dir = copy_until(STEPS - 2 * EVERY, expected, tmp_path / "run")
     arguments = line(run_dir, text, {"mesh.fsdp": 2, "mesh.tensor": 2})
     out, _ = finish(
-        launch(
+        fork(
             arguments,
             XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         )

@@ -98,9 +98,9 @@ def launch(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def fork(arguments: list[str], **environment: str) -> Command:
+def fork(arguments: list[str], patch: str = "", **environment: str) -> Command:
     """`launch` without the start of Python and its imports."""
-    return Command(["train", *arguments], environment=environment)
+    return Command(["train", *arguments], environment=environment, patch=patch)
 
 
 def finish(process: subprocess.Popen[str] | Command, status: int = 0) -> tuple[str, str]:

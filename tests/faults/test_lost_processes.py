@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from several import SMALL, ends, finished, launch_all, uninterrupted
-from tiny_run import assert_same_run, finish, launch, line, lines_logged, logged, saved, wait_until
+from tiny_run import assert_same_run, finish, fork, line, lines_logged, logged, saved, wait_until
 from tiny_run import write_text as write_documents
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -84,7 +84,7 @@ def test_where_one_process_is_told_to_stop_all_stop_after_the_same_step(
         finished(launch_all(2, run_dir, text, LONGER))
         assert_same_run(run_dir, expected)
         return
-    finish(launch(line(run_dir, text, LONGER)))
+    finish(fork(line(run_dir, text, LONGER)))
     for here, there in zip(logged(run_dir), logged(expected), strict=True):
         assert here == pytest.approx(there, rel=1e-4)
 
