@@ -4,8 +4,12 @@ functions checked."""
 import gc
 import importlib.metadata
 import os
+import sys
 import tempfile
 
+# Hundreds of processes import the package: none should have to compile it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 CACHE = os.environ.setdefault(
     "JAXFORMER_TEST_CACHE", os.path.join(tempfile.gettempdir(), "jaxformer-test-cache")

@@ -156,6 +156,18 @@ def test_finite_scalars_reach_tensorboard_where_it_is_installed(tmp_path, capfd)
     assert capfd.readouterr() == ("", "")
 
 
+def test_tensorboard_does_not_bring_pytorch_which_can_be_imported_later(tmp_path):
+    pytest.importorskip("tensorboardX")
+    code = (
+        "import sys; from jaxformer.report.metrics import MetricsLog\n"
+        "with MetricsLog(sys.argv[1]) as log: log.log(1, {'loss': 2.0})\n"
+        "print('torch' in sys.modules, 'tensorboardX' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_without_tensorboard_only_the_lines_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxformer.report.metrics.has_tensorboard", lambda: False)
     log_steps(tmp_path, 0, 2)

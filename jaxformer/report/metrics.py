@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -93,10 +94,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     def _log_to_tensorboard(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._board is None:
-            from tensorboardX import SummaryWriter
-
             purged = self._resume_step and self._resume_step + 1
-            self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=purged)
+            self._board = _summary_writer()(
+                str(self.path.parent / "tensorboard"), purge_step=purged
+            )
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
 
@@ -114,6 +115,20 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _summary_writer() -> Any:
+    """The SummaryWriter of tensorboardX, which is imported as if PyTorch were not installed: else
+    it would import PyTorch, for names of types alone, which takes seconds before the first line."""
+    without = "torch" not in sys.modules
+    if without:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if without:
+            del sys.modules["torch"]
+    return SummaryWriter
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
