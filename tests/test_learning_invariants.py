@@ -59,7 +59,7 @@ def loss_for(run):
 def step_of(run, optimizer, schedule):
     """The step as the composer makes it, for any of the objectives whose loss is the head's."""
     schedules = {"learning_rate": schedule}
-    pieces = run.train.microbatches
+    pieces = run.train.n_microbatches
     return make_step(
         loss_for(run),
         optimizer,
@@ -73,7 +73,9 @@ def step_of(run, optimizer, schedule):
 @functools.partial(jax.jit, static_argnums=1)
 def gradient(params, run, batch):
     state = TrainState(jnp.int32(0), params, ())
-    grads, means = gradients(loss_for(run), state, batch, jax.random.key(0), run.train.microbatches)
+    grads, means = gradients(
+        loss_for(run), state, batch, jax.random.key(0), run.train.n_microbatches
+    )
     return grads, means.get("nats", means["loss"])
 
 

@@ -32,7 +32,7 @@ def matrices_of_layers(run: PlannedRun) -> int:
 
 def test_collectives_follow_from_the_placements() -> None:
     run = planned("llama_1b", "h100", 8, "mesh.fsdp=4")
-    found, microbatches = by_purpose(run), run.run.train.microbatches
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
     gathers = found["all-gather", "weights of the layers, forward"]
     assert gathers.bytes == 2 * matrices_of_layers(run) * microbatches and gathers.devices == 4
     assert gathers.times == 7 * 22 * microbatches  # q, k, v, out, gate, up, down
@@ -50,7 +50,7 @@ def test_collectives_follow_from_the_placements() -> None:
 def test_a_windowed_product_passes_shards_on(devices: int, sends: int) -> None:
     mesh = f"mesh.fsdp={devices}"
     run = planned("llama_1b", "v5e", devices, mesh)
-    found, microbatches = by_purpose(run), run.run.train.microbatches
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
     forward = found["collective-permute", "weights of the layers, forward"]
     assert forward.times == 7 * 22 * microbatches * sends
     shards = 2 * matrices_of_layers(run) * microbatches / devices
@@ -68,7 +68,7 @@ def test_a_windowed_product_passes_shards_on(devices: int, sends: int) -> None:
 
 def test_tensor_parallelism_sums_each_sublayer() -> None:
     run = planned("llama_1b", "h100", 4, "mesh.tensor=4")
-    found, microbatches = by_purpose(run), run.run.train.microbatches
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
     outputs = found["all-reduce", "outputs of the sublayers"]
     assert outputs.times == 2 * 22 * microbatches
     assert outputs.bytes == outputs.times * run.rows * 2048 * 2048 * 2
