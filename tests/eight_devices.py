@@ -20,7 +20,7 @@ from jaxformer.models.transformer import specs as specs_of
 from jaxformer.optim import make_optimizer, make_schedule
 from jaxformer.params import init_params, map_specs
 from jaxformer.plan.abstract import run_specs
-from jaxformer.training.state import init_state
+from jaxformer.training.state import abstract_state, init_state
 
 MESHES = {
     "data 8": (8, 1, 1),
@@ -72,6 +72,7 @@ ADAPTERS = {
     "prompt": AdapterConfig(kind="prompt", tokens=5),
     "prompt of a source": AdapterConfig(kind="prompt", tokens=5),
 }
+DRAWN = ("llama", "lora", "encoder-decoder")  # whose first state each mesh draws by itself
 STEPS = 3
 
 
@@ -105,12 +106,21 @@ def batch_of(config, seed=0):
     return batch
 
 
-def train(run, mesh):
-    """Losses and gradient norms of some steps, and the final params on the host."""
+def train(run, mesh, first=None):
+    """Losses and gradient norms of some steps, the final params on the host, what was seen of the
+    placement, and the first state on the host. `first` is one to begin with; it is drawn if None,
+    which takes as long to compile as half a step."""
     with jax.set_mesh(mesh):
         specs, schedule = run_specs(run), make_schedule(run.optimizer, run.train.steps)
         optimizer = make_optimizer(run.optimizer, schedule, specs)
-        state = init_state(specs, optimizer, mesh=mesh, seed=run.run.seed)
+        if first is None:
+            state = init_state(specs, optimizer, mesh=mesh, seed=run.run.seed)
+        else:
+            places = jax.tree.map(
+                lambda leaf: leaf.sharding, abstract_state(specs, optimizer, mesh)
+            )
+            state = jax.device_put(first, places)
+        first = jax.tree.map(np.array, state)
         step = step_of(run, optimizer, schedule)
         seen = []
         for i in range(STEPS):
@@ -127,6 +137,7 @@ def train(run, mesh):
             np.array(seen),
             jax.tree.map(np.asarray, state.params),
             {"devices": max(shards), "spread": spread},
+            first,
         )
 
 
@@ -183,9 +194,12 @@ def main() -> None:
     for name, (_, _, pieces, meshes) in CASES.items():
         run = run_of(name)
         losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = (0, 8) if name == "tiles" else (dense, 512)
-        expected, params, _ = train(run, one)
+        expected, params, _, first = train(run, one)
         for label in meshes:
-            found, placed, summary = train(run, make_mesh(*MESHES[label]))
+            drawn = name in DRAWN
+            found, placed, summary, _ = train(
+                run, make_mesh(*MESHES[label]), None if drawn else first
+            )
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
             report[f"{name}, {pieces} microbatches, {label}"] = summary | {
                 "loss": float(np.abs(found / expected - 1).max()),
