@@ -62,6 +62,17 @@ def pytest_ignore_collect(collection_path, config):
     return "mark.fast" not in collection_path.read_text(encoding="utf-8") or None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """One worker runs all tests of a file, so that its fixtures and programs are made once. Tests
+    with a group of their own (`xdist_group`) come first: some of these groups take minutes."""
+    alone = {item for item in items if item.get_closest_marker("xdist_group")}
+    items.sort(key=lambda item: item not in alone)
+    for item in items:
+        if item not in alone:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_end_with_their_file():
     """Drops what a test file compiled, once it is done.
