@@ -119,8 +119,8 @@ def _field_problems(section: Section) -> Iterator[str]:
         elif isinstance(value, str) and value in words:
             continue
         elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
-            others = "".join(f" nor {word!r}" for word in words)
-            yield f"{name}={value!r} is not of type {kind.__name__}{others}."
+            allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
+            yield f"{name}={value!r} is not {allowed}."
         else:
             bounds = [extra for extra in extras if isinstance(extra, Bounds)]
             if not all(bound.hold(value) for bound in bounds):

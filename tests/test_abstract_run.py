@@ -95,7 +95,7 @@ def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> Non
 
 def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> None:
     for value in ("automatic", 1.5, True):
-        with pytest.raises(ConfigError, match=r"microbatches=.* not of type int nor 'auto'"):
+        with pytest.raises(ConfigError, match=r"microbatches=.* not of type int or 'auto'"):
             TrainConfig(microbatches=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="microbatches=0 must be at least 1"):
         TrainConfig(microbatches=0)

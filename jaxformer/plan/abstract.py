@@ -234,12 +234,11 @@ def _microbatches(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> int:
     batch, split = run.train.batch_size, 1 if mesh is None else batch_devices(places)
     sequences = OBJECTIVES[task_of(run.model, run.data).name].sequences
     tokens = sequences * (run.data.sequence_length + encoded_length(run, 1))
-    fitting = [1]
-    for count in range(2, batch // split + 1):
-        rows, rest = divmod(batch, count * split)  # of a device in a microbatch
-        if rest == 0 and rows * tokens >= CPU_TOKENS:
-            fitting.append(count)
-    return fitting[-1]
+    rows = math.ceil(CPU_TOKENS / tokens)  # of a device in a microbatch, at least
+    for count in range(batch // (split * rows), 1, -1):
+        if batch % (count * split) == 0:
+            return count
+    return 1
 
 
 def encoded_length(run: RunConfig, segments: int) -> int:

@@ -74,7 +74,8 @@ class Step:
 
 
 class LoweredStep:
-    """A step lowered for one shape of its arguments, with the methods of a `jax.stages.Lowered`."""
+    """A step lowered for one shape of its arguments; `as_text`, `compiler_ir` and `cost_analysis`
+    are those of its `jax.stages.Lowered`."""
 
     def __init__(self, program: jax.stages.Lowered) -> None:
         self._program = program
@@ -87,8 +88,8 @@ class LoweredStep:
 
 
 class CompiledStep:
-    """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these; with the
-    methods of a `jax.stages.Compiled`."""
+    """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these; `as_text`,
+    `memory_analysis` and `cost_analysis` are those of its `jax.stages.Compiled`."""
 
     def __init__(self, program: Any) -> None:  # a jax.stages.Compiled
         self._program = program
