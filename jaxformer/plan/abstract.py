@@ -25,8 +25,8 @@ from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
 
 # A microbatch on a CPU has at least so many tokens of a device, since activations take memory in
-# proportion. On two cores of an AMD EPYC a step of benchmarks/train_cpu.py (small, 4,096 tokens) has
-# 1,176 tokens/s and 1.17 GB in 4 microbatches, 1,160 tokens/s and 1.69 GB in 1, not run in turn.
+# proportion. On two cores of an AMD EPYC a step of benchmarks/train_cpu.py (small, 4,096 tokens)
+# has 1,176 tokens/s and 1.17 GB in 4 microbatches, 1,160 and 1.69 GB in 1, not run in turn.
 CPU_TOKENS = 1024
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 
