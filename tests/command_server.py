@@ -9,6 +9,7 @@ descriptors of standard output and standard error; the answer is the process id.
 `subprocess.Popen`, or by null.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 PACKET = 1 << 20
 LATER = (  # what commands import once they need it
@@ -79,8 +80,9 @@ def _wait(wait: int, seconds: float) -> int | None:
         time.sleep(0.005)
 
 
-def _run(request: dict[str, Any], files: list[int]) -> None:
-    """The command, in the child, which it ends."""
+def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """The command, in the child, which ends it as Python would, without the slow release of each
+    object. Among the functions run at exit is JAX's, which waits for the other processes."""
     status = 99
     try:
         os.setsid()
@@ -100,6 +102,7 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
 
         exec(request["patch"], {})
         status = command(request["arguments"])
+        atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()

@@ -198,11 +198,10 @@ def main() -> None:
         run = run_of(name)
         losses.DENSE_LOGITS, losses.TILE_ROWS["cpu"] = (0, 8) if name == "tiles" else (dense, 512)
         expected, params, _, first = train(run, one)
+        if name in DRAWN:
+            first = None
         for label in meshes:
-            drawn = name in DRAWN
-            found, placed, summary, _ = train(
-                run, make_mesh(*MESHES[label]), None if drawn else first
-            )
+            found, placed, summary, _ = train(run, make_mesh(*MESHES[label]), first)
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), placed, params)
             report[f"{name}, {pieces} microbatches, {label}"] = summary | {
                 "loss": float(np.abs(found / expected - 1).max()),

@@ -102,13 +102,18 @@ def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> N
 
 
 def test_a_run_that_an_earlier_version_began_keeps_its_microbatches(tmp_path: Path) -> None:
-    asked = replace(run_of(), run=RunSettings(dir=str(tmp_path)), train=TrainConfig(batch_size=64))
+    run, _ = prepared("causal", tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
+    asked = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=64))
     assert as_begun(asked) == asked
-    assert with_kernel(as_begun(asked), 0)[0].train.microbatches == 2
-    begun = replace(asked, train=replace(asked.train, microbatches=1))
-    (tmp_path / "config.json").write_text(to_json(begun))
+    new = make_setup(asked, lambda line: None).run
+    assert new.train.microbatches == 2
+    model = replace(asked.model, vocab_size=new.model.vocab_size)  # a directory has the filled one
+    begun = replace(asked, model=model, train=replace(asked.train, microbatches=1))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "config.json").write_text(to_json(begun))
     check_config(asked)
-    assert as_begun(asked) == begun
+    assert as_begun(asked).train == begun.train
+    assert make_setup(asked, lambda line: None).run.train.microbatches == 1
     other = replace(asked, train=replace(asked.train, microbatches=4))
     with pytest.raises(ConfigError, match=r"train.microbatches: 1 in the directory, 4 now"):
         check_config(other)

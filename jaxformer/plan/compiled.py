@@ -125,8 +125,7 @@ def compile_on(
     packed: bool | None = None,
     hlo: str = "",
 ) -> CompiledReport:
-    """Compiles the step of a run for `devices`, which are of the kind `device`; `target` is what
-    the report calls them."""
+    """Compiles the step of a run for `devices` of kind `device`; the report calls them `target`."""
     import jax
 
     from jaxformer.mesh import make_mesh
