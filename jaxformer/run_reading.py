@@ -41,7 +41,8 @@ def params_of_run(
         return _quantized(read, wanted, matrices, dtype, quantize)
 
     leaves = _from_newest(run_dir, step, record, typed)
-    return jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))  # type: ignore[no-any-return]
+    params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
+    return params
 
 
 def adapted_params_of_run(
@@ -61,8 +62,9 @@ def adapted_params_of_run(
     saved = {path: shape for path, shape in wanted.items() if path not in unsaved}
     leaves = _from_newest(run_dir, step, record, lambda read: read(saved))
     parts = jax.tree.unflatten(jax.tree.structure(shapes), (wanted | leaves).values())["params"]
-    params = over_base(table, parts, below)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)  # type: ignore[no-any-return]
+    params: Params = over_base(table, parts, below)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
+    return params
 
 
 def _shapes(table: Specs, mesh: Mesh | None) -> Any:

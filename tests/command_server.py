@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 import traceback
+from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest import mock
 
 PACKET = 1 << 20
 LATER = (  # what commands import once they need it
@@ -54,12 +56,18 @@ def _import_all() -> None:
     from jaxformer.cli import keep_memory
 
     keep_memory()
+    from jax._src import compiler
+
     import jaxformer
 
     own = [module.name for module in pkgutil.walk_packages(jaxformer.__path__, "jaxformer.")]
     for name in (*LATER, *own):
         if not {"lm_eval", "__main__", "nnx"} & {*name.split(".")}:
             importlib.import_module(name)
+    # JAX has the first process alone write to the compilation cache, but what another compiles for
+    # a CPU has a key of its own.
+    first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+    mock.patch.object(compiler, "distributed", first).start()
 
 
 def _start(request: dict[str, Any], files: list[int]) -> int:

@@ -29,8 +29,8 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 import hypothesis  # noqa: E402  (the environment above has to be set first)
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
 
 pytest_plugins = ["reliability"]
 
@@ -50,7 +50,18 @@ CHECKED = (
     "norm",
     "positions",
 )
-install_import_hook(
+jaxtyped = jaxtyping.jaxtyped
+
+
+def jaxtyped_outside(**options):
+    """`jaxtyping.jaxtyped`, which the import hook calls, but for functions within functions: it
+    writes code for each, at every call of the outer one, which took a tenth of the tests' time."""
+    decorate = jaxtyped(**options)
+    return lambda found: found if "<locals>" in found.__qualname__ else decorate(found)
+
+
+jaxtyping.jaxtyped = jaxtyped_outside
+jaxtyping.install_import_hook(
     [*(f"jaxformer.layers.{module}" for module in CHECKED), "jaxformer.models", "jaxformer.losses"],
     "beartype.beartype",
 )
@@ -73,6 +84,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item not in alone:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage has to look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

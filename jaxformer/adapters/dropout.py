@@ -26,4 +26,5 @@ def keyed(params: Params, key: jax.Array | None) -> Params:
         keys = own if node.layers is None else jax.random.split(own, node.layers)
         return node.replace(key=jax.random.key_data(keys))
 
-    return jax.tree.map_with_path(with_key, params, is_leaf=is_adapted)  # type: ignore[no-any-return]
+    params = jax.tree.map_with_path(with_key, params, is_leaf=is_adapted)
+    return params

@@ -73,7 +73,7 @@ class LowRank:
 
     def astype(self, dtype: Any) -> "LowRank":
         narrow = {"a": self.a.astype(dtype), "b": self.b.astype(dtype)}
-        return self.replace(weight=self.weight.astype(dtype), **narrow)  # type: ignore[attr-defined, no-any-return]
+        return replace(self, weight=self.weight.astype(dtype), **narrow)
 
     def product(self) -> jax.Array:
         """scale (a b), with the axes of the weight, in float32."""

@@ -64,7 +64,7 @@ class Int8Weight:
 
     def astype(self, dtype: Any) -> "Int8Weight":
         """The same codes, which then stand for an array of this dtype."""
-        return self.replace(dtype=str(jnp.dtype(dtype)))  # type: ignore[attr-defined, no-any-return]
+        return replace(self, dtype=str(jnp.dtype(dtype)))
 
 
 @struct.dataclass
@@ -126,7 +126,7 @@ class NF4Weight:
 
     def astype(self, dtype: Any) -> "NF4Weight":
         """The same codes, which then stand for an array of this dtype."""
-        return self.replace(dtype=str(jnp.dtype(dtype)))  # type: ignore[attr-defined, no-any-return]
+        return replace(self, dtype=str(jnp.dtype(dtype)))
 
 
 def _contract(leaf: Any, equation: str, x: jax.Array, **where: Any) -> jax.Array:

@@ -5,7 +5,7 @@ model runs on [B b] rows: beam j of row i is row i b + j.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -185,4 +185,4 @@ def _of_parents(cache: KVCache, rows: jax.Array) -> KVCache:
     k, v = (
         tuple(jnp.take(layer, rows, axis=0) for layer in layers) for layers in (cache.k, cache.v)
     )
-    return cache.replace(k=k, v=v)  # type: ignore[attr-defined, no-any-return]
+    return replace(cache, k=k, v=v)

@@ -178,7 +178,8 @@ def decode(
         done = stream.done | ends(token, rules.end_token)
         after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
         logits = head(params, config, x, stream.layout)[:, 0]  # [B, 1, V] -> [B, V]
-        return i + 1, made.at[:, i].set(token), Stream(cache, logits, after, done, key)  # type: ignore[arg-type]
+        stream = replace(stream, cache=cache, logits=logits, layout=after, done=done, key=key)
+        return i + 1, made.at[:, i].set(token), stream
 
     _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))
     return made, stream

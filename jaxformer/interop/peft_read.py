@@ -88,8 +88,10 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
                 f"the params have an adapter already (of {path}): merge it with jf.merge first."
             )
         parts, arrays = _parts_of(modules, leaves[path].shape, stored, settings.dropout)
-        own = {name: place(getattr(parts, name), value) for name, value in arrays.items()}
-        leaves[path] = parts.replace(weight=leaves[path], **own)  # type: ignore[attr-defined]
+        own: dict[str, Any] = {
+            name: place(getattr(parts, name), value) for name, value in arrays.items()
+        }
+        leaves[path] = dataclasses.replace(parts, weight=leaves[path], **own)
     return map_specs(lambda path, _: leaves[path], model_specs(config))
 
 

@@ -1,5 +1,6 @@
 """A run that trains an adapter: the model below it, which its checkpoints do not hold."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,4 +62,4 @@ def first_params(table: Specs, base: Params, target: TrainState, seed: int) -> P
 
 def with_base(table: Specs, target: TrainState, base: Params) -> TrainState:
     """A state as shapes, but for the leaves of the base, which are its arrays."""
-    return target.replace(params=over_base(table, target.params, base))  # type: ignore[attr-defined, no-any-return]
+    return replace(target, params=over_base(table, target.params, base))

@@ -55,7 +55,8 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
 def restored(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> TrainState | None:
     """The state of the newest checkpoint of a run that can be read; None if there are none. Raises
     ConfigError as `Checkpoints.restore` does."""
-    return checkpoints.restore(with_base_of(setup, setup.target), log)  # type: ignore[no-any-return]
+    state: TrainState | None = checkpoints.restore(with_base_of(setup, setup.target), log)
+    return state
 
 
 def with_base_of(setup: RunSetup, target: TrainState) -> TrainState:

@@ -1,6 +1,7 @@
 """The program of a train step: what it takes, donates and gives back."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -109,9 +110,9 @@ def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Me
 def _apart(state: TrainState) -> tuple[TrainState, Params]:
     """A state without the leaves that do not learn, and these."""
     learned, still = split_frozen(state.params, state.frozen)
-    return state.replace(params=learned), still  # type: ignore[attr-defined]
+    return replace(state, params=learned), still
 
 
 def _together(moving: TrainState, still: Params) -> TrainState:
     params = merged(moving.params, still, moving.frozen)
-    return moving.replace(params=params)  # type: ignore[attr-defined, no-any-return]
+    return replace(moving, params=params)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -93,10 +94,10 @@ def _copied(
     places = state_shardings(params, optimizer, mesh, frozen)
     learned, others = split_frozen(params, frozen)
     moving, still = split_frozen(places.params, frozen)
-    places = places.replace(params=moving)  # type: ignore[attr-defined]
+    places = replace(places, params=moving)
     state = jax.jit(copy, out_shardings=places, compiler_options=compiler_options(mesh))(learned)
     whole = merged(state.params, jax.tree.map(place, others, still), frozen)
-    return state.replace(params=whole)  # type: ignore[no-any-return]
+    return replace(state, params=whole)
 
 
 def state_of(

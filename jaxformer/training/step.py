@@ -2,6 +2,7 @@
 loss."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -81,7 +82,8 @@ def make_step(
             params = merged(learned, state.params, state.frozen)
         metrics = {**means, "grad_norm": norm}
         metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
-        return TrainState(state.step + 1, params, moments, state.frozen), metrics  # type: ignore[arg-type]
+        after = replace(state, step=state.step + 1, params=params, optimizer=moments)
+        return after, metrics
 
     return Step(advance)
 
