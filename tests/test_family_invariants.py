@@ -162,7 +162,9 @@ def reach(config, segments=None, source_segments=None):
             0
         ].sum(-1)
 
-    moved = np.asarray(jnp.abs(jax.jacrev(logits)(params["embed"]["tokens"])).max(-1) > 0)
+    _, pull = jax.vjp(logits, params["embed"]["tokens"])
+    gradients = jax.vmap(lambda seed: pull(seed)[0])(jnp.eye(t))  # [T, V, D]
+    moved = np.asarray(jnp.abs(gradients).max(-1) > 0)
     assert not moved[:, t + s :].any()
     return moved[:, :t], moved[:, t : t + s]
 
