@@ -1,6 +1,7 @@
 """The weights that the decode loop reads are made once for the same params, and freed with them."""
 
 import gc
+import itertools
 import weakref
 
 import jax
@@ -11,7 +12,8 @@ from families import SIZES, alone
 
 import jaxformer as jf
 from jaxformer.generation import prepare
-from jaxformer.generation.prepare import prepared
+from jaxformer.generation.prepare import OutputMajor, prepared
+from jaxformer.params import contract
 
 CONFIG = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
 
@@ -76,3 +78,30 @@ def test_nothing_is_kept_of_what_is_traced(calls):
     assert len(calls) == 2 and not any(
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(prepare._LAST.__dict__)
     )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_weights_with_their_outputs_first_are_those_of_the_params(rows):
+    """On a CPU all matrices of a layer are stored so; each stands for what the params have."""
+    config = jf.ModelConfig(**SIZES | {"dtype": "float32"})
+    params = fresh()
+    layers = prepared(params, config)["blocks"]
+    turned = 0
+    for number, layer in enumerate(layers):
+        for part, name in itertools.product(("attention", "ffn"), ("q", "out", "up", "down")):
+            if name not in layer[part]:
+                continue
+            leaf, weight = layer[part][name], params["blocks"][part][name][number]
+            assert isinstance(leaf, OutputMajor) and leaf.shape == weight.shape
+            np.testing.assert_array_equal(leaf.array(), weight)
+            inputs, outputs = "DE"[: leaf.inputs], "HK"[: weight.ndim - leaf.inputs]
+            equation = f"BT{inputs},{inputs}{outputs}->BT{outputs}"
+            x = jax.random.normal(jax.random.key(1), (rows, 1, *weight.shape[: leaf.inputs]))
+            found, expected = (contract(equation, x, w) for w in (leaf, weight))
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+            index = np.array([0, weight.shape[0] - 1])
+            places = ("batch",) + (None,) * (weight.ndim - 1)
+            if weight.ndim == 2:
+                np.testing.assert_array_equal(leaf.lookup(index, places), weight[index])
+            turned += 1
+    assert turned == 4 * config.n_layers

@@ -5,10 +5,48 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import struct
 
 from jaxformer.config import ModelConfig
 from jaxformer.models.stack import compute_dtype, layers_of
-from jaxformer.params import Params, is_custom
+from jaxformer.models.transformer import specs
+from jaxformer.params import Params, Spec, contract, dotted, is_custom, lookup, rows
+from jaxformer.sharding import Axes, platform
+
+
+@struct.dataclass
+class OutputMajor:
+    """A weight of axes [*inputs, *outputs], stored as [*outputs, *inputs].
+
+    On a CPU the product of a vector with it reads memory faster, since both vectors of an output
+    are contiguous: GPT-2 124M decodes 1.22 times as fast (1.05 to 1.35, 12 pairs, on two cores of
+    an AMD EPYC with jax 0.10.2), at 0.80 of the bandwidth instead of 0.68.
+    """
+
+    matrix: jax.Array
+    inputs: int = struct.field(pytree_node=False)  # how many axes are contracted
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape[-self.inputs :] + self.matrix.shape[: -self.inputs]
+
+    def array(self) -> jax.Array:
+        return jnp.moveaxis(self.matrix, range(-self.inputs, 0), range(self.inputs))
+
+    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
+        if x.shape[0] == 2:  # two products of vectors take 0.8 to 0.9 of one of matrices
+            halves = [self.contract(equation, half, to=to, dtype=dtype) for half in (x[:1], x[1:])]
+            return jnp.concatenate(halves)
+        left, right, out = equation.replace("->", ",").split(",")
+        turned = right[self.inputs :] + right[: self.inputs]
+        return contract(f"{left},{turned}->{out}", x, self.matrix, to=to, dtype=dtype)
+
+    def lookup(self, index: Any, to: Axes) -> jax.Array:
+        return lookup(self.array(), index, to)
+
+    def astype(self, dtype: Any) -> "OutputMajor":
+        return OutputMajor(self.matrix.astype(dtype), self.inputs)
 
 
 def prepared(params: Params, config: ModelConfig) -> Params:
@@ -63,4 +101,22 @@ def _prepare(params: Params, config: ModelConfig) -> Params:
         from jaxformer.models.virtual import for_decoding
 
         cast |= {"virtual": for_decoding(params, config)}
-    return cast | {"blocks": layers_of(cast["blocks"])}
+    blocks = cast["blocks"]
+    if platform() == "cpu":
+        blocks = _output_major(blocks, rows(specs(config)["blocks"]))
+    return cast | {"blocks": layers_of(blocks)}
+
+
+def _output_major(blocks: Params, table: dict[str, Spec]) -> Params:
+    """The stacked layers, with the outputs of each matrix before its inputs."""
+
+    def turned(path: Any, leaf: Any) -> Any:
+        spec = table.get(dotted(path))
+        if spec is None or is_custom(leaf):
+            return leaf
+        n = len(spec.inputs)
+        if not n or spec.lookup or spec.axes[1 : n + 1] != spec.inputs:  # the first is "layers"
+            return leaf
+        return OutputMajor(jnp.moveaxis(leaf, range(1, n + 1), range(-n, 0)), n)
+
+    return jax.tree.map_with_path(turned, blocks, is_leaf=is_custom)  # type: ignore[no-any-return]
