@@ -19,6 +19,7 @@ from jaxformer.training.signals import guarded, importing
 COMMANDS = {
     "train": ("CONFIG [--section.field VALUE ...]", "Train a model, or continue its run."),
     "plan": ("CONFIG [--device h100] [--devices 8]", "What a run needs and costs, before it runs."),
+    "shapes": ("CONFIG [--format json]", "The shapes, parameters and FLOPs of each sublayer."),
     "sample": (
         'RUN [--prompt "..."] [--chat]',
         "Generate text, chat, predict tokens, classes or tags.",

@@ -133,7 +133,9 @@ def planned_run(
     sizes = mesh_shape(count, settings.data, settings.fsdp, settings.tensor, device_name)
     mesh = abstract_mesh(sizes, device_name)
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
-    run, notes = _with_known_sizes(run)
+    run, notes = with_known_sizes(run)
+    if compares_with_start(run):
+        notes += ("what the forward pass of the reference exchanges and stores is not counted",)
     batch = abstract_batch(run, mesh, packed)
     run, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
     specs, optimizer = _specs_and_optimizer(run)
@@ -166,7 +168,7 @@ def _specs_and_optimizer(run: RunConfig) -> tuple[Specs, optax.GradientTransform
     return specs, make_optimizer(run.optimizer, schedule, specs)
 
 
-def _with_known_sizes(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+def with_known_sizes(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` with the sizes that otherwise come from the data, and a sentence about each."""
     model, notes = run.model, []
     if not model.vocab_size:
@@ -177,8 +179,6 @@ def _with_known_sizes(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if model.output in ("classes", "tags") and not model.n_classes:
         model = dataclasses.replace(model, n_classes=ASSUMED_CLASSES)
         notes.append(f"{ASSUMED_CLASSES} classes are assumed; the data says how many there are")
-    if compares_with_start(run):
-        notes.append("what the forward pass of the reference exchanges and stores is not counted")
     return dataclasses.replace(run, model=model), tuple(notes)
 
 

@@ -1,0 +1,102 @@
+"""`jaxformer shapes CONFIG`: what goes into every sublayer of a model and what comes out."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jaxformer.cli.arguments import ConfigArguments, parse_with_config
+from jaxformer.config import AdapterConfig
+
+HEADER = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesArguments(ConfigArguments):
+    """Prints every sublayer and product of the forward pass in the order of computation: the shapes
+    of what it reads and makes, its parameters, and the FLOPs of its products for one batch of the
+    run. Read from a trace of the program; makes no array and needs no data."""
+
+    format: Literal["table", "json", "markdown"] = "table"
+    """How to print it."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    asked, config = parse_with_config(ShapesArguments, "jaxformer shapes", arguments)
+    from jaxformer.models.shapes import LEGEND, shapes_of
+    from jaxformer.plan.abstract import encoded_length
+    from jaxformer.plan.planned import with_known_sizes
+
+    config, notes = with_known_sizes(config)
+    if config.adapter.kind != "none":
+        notes += (f"the model is shown without its adapter ({config.adapter.kind})",)
+    source = encoded_length(replace(config, adapter=AdapterConfig()), 1)
+    rows = shapes_of(config.model, config.train.batch_size, config.data.sequence_length, source)
+    for note in notes:
+        print(f"note: {note}.", file=sys.stderr)
+    total = {
+        "parameters": sum(row.times * row.parameters for row in rows),
+        "flops": sum(row.times * row.flops for row in rows if not row.depth),
+    }
+    if asked.format == "json":
+        print(json.dumps({"rows": [_numbers(row) for row in rows], **total}, indent=1))
+        return 0
+    lines = [_cells(row, asked.format) for row in rows]
+    lines.append(("total", "", "", "", *_amounts(total["parameters"], total["flops"])))
+    print(_table(lines, asked.format))
+    text = " ".join(side for row in rows for sides in row.symbols for side in sides)
+    used = [f"{name} {meaning}" for name, meaning in LEGEND.items() if name in text]
+    print(f"\n{', '.join(used)}.")
+    print("Parameters and FLOPs are those of one layer, and in the total those of all layers.")
+    return 0
+
+
+def _numbers(row: Any) -> dict[str, Any]:
+    """A row for JSON."""
+    reads, makes = row.symbols
+    return {
+        "name": row.name,
+        "layers": list(row.layers),
+        "depth": row.depth,
+        "reads": [list(shape) for shape in row.reads],
+        "makes": [list(shape) for shape in row.makes],
+        "reads_symbols": list(reads),
+        "makes_symbols": list(makes),
+        "parameters": row.parameters,
+        "flops": row.flops,
+    }
+
+
+def _cells(row: Any, style: str) -> tuple[str, ...]:
+    """A row as text."""
+    name = row.label
+    if row.depth:
+        name = name.rpartition(".")[2]
+        name = f"- {name}" if style == "markdown" else f"    {name}"
+    numbers = tuple(tuple(str(list(shape)) for shape in side) for side in (row.reads, row.makes))
+    shapes = [f"{' '.join(reads)} -> {' '.join(makes)}" for reads, makes in (row.symbols, numbers)]
+    shown = [text if row.makes else "" for text in shapes]
+    times = f"x {row.times}" if row.times > 1 else ""
+    return name, times, *shown, *_amounts(row.parameters, row.flops)
+
+
+def _amounts(*numbers: int) -> tuple[str, ...]:
+    from jaxformer.report.format import human_count
+
+    return tuple(human_count(number) if number else "" for number in numbers)
+
+
+def _table(lines: Sequence[Sequence[str]], style: str) -> str:
+    """Columns, the last two to the right: aligned, or as Markdown."""
+    if style == "markdown":
+        bars = ("---",) * 4 + ("---:",) * 2
+        return "\n".join(f"| {' | '.join(line)} |" for line in (HEADER, bars, *lines))
+    widths = [max(map(len, column)) for column in zip(HEADER, *lines, strict=True)]
+    shown = []
+    for line in (HEADER, *lines):
+        pairs = list(zip(line, widths, strict=True))
+        left, right = pairs[:4], pairs[4:]
+        cells = [cell.ljust(width) for cell, width in left]
+        shown.append("  ".join([*cells, *(cell.rjust(width) for cell, width in right)]).rstrip())
+    return "\n".join(shown)
