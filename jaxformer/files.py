@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and JSON files that hold an object."""
+"""Files that appear whole or not at all, JSON files that hold an object, and the lock of a run."""
 
 import contextlib
 import errno
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxformer.settings import ConfigError
+
+LOCK = ".lock"  # the file in a run directory that the process of the run locks
 
 
 @contextlib.contextmanager

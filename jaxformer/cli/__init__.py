@@ -29,6 +29,7 @@ COMMANDS = {
     "prepare": ("CONFIG [--output DIR] [--shard I/N]", "Tokenize the data before training."),
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
+    "runs": ("[DIR]", "List runs with their steps, losses and states."),
     "replay": ("RUN --step K [--output PATH]", "Do a step again: batch, losses, gradient."),
     "doctor": ("CONFIG", "Check what a run needs, before it runs."),
     "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 from jaxformer.config import AdapterConfig
 
-HEADER = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
+SHAPE_COLUMNS = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +89,9 @@ def _amounts(*numbers: int) -> tuple[str, ...]:
 
 def _table(lines: Sequence[Sequence[str]], style: str) -> str:
     """Columns, the last two to the right: aligned, or as Markdown."""
+    from jaxformer.report.table import aligned
+
     if style == "markdown":
         bars = ("---",) * 4 + ("---:",) * 2
-        return "\n".join(f"| {' | '.join(line)} |" for line in (HEADER, bars, *lines))
-    widths = [max(map(len, column)) for column in zip(HEADER, *lines, strict=True)]
-    shown = []
-    for line in (HEADER, *lines):
-        pairs = list(zip(line, widths, strict=True))
-        left, right = pairs[:4], pairs[4:]
-        cells = [cell.ljust(width) for cell, width in left]
-        shown.append("  ".join([*cells, *(cell.rjust(width) for cell, width in right)]).rstrip())
-    return "\n".join(shown)
+        return "\n".join(f"| {' | '.join(line)} |" for line in (SHAPE_COLUMNS, bars, *lines))
+    return "\n".join(aligned([SHAPE_COLUMNS, *lines], right=(4, 5)))

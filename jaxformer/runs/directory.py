@@ -18,11 +18,10 @@ from jaxformer.checkpoints import require_savable
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config
 from jaxformer.config_json import to_json
-from jaxformer.files import read_object, write_text
+from jaxformer.files import LOCK, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
-LOCK = ".lock"
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 
 

@@ -1,0 +1,76 @@
+"""`jaxformer runs [DIR]`: the runs of a directory at a glance."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jaxformer.cli.arguments import parse
+from jaxformer.config import ConfigError
+
+if TYPE_CHECKING:
+    from jaxformer.runs.listing import ListedRun
+
+RUN_COLUMNS = ("run", "state", "step", "loss", "best validation loss", "tokens/s", "last logged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsArguments:
+    """Lists the runs of a directory and of those below it: whether each is running, done or
+    stopped, its steps, last training loss, lowest validation loss (nats per target) with its step,
+    and tokens a second. Reads files only."""
+
+    dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Directory that the runs are in."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    asked = parse(RunsArguments, "runs", arguments)
+    from jaxformer.report.format import escaped
+    from jaxformer.report.table import aligned
+    from jaxformer.runs.listing import runs_below
+
+    found = list(runs_below(asked.dir))
+    runs = [run for run in found if not isinstance(run, ConfigError)]
+    if asked.json:
+        print(json.dumps([_numbers(run) for run in runs], indent=1))
+    elif runs:
+        lines = [RUN_COLUMNS, *(_cells(run, asked.dir) for run in runs)]
+        print("\n".join(aligned(lines, right=(2, 3, 4, 5, 6))))
+    else:
+        print(f"There is no run in {asked.dir}.")
+    for problem in found:
+        if isinstance(problem, ConfigError):
+            print(f"note: {escaped(str(problem))}", file=sys.stderr)
+    return 0
+
+
+def _numbers(run: "ListedRun") -> dict[str, Any]:
+    """A run for JSON, which has no number that is not finite."""
+    values = run._asdict() | {"path": str(run.path)}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[name] = None
+    return values
+
+
+def _cells(run: "ListedRun", folder: Path) -> tuple[str, ...]:
+    from jaxformer.report.format import escaped, human_time
+
+    name = str(run.path.relative_to(folder)) if run.path != folder else str(folder)
+    return (
+        escaped(name).replace("\n", "\\n"),
+        run.state,
+        f"{run.step:,}/{run.steps:,}",
+        "" if run.loss is None else f"{run.loss:.4f}",
+        "" if run.best is None else f"{run.best:.4f} at {run.best_step:,}",
+        "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        "" if run.idle is None else f"{human_time(run.idle)} ago",
+    )
