@@ -32,7 +32,7 @@ from jaxformer.plan.abstract import run_specs
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
-BASE = {"train.steps": 4, "train.eval_every": 0, "run.sample_tokens": 0}
+BASE = {"train.steps": 4, "train.eval_every": 0}
 ADAPTER = {
     "adapter.kind": "lora",
     "adapter.rank": 2,
@@ -43,7 +43,6 @@ ADAPTER = {
     "train.checkpoint_every": 4,
     "train.eval_every": 4,
     "train.steps": 8,
-    "run.sample_tokens": 0,
 }
 
 

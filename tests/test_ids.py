@@ -296,12 +296,7 @@ def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path:
 def test_a_run_trains_on_ids_and_is_evaluated_on_others(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {
-        "tokenizer.path": made,
-        "train.steps": 3,
-        "train.eval_every": 0,
-        "run.sample_tokens": 0,
-    }
+    changes = {"tokenizer.path": made, "train.steps": 3, "train.eval_every": 0}
     assert train_here(line(tmp_path / "run", made / "many.npy", changes)) == 0
     np.load(made / "one.npy").tofile(tmp_path / "val.bin")
     capsys.readouterr()

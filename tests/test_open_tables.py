@@ -153,7 +153,7 @@ def test_an_added_name_passes_through_json_config_files_and_the_command_line(
 def test_a_run_with_an_added_activation_trains_from_its_config_file(tmp_path: Path) -> None:
     file, text = tmp_path / "mine.py", write_text(tmp_path / "text.txt")
     file.write_text(CONFIG_FILE)
-    changes = {"train.steps": 2, "train.microbatches": 1, "run.sample_tokens": 0}
+    changes = {"train.steps": 2, "train.microbatches": 1}
     arguments = [str(file), *run_line(tmp_path / "run", text, changes)[1:]]
     assert train_here(arguments) == 0
     assert jf.load(tmp_path / "run").config.activation == "cubed"

@@ -108,7 +108,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_step_that_does_not_compile_leaves_the_directory_to_other_settings(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    run_dir, changes = tmp_path / "run", SMALL | {"run.sample_tokens": 0}
+    run_dir, changes = tmp_path / "run", SMALL
     with monkeypatch.context() as patched:
         replace(patched, Step, "lower", TPU)
         assert train_here(line(run_dir, text, changes)) == 1
@@ -150,7 +150,7 @@ def test_a_step_that_runs_out_continues_from_its_checkpoint(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     run_dir = tmp_path / "run"
-    changes = SMALL | {"train.checkpoint_every": 2, "run.sample_tokens": 0}
+    changes = SMALL | {"train.checkpoint_every": 2}
     compiled = composer.compile_step
     with monkeypatch.context() as patched:
         patched.setattr(

@@ -39,7 +39,6 @@ CHANGES = {
     "optimizer.learning_rate": 5e-3,
     "optimizer.name": "adamw",
     "optimizer.warmup_steps": 0,
-    "run.sample_tokens": 0,
     "train.checkpoint_every": 2,
     "train.eval_every": 2,
     "train.preference_beta": 0.3,
@@ -53,7 +52,7 @@ def base(tmp_path_factory):
     words in order, and the rejected one in the opposite order."""
     folder = tmp_path_factory.mktemp("preferences")
     text = write_text(folder / "text.txt")
-    few = dict.fromkeys(("run.sample_tokens", "train.eval_every", "train.checkpoint_every"), 0)
+    few = dict.fromkeys(("train.eval_every", "train.checkpoint_every"), 0)
     few |= {"train.steps": 8}
     assert train_here(line(folder / "start", text, few | {"optimizer.decay_steps": 8})) == 0
     sentences = [words.split() for words in text.read_text().split("\n<|endoftext|>\n")]

@@ -62,7 +62,8 @@ def test_processes_have_the_losses_and_evaluations_of_one(
         finish(fork(line(tmp_path / "one", text, SMALL | length)))
         one = tmp_path / "one"
     run_dir = tmp_path / "several"
-    found = ends(launch_all(count, run_dir, text, SMALL | changes, devices))
+    changes = SMALL | changes | {"run.sample_tokens": 8}
+    found = ends(launch_all(count, run_dir, text, changes, devices))
     assert [status for status, _, _ in found.values()] == [0] * count, found
     assert_near(run_dir, one)
     assert saved(run_dir) == saved(one) and (run_dir / "loss.png").is_file()

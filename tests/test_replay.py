@@ -91,7 +91,7 @@ FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 def test_a_step_of_every_family_is_done_again_bitwise(family: str, tmp_path: Path) -> None:
     write, name, changes = FAMILIES[family]
     text = write(tmp_path / name)
-    more = {"train.steps": 3, "train.eval_every": 0, "run.sample_tokens": 0}
+    more = {"train.steps": 3, "train.eval_every": 0}
     assert train_here(line(tmp_path / "run", text, changes | more)) == 0
     assert_adds_up(tmp_path / "run", 2)
 

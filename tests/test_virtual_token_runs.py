@@ -16,7 +16,7 @@ from jaxformer.plan.abstract import encoded_length, run_specs, with_kernel
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
-BASE = {"train.steps": 2, "train.eval_every": 0, "run.sample_tokens": 0}
+BASE = {"train.steps": 2, "train.eval_every": 0}
 VIRTUAL = {
     "adapter.tokens": 3,
     "train.checkpoint_every": 2,

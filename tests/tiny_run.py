@@ -41,7 +41,7 @@ SETTINGS = {
     "optimizer.warmup_steps": 4,
     "run.compilation_cache": f"{CACHE}/xla",
     "run.progress": "lines",
-    "run.sample_tokens": 8,
+    "run.sample_tokens": 0,
     "tokenizer.vocab_size": 300,
     "train.batch_size": 8,
     "train.checkpoint_every": EVERY,

@@ -36,7 +36,6 @@ TINY = {
     "optimizer.name": "adamw",
     "optimizer.warmup_steps": 1,
     "run.dir": "run",
-    "run.sample_tokens": 0,
     "train.batch_size": 4,
     "train.checkpoint_every": 1,
     "train.eval_every": 0,
