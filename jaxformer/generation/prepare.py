@@ -35,7 +35,8 @@ class OutputMajor:
         return jnp.moveaxis(self.matrix, range(-self.inputs, 0), range(self.inputs))
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        if x.shape[0] == 2:  # two products of vectors take 0.8 to 0.9 of one of matrices
+        if x.shape[: x.ndim - self.inputs] in ((2,), (2, 1)):
+            # Two products of vectors take 0.8 to 0.9 of the time of one of matrices.
             halves = [self.contract(equation, half, to=to, dtype=dtype) for half in (x[:1], x[1:])]
             return jnp.concatenate(halves)
         left, right, out = equation.replace("->", ",").split(",")
