@@ -23,7 +23,7 @@ RUN_COLUMNS = ("run", "state", "step", "loss", "best validation loss", "tokens/s
 class RunsArguments:
     """Lists the runs of a directory and of those below it: whether each is running, done or
     stopped, its steps, last training loss, lowest validation loss (nats per target) with its step,
-    and tokens a second. Reads files only."""
+    and tokens per second. Reads files only."""
 
     dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Directory that the runs are in."""

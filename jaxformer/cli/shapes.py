@@ -4,10 +4,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 from jaxformer.config import AdapterConfig
+
+if TYPE_CHECKING:
+    from jaxformer.models.shape_trace import ShapeRow
 
 SHAPE_COLUMNS = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
 
@@ -24,7 +27,7 @@ class ShapesArguments(ConfigArguments):
 
 def run(arguments: Sequence[str]) -> int:
     asked, config = parse_with_config(ShapesArguments, "jaxformer shapes", arguments)
-    from jaxformer.models.shapes import LEGEND, shapes_of
+    from jaxformer.models.shapes import SYMBOLS, shapes_of
     from jaxformer.plan.abstract import encoded_length
     from jaxformer.plan.planned import with_known_sizes
 
@@ -40,43 +43,27 @@ def run(arguments: Sequence[str]) -> int:
         "flops": sum(row.times * row.flops for row in rows if not row.depth),
     }
     if asked.format == "json":
-        print(json.dumps({"rows": [_numbers(row) for row in rows], **total}, indent=1))
+        print(json.dumps({"rows": [row._asdict() for row in rows], **total}, indent=1))
         return 0
     lines = [_cells(row, asked.format) for row in rows]
     lines.append(("total", "", "", "", *_amounts(total["parameters"], total["flops"])))
     print(_table(lines, asked.format))
-    text = " ".join(side for row in rows for sides in row.symbols for side in sides)
-    used = [f"{name} {meaning}" for name, meaning in LEGEND.items() if name in text]
+    text = " ".join(shape for row in rows for shape in row.reads_symbols + row.makes_symbols)
+    used = [f"{name} {symbol.meaning}" for name, symbol in SYMBOLS.items() if name in text]
     print(f"\n{', '.join(used)}.")
     print("Parameters and FLOPs are those of one layer, and in the total those of all layers.")
     return 0
 
 
-def _numbers(row: Any) -> dict[str, Any]:
-    """A row for JSON."""
-    reads, makes = row.symbols
-    return {
-        "name": row.name,
-        "layers": list(row.layers),
-        "depth": row.depth,
-        "reads": [list(shape) for shape in row.reads],
-        "makes": [list(shape) for shape in row.makes],
-        "reads_symbols": list(reads),
-        "makes_symbols": list(makes),
-        "parameters": row.parameters,
-        "flops": row.flops,
-    }
-
-
-def _cells(row: Any, style: str) -> tuple[str, ...]:
+def _cells(row: "ShapeRow", style: str) -> tuple[str, ...]:
     """A row as text."""
     name = row.label
     if row.depth:
         name = name.rpartition(".")[2]
         name = f"- {name}" if style == "markdown" else f"    {name}"
-    numbers = tuple(tuple(str(list(shape)) for shape in side) for side in (row.reads, row.makes))
-    shapes = [f"{' '.join(reads)} -> {' '.join(makes)}" for reads, makes in (row.symbols, numbers)]
-    shown = [text if row.makes else "" for text in shapes]
+    symbols = f"{' '.join(row.reads_symbols)} -> {' '.join(row.makes_symbols)}"
+    reads, makes = (" ".join(str(list(shape)) for shape in side) for side in (row.reads, row.makes))
+    shown = (symbols, f"{reads} -> {makes}") if row.makes else ("", "")
     times = f"x {row.times}" if row.times > 1 else ""
     return name, times, *shown, *_amounts(row.parameters, row.flops)
 

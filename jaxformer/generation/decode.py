@@ -131,7 +131,7 @@ def start(
             f" prompt, or ask for at most {space} new tokens."
         )
     slots = rounded(tokens.shape[1] + max_new_tokens)
-    if "virtual" not in params:  # whose vectors the prompt is read with, and the loop is not
+    if "virtual" not in params:  # which the prompt is read with, and prepared weights leave out
         params = prepared(params, config)
     return _prefill(params, config, slots, (tokens, segments), read, key)
 

@@ -27,8 +27,8 @@ FORMS = {"reshape", "transpose", "convert_element_type", "squeeze", "broadcast_i
 class ShapeRow(NamedTuple):
     """A sublayer, or a product within one (`depth` 1), of each of `layers` (empty: of no layer).
 
-    `name` is that in the first of the layers. `reads` and `makes` are shapes in numbers, with their
-    `symbols` beside them. `parameters` and `flops` are those of one layer; FLOPs are 2 for each
+    `name` is that in the first of the layers. `reads` and `makes` are shapes in numbers, the others
+    in symbols. `parameters` and `flops` are those of one layer; FLOPs are 2 for each
     multiplication of a product of the forward pass, for the whole batch.
     """
 
@@ -37,9 +37,10 @@ class ShapeRow(NamedTuple):
     depth: int
     reads: tuple[Shape, ...]
     makes: tuple[Shape, ...]
-    symbols: tuple[tuple[str, ...], tuple[str, ...]]
     parameters: int
     flops: int
+    reads_symbols: tuple[str, ...] = ()
+    makes_symbols: tuple[str, ...] = ()
 
     @property
     def times(self) -> int:
@@ -59,8 +60,9 @@ def traced_rows(
     config: ModelConfig, batch_size: int, length: int, source_length: int
 ) -> list[ShapeRow]:
     """The rows of a trace, each of one layer, without symbols."""
+    # None of these changes a shape; with them every product is an equation of its own.
     plain = {"layer_loop": "unroll", "attention_kernel": "xla", "remat": "none", "dropout": 0.0}
-    plain["dtype"] = "float32"  # none of these changes a shape
+    plain["dtype"] = "float32"
     config = replace(config, **plain)  # type: ignore[arg-type]
     table = specs(config)
     params = map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), table)
@@ -87,7 +89,7 @@ def traced_rows(
     rows = list(_rows(trace, grouped=config.kv_heads != config.n_heads))
     rest = count(table) - sum(row.parameters for row in rows)
     if rest:
-        rows.append(ShapeRow("other", (), 0, (), (), ((), ()), rest, 0))
+        rows.append(ShapeRow("other", (), 0, (), (), rest, 0))
     return rows
 
 
@@ -264,7 +266,7 @@ def _row(
 ) -> ShapeRow:
     parts = name.split(".")
     layers = (int(parts[1]),) if len(parts) > 2 and parts[1].isdigit() else ()
-    return ShapeRow(name, layers, depth, tuple(reads), tuple(makes), ((), ()), parameters, flops)
+    return ShapeRow(name, layers, depth, tuple(reads), tuple(makes), parameters, flops)
 
 
 def _flops(eqn: Any) -> int:

@@ -7,39 +7,34 @@ the second trace tells which size of the config each axis is.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.models.shape_trace import Shape, ShapeRow, traced_rows
 from jaxformer.settings import ConfigError
 
-# Sizes of the trace for symbols: no two are equal, nor is a product of some of them one of them.
+
+class Symbol(NamedTuple):
+    """The name of an axis: its size in the trace for symbols, and what it counts."""
+
+    size: int
+    meaning: str
+
+
+# No two sizes are equal, nor is the product of two of them a third, but for N = K G.
 SYMBOLS = {
-    "B": 7,
-    "T": 33,
-    "S": 39,
-    "D": 130,
-    "N": 12,
-    "K": 4,
-    "G": 3,
-    "H": 10,
-    "W": 14,
-    "F": 88,
-    "V": 101,
-    "C": 17,
-}
-LEGEND = {
-    "B": "rows of the batch",
-    "T": "tokens of a row",
-    "S": "tokens of a source",
-    "D": "model.d_model",
-    "N": "heads",
-    "K": "key-value heads",
-    "G": "query heads of a key-value head",
-    "H": "width of a head",
-    "W": "width of a value",
-    "F": "model.d_ff",
-    "V": "model.vocab_size",
-    "C": "classes",
+    "B": Symbol(7, "rows of the batch"),
+    "T": Symbol(33, "tokens of a row"),
+    "S": Symbol(39, "tokens of a source"),
+    "D": Symbol(130, "model.d_model"),
+    "N": Symbol(12, "heads"),
+    "K": Symbol(4, "key-value heads"),
+    "G": Symbol(3, "query heads of a key-value head"),
+    "H": Symbol(10, "width of a head"),
+    "W": Symbol(14, "width of a value"),
+    "F": Symbol(88, "model.d_ff"),
+    "V": Symbol(101, "model.vocab_size"),
+    "C": Symbol(17, "classes"),
 }
 
 
@@ -52,23 +47,25 @@ def shapes_of(
     are in a last row "other". Raises ConfigError for lengths that the model does not take."""
     numbers = traced_rows(config, batch_size, length, source_length or length)
     try:
-        symbolic = traced_rows(_symbolic(config), *(SYMBOLS[name] for name in "BTS"))
+        symbolic = traced_rows(_symbolic(config), *(SYMBOLS[name].size for name in "BTS"))
     except ConfigError as error:  # settings that allow some sizes only
         raise ConfigError(f"the axes of this model cannot be named: {error}") from error
-    names = {size: name for name, size in SYMBOLS.items()}
+    names = {symbol.size: name for name, symbol in SYMBOLS.items()}
 
     def named(shapes: Sequence[Shape]) -> tuple[str, ...]:
         found = (", ".join(names.get(size, str(size)) for size in shape) for shape in shapes)
         return tuple(f"[{text}]" for text in found)
 
     pairs = zip(numbers, symbolic, strict=True)
-    rows = [row._replace(symbols=(named(s.reads), named(s.makes))) for row, s in pairs]
+    rows = [
+        row._replace(reads_symbols=named(s.reads), makes_symbols=named(s.makes)) for row, s in pairs
+    ]
     return _merged(rows)
 
 
 def _symbolic(config: ModelConfig) -> ModelConfig:
     """The model with the sizes of `SYMBOLS`."""
-    sizes = {name: SYMBOLS[name] for name in SYMBOLS}
+    sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
     grouped = config.kv_heads != config.n_heads
     return replace(
         config,

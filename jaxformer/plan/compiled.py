@@ -138,8 +138,7 @@ def compile_on(
     ready, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
     lowered = step.lower(state, batch)
     lowered_at = time.perf_counter()
-    memory = counts = None
-    capacity = round(capacity_of(device) or 0)
+    memory, counts, capacity = None, None, round(capacity_of(device) or 0)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -54,9 +54,9 @@ def listed(run_dir: Path) -> ListedRun:
     step = max((line["step"] for line in lines), default=0)
     losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
-    state: State = (
-        "running" if _is_locked(run_dir / LOCK) else "done" if step >= steps else "stopped"
-    )
+    state: State = "done" if step >= steps else "stopped"
+    if _is_locked(run_dir / LOCK):
+        state = "running"
     return ListedRun(
         path=run_dir,
         state=state,
