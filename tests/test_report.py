@@ -169,7 +169,7 @@ def test_tensorboard_does_not_bring_pytorch_which_can_be_imported_later(tmp_path
 
 
 def test_without_tensorboard_only_the_lines_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.report.metrics.has_tensorboard", lambda: False)
+    monkeypatch.setattr("jaxformer.report.trackers._is_installed", lambda name: name == "none")
     log_steps(tmp_path, 0, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -223,11 +223,11 @@ def test_a_plot_of_nothing_says_what_to_do(tmp_path):
 
 
 def test_a_spike_bends_neither_the_smoothed_curve_nor_the_scale():
-    from jaxformer.report.plot import _range, _smooth
+    from jaxformer.report.plot import _range, smoothed
 
     loss = np.full(500, 3.0)
     loss[250] = 1e4
-    assert np.allclose(_smooth(loss)[1], 3.0)
+    assert np.allclose(smoothed(loss)[1], 3.0)
     assert _range(loss, np.array([]))[1] < 4
 
 

@@ -21,7 +21,7 @@ from jaxformer.plan.abstract import preference_options, with_reference
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.format import escaped
 from jaxformer.runs.directory import claim, is_begun, lock, release
-from jaxformer.runs.metric_logger import MetricLogger, logged_before
+from jaxformer.runs.metric_logger import MetricLogger, logged_before, tracker_of
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, batches_of, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state, restored
@@ -66,6 +66,7 @@ def train(run: RunConfig) -> Result:
 
 def _train(run: RunConfig, begin: float) -> Result:
     from jaxformer.processes import together
+    from jaxformer.report.trackers import chosen_tracker
     from jaxformer.runs.launch import finish, same_run
 
     if jax.process_index():
@@ -74,6 +75,7 @@ def _train(run: RunConfig, begin: float) -> Result:
     with contextlib.ExitStack() as stack, doing(PREPARING):
 
         def open_directory() -> bool:
+            chosen_tracker(run.run.tracker)  # refused before anything is written
             stack.enter_context(lock(run))
             return is_begun(run)
 
@@ -210,7 +212,7 @@ def _steps(
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks), {}
     with (
         ProgressBar(settings.steps, first, shown) as progress,
-        MetricsLog(setup.run.run.dir, first, began) as metrics_log,
+        MetricsLog(setup.run.run.dir, first, began, tracker_of(setup.run, first)) as metrics_log,
     ):
         step = StepByLength(setup, first, programs, _ignore if shown == "none" else progress.log)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
