@@ -262,6 +262,26 @@ def test_a_line_tells_loss_pace_use_and_time_left(capsys, monkeypatch):
     )
 
 
+def test_an_evaluation_of_more_than_a_few_seconds_tells_how_far_it_is(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with ProgressBar(0, mode="lines", stream=sys.stderr) as progress:
+        for seconds, batches in ((1.0, 4), (2.0, 7)):
+            read = []
+            for batch in progress.evaluation(iter(range(batches)), batches):
+                read.append(batch)
+                clock[0] += seconds
+            assert read == [*range(batches)] and progress.evaluated is None
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines() == [
+        "evaluation 3/7 batches  8.0 s left",
+        "evaluation 6/7 batches  2.0 s left",
+    ]
+    with ProgressBar(1, mode="none") as progress:
+        assert [*progress.evaluation(iter("ab"), 2)] == ["a", "b"]
+
+
 def test_no_terminal_means_lines_and_none_means_silence(capsys):
     for mode in ("auto", "none"):
         with ProgressBar(1, mode=mode) as progress:
@@ -346,6 +366,24 @@ def test_a_terminal_shows_a_bar_and_an_interrupt_leaves_it_usable():
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert shown.rindex(show) > shown.rindex(hide)
     assert shown.count("MFU") < 4 * 1.2 + 8
+
+
+EVALUATION_RUN = """
+import time
+from jaxformer.report import ProgressBar
+with ProgressBar(10) as progress:
+    progress.update(5, {"loss": 2.5})
+    for batch in progress.evaluation(range(4), 4):
+        time.sleep(0.4)
+    time.sleep(0.4)
+"""
+
+
+def test_the_bar_counts_the_batches_of_an_evaluation_and_comes_back():
+    shown, status = on_a_terminal(EVALUATION_RUN, columns=80, seconds=60)
+    assert status == 0
+    assert shown.index("evaluation 1/4") < shown.index("evaluation 3/4")
+    assert shown.rindex("step 5/10") > shown.rindex("evaluation")
 
 
 # banner, closing, numbers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from jaxformer.config import RunConfig, flat
+from jaxformer.config import RunConfig, TrainConfig, flat
 from jaxformer.evaluation import Evaluation
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE
@@ -36,6 +36,12 @@ def logged_before(run_dir: str, step: int) -> Logged:
     evaluations = [line for line in lines if "val_loss" in line and line["step"] == step]
     skipped = max((line.get(SKIPPED_STEPS, 0) for line in lines), default=0)
     return Logged(evaluations[-1] if evaluations else {}, skipped)
+
+
+def is_evaluated(step: int, train: TrainConfig) -> bool:
+    """Whether a run is evaluated after a step."""
+    on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
+    return on_the_way or step == train.steps
 
 
 def tracker_of(run: RunConfig, step: int) -> "Tracker":
