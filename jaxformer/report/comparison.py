@@ -1,6 +1,7 @@
 """The curves of several runs in one HTML page. Drawn by plotly, the extra `compare`."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,10 +75,7 @@ def comparison_page(
     )
     parts = {"title": html.escape(title), "curves": drawn, "table": _table(columns, rows)}
     page = files("jaxformer.report").joinpath("comparison.html").read_text("utf-8")
-    for name, part in parts.items():
-        before, _, after = page.partition(f"{{{{{name}}}}}")
-        page = before + part + after
-    return page
+    return re.sub("{{(.+?)}}", lambda found: parts[found[1]], page)
 
 
 def _figure(panels: Mapping[str, Sequence[Overlaid]]) -> "Figure":
