@@ -139,12 +139,7 @@ _Carry = tuple[jax.Array, _Live, Beams, KVCache, BeamSteps | None]
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="keeps")
 def _search(
-    params: Params,
-    config: ModelConfig,
-    rules: Search,
-    n: int,
-    stream: Stream,
-    keeps: bool = False,
+    params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, keeps: bool = False
 ) -> tuple[Beams, Any]:
     """The best texts, and the steps if they are kept."""
     batch, beams = stream.logits.shape[0], rules.beams

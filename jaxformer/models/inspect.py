@@ -150,7 +150,7 @@ def attention_masks(
     return masks
 
 
-def logit_lens(params: Params, config: ModelConfig, residual: jax.Array) -> jax.Array:
+def logit_lens(params: Params, config: ModelConfig, residual: Any) -> jax.Array:
     """The logits of a layer's residual stream [B, T, D], as if it were that of the last layer: the
     final norm and the head, float32 [B, T, V] (nostalgebraist 2020; Belrose et al. 2023,
     arXiv:2303.08112).
