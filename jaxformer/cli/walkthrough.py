@@ -30,8 +30,7 @@ def walkthrough_of(
     from jaxformer.models.shapes import SYMBOLS
 
     length, source = rows["tokens"].shape[1], rows.get("source")
-    shown = {name: row for name, row in rows.items() if name != "token_types"}
-    masks = attention_masks(model.config, layers=layers or None, **shown)
+    masks = attention_masks(model.config, layers=layers or None, **rows)
     return Walkthrough(
         stages=stages_of(model.config, length, 0 if source is None else source.shape[1]),
         symbols={name: symbol.meaning for name, symbol in SYMBOLS.items()},
