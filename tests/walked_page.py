@@ -1,5 +1,5 @@
-"""A page of attention with everything on it, of numbers that are known: groups of tokens, masks with
-padding and a window, beams of every fate, and the logit lens."""
+"""A page of attention with everything on it, of known numbers: groups of tokens, masks with padding
+and a window, beams of every fate, and the logit lens."""
 
 import numpy as np
 from test_attention_page import softmax_maps

@@ -118,7 +118,8 @@ def beam_search_steps(
     source: Any = None,
     **search: Any,
 ) -> tuple[Beams, BeamSteps]:
-    """What `beam_search` returns for the same arguments, and what each of its steps chose from."""
+    """What `beam_search` returns for the same arguments, and what each of its steps chose from. All
+    prompts [B, T] have one length, and so have all sources [B, S]."""
     rules, key = Search(**search), jax.random.key(0)
     stream = start(params, config, prompt, max_new_tokens, key, None, source)
     return _search(prepared(params, config), config, rules, max_new_tokens, stream, keeps=True)
