@@ -15,6 +15,7 @@ from test_inspect import VARIANTS, case, inspect, maps_of
 from test_inspect import forward as logits_of_case
 
 import jaxformer as jf
+from jaxformer.cli import main
 from jaxformer.report.attention import attention_page
 from jaxformer.report.walkthrough import BeamCandidate, Stage, Walkthrough
 
@@ -143,12 +144,21 @@ def test_the_command_writes_masks_lens_and_stages_with_padding(
     assert data["beams"] == [] and data["symbols"]["S"]
 
 
-def test_padding_without_an_encoder_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    from jaxformer.cli import main
-
-    run = write_run(tmp_path / "run", "decoder")
-    assert main(["attention", str(run), "--prompt", "a", "--padding", "2"]) == 2
-    assert "--padding 2 must be 0 or more, and needs an encoder" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("decoder", ["--padding", "2"], "--padding 2 must be 0 or more, and needs an encoder"),
+        ("encoder_decoder", ["--padding", "-1"], "--padding -1 must be 0 or more"),
+        ("encoder_decoder", ["--padding", "80"], "only 64 fit on a page"),
+        ("encoder_decoder", ["--beams", "2", "--target", "b"], "leave one out"),
+    ],
+)
+def test_what_the_page_cannot_show_is_refused(
+    tmp_path: Path, capsys: Capture, name: str, line: list[str], said: str
+) -> None:
+    run, page = write_run(tmp_path / "run", name), tmp_path / "page.html"
+    assert main(["attention", str(run), "--prompt", "a", "--output", str(page), *line]) == 2
+    assert said in capsys.readouterr().err and not page.exists()
 
 
 # what does not fit

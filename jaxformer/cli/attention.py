@@ -81,6 +81,8 @@ def run(arguments: Sequence[str]) -> int:
             queries, keys = (len(shown[axis]) for axis in AXES[kind])
             maps[kind] = np.asarray(weights)[:, 0, :, -queries:, -keys:]
     candidates = _candidates(model, np.asarray(found.logits[0]))
+    if "target" in shown and "decoder" not in maps:  # layers that only the encoder has
+        candidates, beams = [], []
     about: dict[str, Any] = {"title": asked.prompt, "layers": asked.layers}
     more = walkthrough_of(model, rows, asked.layers, beams)
     page = attention_page(
@@ -118,6 +120,8 @@ def _inputs(
             f"--target and --beams need an encoder-decoder, but {asked.path} has"
             f" model.family={config.family!r}."
         )
+    if asked.target is not None and asked.beams:
+        raise ConfigError("--beams searches for a target, and --target gives one: leave one out.")
     if asked.padding < 0 or (asked.padding and config.family == "decoder"):
         raise ConfigError(
             f"--padding {asked.padding} must be 0 or more, and needs an encoder: {asked.path} has"
