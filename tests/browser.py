@@ -82,6 +82,7 @@ class View:
 
     def swipe(self, selector: str, across: int) -> None:
         """A finger that moves over an element, in pixels to the right."""
+        self.tab.locator(selector).scroll_into_view_if_needed()
         area = self.tab.locator(selector).bounding_box()
         x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
         touch = self.context.new_cdp_session(self.tab)

@@ -207,10 +207,11 @@ def test_texts_have_enough_contrast(browser: Any, file: Path, scheme: str) -> No
     for view in opened(browser, file, **DESKTOP, color_scheme=scheme):
         colors = {
             name: np.array(view.tab.evaluate(f"rgb('--{name}')")[:3]) / 255
-            for name in ("page", "raised", "ink", "soft", "mark", "seen", "unseen")
+            for name in ("page", "raised", "ink", "soft", "mark", "seen", "on-seen", "unseen")
         }
         for ink in ("ink", "soft", "mark"):
             assert min(contrast(colors[ink], colors[on]) for on in ("page", "raised")) >= 4.5
+        assert contrast(colors["seen"], colors["on-seen"]) >= 4.5
         assert contrast(colors["seen"], colors["unseen"]) >= 3
 
 
