@@ -1,13 +1,15 @@
 """A page of attention with everything on it, of known numbers: groups of tokens, masks with padding
 and a window, beams of every fate, and the logit lens."""
 
+import functools
+
 import numpy as np
 from test_attention_page import softmax_maps
 
 import jaxformer as jf
 from jaxformer.cli.walkthrough import stages_of
 from jaxformer.report.attention import attention_page
-from jaxformer.report.walkthrough import BeamCandidate, Walkthrough
+from jaxformer.report.walkthrough import BeamCandidate, Stage, Walkthrough
 
 SOURCE = ["\\xe4", "\\xbd\\xa0", " Hund", "[padding]"]
 TARGET = ["<s>", "The", " \\xe7", "\\x8b\\x97", "."]
@@ -42,6 +44,11 @@ BEAMS = [
 ]
 
 
+@functools.cache
+def stages() -> list[Stage]:
+    return stages_of(MODEL, 5, 4)
+
+
 def example(hostile: str = "") -> str:
     """A page of an encoder-decoder of two layers, with everything on it."""
     maps = softmax_maps(2, 3, 4, 5)
@@ -52,7 +59,7 @@ def example(hostile: str = "") -> str:
     beams = [[each._replace(before=hostile or each.before) for each in step] for step in BEAMS]
     lens = [[[(hostile or text, share) for text, share in of] for of in layer] for layer in LENS]
     walk = Walkthrough(
-        stages=stages_of(MODEL, 5, 4), symbols={"T": "tokens"}, masks=MASKS, beams=beams, lens=lens
+        stages=stages(), symbols={"T": "tokens"}, masks=MASKS, beams=beams, lens=lens
     )
     candidates = [shares(t) for t in range(5)]
     return attention_page(

@@ -19,18 +19,22 @@ for (const kind of kinds) {
 
 // Tokens, and the groups of those that share characters
 
-const SPANS = {}, WORDS = {}; // of each axis: { first, last, text } for each label, and the full text of each token
+// Of each axis: { first, last, text } of each label; of each token its text, that of its group with its place in it; and
+// this with its own bytes.
+const SPANS = {}, WORDS = {}, BYTES = {};
 for (const [axis, own] of Object.entries(DATA.tokens)) {
   const groups = DATA.groups[axis].map(([first, last, text]) => ({ first, last, text }));
   const inside = (i) => groups.find(({ first, last }) => first <= i && i < last);
   WORDS[axis] = own.map((word, i) => {
     const group = inside(i);
-    return group ? `${group.text} (${i - group.first + 1} of ${group.last - group.first}: ${word})` : word;
+    return group ? `${group.text} (${i - group.first + 1}/${group.last - group.first})` : word;
   });
+  BYTES[axis] = own.map((word, i) => (inside(i) ? `${WORDS[axis][i]} ${word}` : word));
   const single = own.map((text, i) => ({ first: i, last: i + 1, text })).filter(({ first }) => !inside(first));
   SPANS[axis] = [...groups, ...single].sort((a, b) => a.first - b.first);
 }
 const keysOf = (kind) => WORDS[MAPS[kind].key], queriesOf = (kind) => WORDS[MAPS[kind].query];
+const pairText = (kind, query, key) => `${BYTES[MAPS[kind].query][query]} → ${BYTES[MAPS[kind].key][key]}`;
 
 // Weights
 
@@ -123,7 +127,7 @@ function strip(kind) { // the tokens that the chosen map of a kind reads from at
   const kept = state.pinned === null ? "" : " (kept)";
   const from = MAPS[kind].query === walked ? "" : `, from “${queriesOf(kind)[query]}”${kept}`;
   const chip = (text, key) => {
-    const title = `${queriesOf(kind)[query]} → ${keysOf(kind)[key]}: ${exact(row[key])}`;
+    const title = `${pairText(kind, query, key)}: ${exact(row[key])}`;
     const made = make("span", text, { title, onclick: () => go(axis, key) });
     Object.assign(made.style, { background: css(color(shaded[key])), color: inkOn(color(shaded[key])) });
     made.classList.toggle("here", same && key === query);

@@ -70,7 +70,7 @@ function point(event) {
   tip.hidden = cell === null;
   if (cell === null) return;
   const weight = rowOf(state.kind, cell.query)[cell.key];
-  tip.textContent = `${queriesOf(state.kind)[cell.query]} → ${keysOf(state.kind)[cell.key]}: ${exact(weight)}`;
+  tip.textContent = `${pairText(state.kind, cell.query, cell.key)}: ${exact(weight)}`;
   const below = event.clientY + 18, above = event.clientY - 12 - tip.offsetHeight;
   tip.style.left = `${Math.max(Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8), 8)}px`;
   tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : above}px`;

@@ -53,14 +53,14 @@ function showBeams() {
     : "The search chose nothing at this step.";
   const rows = found.map(({ before, token, log_probability, score, state: fate, leads }) => {
     const cells = [
-      make("td", ending(before, 24), { title: before }), make("td", token, { className: "token" }),
+      make("td", ending(before, 18), { title: before, className: "before" }), make("td", token, { className: "token" }),
       make("td", log_probability.toFixed(3), { className: "number" }),
       box("td", "", make("span", fate, { className: "state" })),
       make("td", score === null ? "" : score.toFixed(3), { className: "number" }),
     ];
     return box("tr", `${fate}${leads ? " leads" : ""}`, ...cells);
   });
-  const top = header(["so far", ""], ["next", ""], ["log p", "number"], ["", ""], ["score", "number"]);
+  const top = header(["so far", "before"], ["next", ""], ["log p", "number"], ["", ""], ["score", "number"]);
   at("ranking").replaceChildren(...(rows.length ? [top, ...rows] : []));
 }
 

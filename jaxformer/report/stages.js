@@ -19,7 +19,8 @@ const shapesOf = (arrays, write) => arrays.map(write).join(" ");
 
 function stageButton(stage, index) {
   const onclick = () => change({ stage: state.stage === index ? null : index, ...(stage.kind && MAPS[stage.kind] ? { kind: stage.kind } : {}) });
-  const button = make("button", titleOf(stage), { className: "stage", title: stage.name, onclick });
+  const className = lastName(stage).endsWith("norm") ? "stage minor" : "stage";
+  const button = make("button", titleOf(stage), { className, title: stage.name, onclick });
   button.append(make("span", shapesOf(stage.makes, symbols)));
   button.setAttribute("aria-pressed", "false");
   button.setAttribute("aria-controls", "stage");
@@ -65,6 +66,8 @@ function showWhen() { // what each part reads or makes at this step
   for (const when of document.querySelectorAll("[data-when]")) when.replaceChildren(...texts[when.dataset.when]);
 }
 
+const lowered = (line) => line.split(/_(\w+)/).map((part, i) => (i % 2 ? make("sub", part) : part)); // W_Q: Q is a subscript
+
 function showStage() {
   showWhen();
   for (const button of document.querySelectorAll("[data-stage]")) {
@@ -74,16 +77,15 @@ function showStage() {
   if (state.stage === null) return;
   const stage = STAGES[state.stage], rows = [stage, ...stage.products];
   const layers = stage.layers.length ? `, ${layersText(stage.layers)}` : "";
-  const formula = box("div", "formula", ...stage.formula.map((line) => make("div", line)));
-  const head = box("tr", "", ...["", "goes in", "comes out", "goes in", "comes out"].map((text) => make("th", text)));
-  for (const cell of head.children) cell.scope = "col";
-  const body = rows.map((each, i) => {
-    const name = make("th", i ? lastName(each) : "stage");
-    name.scope = "row";
+  const formula = box("div", "formula", ...stage.formula.map((line) => box("div", "", ...lowered(line))));
+  const top = box("tr", "", make("td", ""), make("th", "shapes", { colSpan: 2, scope: "colgroup" }),
+    make("th", stage.part === "encoder" || walked === "source" ? "here" : `at step ${state.step + 1}`, { colSpan: 2, scope: "colgroup" }));
+  const sides = ["in", "out", "in", "out"].map((text) => make("th", text, { scope: "col" }));
+  const body = rows.map((each) => {
     const cells = [symbols, numbers].flatMap((write) => [each.reads, each.makes].map((side) => make("td", shapesOf(side, write))));
-    return box("tr", "", name, ...cells);
+    return box("tr", "", make("th", lastName(each), { scope: "row" }), ...cells);
   });
-  const table = box("div", "scroll", box("table", "", head, ...body));
+  const table = box("div", "scroll", box("table", "", top, box("tr", "", make("td", ""), ...sides), ...body));
   Object.assign(table, { tabIndex: 0 }).setAttribute("aria-label", "Shapes");
   table.setAttribute("role", "region");
   const used = new Set(rows.flatMap((each) => [...each.reads, ...each.makes].flat().map(([name]) => name)));
@@ -91,5 +93,6 @@ function showStage() {
     .map(([name, meaning]) => `${name} ${meaning}${growing(name) ? ` (so far ${state.step + 1})` : ""}`);
   const count = stage.parameters ? `${stage.parameters.toLocaleString("en")} parameters${stage.layers.length > 1 ? " in each layer" : ""}` : "";
   const facts = [count, meanings.join(", ")].filter(Boolean).join(".  ");
-  at("stage").replaceChildren(make("h3", `${titleOf(stage)}${layers}`), formula, table, make("p", facts, { className: "soft" }));
+  const left = box("div", "", make("h3", `${titleOf(stage)}${layers}`), formula, make("p", facts, { className: "soft" }));
+  at("stage").replaceChildren(left, table);
 }
