@@ -18,7 +18,11 @@ const numbers = (axes) => `[${axes.map(([name, size]) => (growing(name) ? state.
 const shapesOf = (arrays, write) => arrays.map(write).join(" ");
 
 function stageButton(stage, index) {
-  const onclick = () => change({ stage: state.stage === index ? null : index, ...(stage.kind && MAPS[stage.kind] ? { kind: stage.kind } : {}) });
+  const onclick = () => {
+    const maps = MAPS[stage.kind] ? { kind: stage.kind } : {}; // those that it makes are shown too
+    change({ stage: state.stage === index ? null : index, ...maps });
+    at("stage").scrollIntoView({ block: "nearest" });
+  };
   const className = lastName(stage).endsWith("norm") ? "stage minor" : "stage";
   const button = make("button", titleOf(stage), { className, title: stage.name, onclick });
   button.append(make("span", shapesOf(stage.makes, symbols)));
