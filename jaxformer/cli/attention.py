@@ -24,7 +24,7 @@ from jaxformer.cli.walkthrough import SHOWN_PER_STEP, beam_candidates, naming, w
 from jaxformer.config import ConfigError
 from jaxformer.files import write_text
 from jaxformer.report.walkthrough import BeamCandidate
-from jaxformer.tokenizer.pieces import character_groups
+from jaxformer.tokenizer.characters import character_groups
 
 PADDING = "[padding]"  # shown in the place of a token
 MOST_TOKENS = 256  # a page of more could not be read, nor opened quickly

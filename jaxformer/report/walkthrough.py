@@ -12,7 +12,9 @@ import numpy as np
 from jaxformer.report.visible import visible
 from jaxformer.settings import ConfigError
 
-Axes = Sequence[tuple[str, int]]  # of an array: the symbol of each axis, or its size, and its size
+AxisSizes = Sequence[
+    tuple[str, int]
+]  # of an array: the symbol of each axis, or its size, and its size
 Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likeliest first
 STATES = ("kept", "finished", "dropped")
 
@@ -28,8 +30,8 @@ class Stage(NamedTuple):
     part: Literal["encoder", "decoder", "output"]
     name: str
     layers: Sequence[int]
-    reads: Sequence[Axes]
-    makes: Sequence[Axes]
+    reads: Sequence[AxisSizes]
+    makes: Sequence[AxisSizes]
     parameters: int = 0
     formula: Sequence[str] = ()
     kind: str = ""
