@@ -12,9 +12,7 @@ import numpy as np
 from jaxformer.report.visible import visible
 from jaxformer.settings import ConfigError
 
-AxisSizes = Sequence[
-    tuple[str, int]
-]  # of an array: the symbol of each axis, or its size, and its size
+AxisSizes = Sequence[tuple[str, int]]  # of each axis its symbol, or its size, and its size
 Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likeliest first
 STATES = ("kept", "finished", "dropped")
 
