@@ -166,11 +166,11 @@ def test_the_steps_of_a_search_tell_how_its_texts_were_found(family):
     alone = beam_search(params, config, prompt, n, **sources, **rules)
     jax.tree.map(np.testing.assert_array_equal, found, alone)
     steps = type(steps)(*map(np.asarray, steps))
-    assert 0 < steps.count <= n and np.isneginf(steps.log_probabilities[steps.count :]).all()
+    assert 0 < steps.done <= n and np.isneginf(steps.log_probabilities[steps.done :]).all()
     for row in range(3):
         live, over, dead = [()] * b, {}, 0
         own = {name: source[row] for name, source in sources.items()}
-        for i in range(steps.count):
+        for i in range(steps.done):
             logs, scores = steps.log_probabilities[i, row], steps.scores[i, row]
             real = np.isfinite(logs)
             dead += (~real).sum()

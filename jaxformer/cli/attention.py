@@ -113,8 +113,9 @@ def _inputs(
 ) -> tuple[dict[str, np.ndarray], list[list[BeamCandidate]]]:
     """What the model reads, by the names of `jf.forward`, and the beams that wrote the target.
     Raises ConfigError for more than a page shows."""
-    config, limit, beams = model.config, min(MOST_TOKENS, model.context()), []
+    config, limit = model.config, min(MOST_TOKENS, model.context())
     rows: dict[str, Any]
+    beams: list[list[BeamCandidate]] = []
     if (asked.target is not None or asked.beams) and config.family != "encoder_decoder":
         raise ConfigError(
             f"--target and --beams need an encoder-decoder, but {asked.path} has"

@@ -140,10 +140,12 @@ def beam_candidates(
 ) -> list[list[BeamCandidate]]:
     """The candidates of each step of the search that found these tokens, likeliest first; of many,
     the first and those that lead to what was found."""
-    steps = type(steps)(*map(np.asarray, steps))
+    import jax
+
+    steps = jax.tree.map(np.asarray, steps)
     live: list[list[int]] = [[]] * steps.chosen.shape[-1]
     candidates = []
-    for i in range(int(steps.count)):
+    for i in range(int(steps.done)):
         parents, tokens = (of[i, 0].tolist() for of in (steps.parents, steps.tokens))
         texts = [[*live[parent], token] for parent, token in zip(parents, tokens, strict=True)]
         chosen, own = steps.chosen[i, 0].tolist(), list[BeamCandidate]()

@@ -73,8 +73,8 @@ class BeamSteps(NamedTuple):
     `parents` int32 [n, B, C] is the live text (0 .. b - 1) that a candidate continues, `tokens`
     int32 [n, B, C] its new token, `log_probabilities` float32 [n, B, C] that of the whole new text
     in nats, -inf where there are fewer candidates; `scores` [n, B, C] is -inf but for those that
-    finish a text; `chosen` int32 [n, B, b] are the places of the candidates that live on. `count`
-    int32 is how many of the n steps were done; the rest is not filled.
+    finish a text; `chosen` int32 [n, B, b] are the places of the candidates that live on. `done`
+    int32 is how many of the n steps were taken; the rest is not filled.
     """
 
     parents: jax.Array
@@ -82,7 +82,7 @@ class BeamSteps(NamedTuple):
     log_probabilities: jax.Array
     scores: jax.Array
     chosen: jax.Array
-    count: jax.Array
+    done: jax.Array
 
 
 def beam_search(
@@ -177,7 +177,7 @@ def _search(
         going, step, (jnp.int32(0), live, over, cache, steps)
     )
     best = _best(over, Beams(live.tokens, live.logs / rules.penalty(i)))
-    return best, steps and steps._replace(count=i)
+    return best, steps and steps._replace(done=i)
 
 
 def _no_steps(n: int, batch: int, beams: int) -> BeamSteps:
