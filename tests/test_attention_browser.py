@@ -44,6 +44,18 @@ def opened(browser: Any, file: Path, **options: Any) -> Iterator[View]:
     found.context.close()
 
 
+def test_without_a_browser_a_test_is_skipped_but_fails_in_ci(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("browser.NAMES", ())
+    for environment, stopped in ((None, pytest.skip.Exception), ("1", pytest.fail.Exception)):
+        monkeypatch.delenv("CI", raising=False)
+        if environment:
+            monkeypatch.setenv("CI", environment)
+        with pytest.raises(stopped, match="apt-get install chromium"), chromium():
+            pass
+
+
 def test_buttons_and_keys_step_forwards_and_backwards_within_the_target(view: View) -> None:
     press = view.tab.keyboard.press
     assert view.step() == 0 and view.tab.locator("#back").is_disabled()
