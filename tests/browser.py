@@ -2,6 +2,7 @@
 for pictures of a page:
 
 python tests/browser.py PAGE.html PICTURE.png [--phone] [--dark] [--press KEY,KEY] [--stage NAME]
+                                              [--at SELECTOR]
 """
 
 import argparse
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--press", default="", help="keys that are pressed, with commas between")
     parser.add_argument("--stage", default="", help="the stage that is chosen, by its name")
-    parser.add_argument("--height", type=int, default=0, help="of the picture; 0: of the page")
+    parser.add_argument("--at", default="", help="a window's view of this part; else all")
     asked = parser.parse_args()
     options: dict[str, Any] = {**(PHONE if asked.phone else DESKTOP)}
     options["color_scheme"] = "dark" if asked.dark else "light"
@@ -126,10 +127,9 @@ def main() -> None:
             view.tab.click(f"button.stage[title='{asked.stage}']")
         for key in filter(None, asked.press.split(",")):
             view.tab.keyboard.press(key)
-        if asked.height:
-            width = options["viewport"]["width"]
-            view.tab.set_viewport_size({"width": width, "height": asked.height})
-        view.tab.screenshot(path=asked.picture, full_page=not asked.height)
+        scrolled = f"document.querySelector({asked.at or 'body'!r}).scrollIntoView()"
+        view.tab.evaluate(scrolled)
+        view.tab.screenshot(path=asked.picture, full_page=not asked.at)
 
 
 if __name__ == "__main__":
