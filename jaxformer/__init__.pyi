@@ -11,7 +11,9 @@ from .generation.decode import generate
 from .interop.peft_read import read_adapter
 from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
+from .layers.standalone import multi_head_attention, transformer_block
 from .loading import Loaded, load
+from .logit_loss import softmax_cross_entropy
 from .mesh import make_mesh
 from .models.adapt import adapt
 from .models.inspect import attention_maps, inspect
@@ -66,13 +68,16 @@ __all__ = [
     "make_mesh",
     "make_step",
     "merge",
+    "multi_head_attention",
     "quantize",
     "read_adapter",
     "reference_log_probs",
     "save_adapter",
     "save_pretrained",
+    "softmax_cross_entropy",
     "specs",
     "tokenizer",
     "train",
+    "transformer_block",
     "without_adapters",
 ]

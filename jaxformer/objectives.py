@@ -18,6 +18,7 @@ from jaxformer.data.task import (
     MakeRows,
     Task,
     causal_rows,
+    check_order,
     missing_sentinels,
     nothing_missing,
     prefix_rows,
@@ -218,6 +219,7 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
         raise ConfigError(
             f"{asked} cannot be had with {what}, whose rows are one text: set it to stream."
         )
+    check_order(data, name, row.template, row.rows)
     if len(row_lengths(data)) > 1 and not row.can_be_cut:
         raise ConfigError(
             f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "

@@ -100,8 +100,11 @@ def prepare(
             rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
     else:
         stores = text_stores(sides, tokenizer, cache / "stores", log, data.verify == "always")
+        # What is held out is read in order, every token once.
+        settings_of = {"train": data, "validation": replace(data, order="epochs")}
         for side, several in stores.items():
-            rows[side] = [task.rows(store, data, task.format, tokenizer) for store in several]
+            own = settings_of[side]
+            rows[side] = [task.rows(store, own, task.format, tokenizer) for store in several]
     train = _mixed(sides["train"], rows["train"], data)
     equal = replace(data, weights="", epochs="")  # these are shares of what is trained on
     validation = _mixed(sides["validation"], rows["validation"], equal)

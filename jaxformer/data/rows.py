@@ -91,6 +91,11 @@ class Rows(abc.ABC):
         """What a run of so many steps draws of each source, where there are several."""
         return []
 
+    @property
+    def numbers(self) -> int:
+        """One more than the highest number of a row."""
+        return len(self)
+
     def order(self, seed: int, batch_size: int) -> Any:
         """The numbers of the rows that a run reads, as an endless grain dataset: all rows in each
         epoch, shuffled anew."""
@@ -148,7 +153,10 @@ class CausalRows(TextRows):
         self.packed = data.packing == "documents"
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        start = int(index) * self.stride
+        return self.from_place(int(index) * self.stride)
+
+    def from_place(self, start: int) -> NumpyBatch:
+        """The row whose first token is token `start` of the store."""
         window = self.store.read(start, start + self.window)
         used = len(window) - 1
         row = {"tokens": window[:-1], "targets": window[1:], "weights": np.ones(used, np.float32)}
