@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from test_architecture import code_lines, docstring_lines, functions
 
-import jaxformer as jf
-
 FILE = Path(__file__).parent.parent / "examples" / "cs336" / "adapters.py"
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 # The course's interface: the adapters of its tests.
@@ -247,9 +245,7 @@ def test_training_continues_bitwise_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("warmup, cycle", [(7, 21), (1, 5), (0, 4)])
-def test_the_schedule_is_the_formula_of_the_handout(
-    adapters: Any, warmup: int, cycle: int
-) -> None:
+def test_the_schedule_is_the_formula_of_the_handout(adapters: Any, warmup: int, cycle: int) -> None:
     high, low = 3e-3, 2e-4
     for it in range(cycle + 4):
         share = min(max(it - warmup, 0) / (cycle - warmup), 1.0)
@@ -286,11 +282,3 @@ def test_bpe_merges_the_most_frequent_pair_and_its_tokenizer_reads_it_back(
     assert ids.count(0) == 3 and tokenizer.decode(ids) == TEXT
     assert list(tokenizer.encode_iterable(TEXT.splitlines(keepends=True))) == ids
     assert b"".join(vocab[token] for token in ids) == TEXT.encode()
-
-
-def test_what_cannot_be_computed_alone_is_one_message() -> None:
-    import jax.numpy as jnp
-
-    config = jf.ModelConfig(d_model=8, n_heads=2, n_layers=1)
-    with pytest.raises(jf.ConfigError, match=r"q: missing, expected \(8, 2, 4\)"):
-        jf.multi_head_attention({}, config, jnp.zeros((1, 2, 8)))

@@ -301,9 +301,7 @@ def run_save_checkpoint(
     torch.save({**states, "iteration": iteration}, out)
 
 
-def run_load_checkpoint(
-    src: File, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> int:
+def run_load_checkpoint(src: File, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     saved = torch.load(src, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

@@ -80,9 +80,7 @@ class Mixture(Rows):
 
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
         # [source][n] is the row, numbered within the source, that is the n-th drawn of it.
-        parts = [
-            part.order(own, batch_size) for part, own in zip(self.parts, seeds, strict=True)
-        ]
+        parts = [part.order(own, batch_size) for part, own in zip(self.parts, seeds, strict=True)]
         run_phases = self._phases(batch_size)
 
         def row_number(number: int) -> int:

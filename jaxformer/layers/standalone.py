@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.config_model import BIASED_SCORES, ModelConfig
@@ -12,7 +13,7 @@ from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.params import Params, check_params
 from jaxformer.settings import ConfigError
 
-OptionalIndex = Int[Array, "B T"] | None
+OptionalIndex = Int[Array | np.ndarray, "B T"] | None
 
 
 def multi_head_attention(
@@ -62,9 +63,7 @@ def transformer_block(
     return block(params, config, x, _mask(config, x, positions, segment_ids)).x
 
 
-def _mask(
-    config: ModelConfig, x: Any, positions: jax.Array | None, segment_ids: jax.Array | None
-) -> AttentionMask:
+def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -> AttentionMask:
     """The mask of a layer's self-attention, causal in a decoder."""
     if config.family == "encoder_decoder" or config.positions == "t5":
         raise ConfigError(
@@ -74,8 +73,8 @@ def _mask(
         )
     if x.ndim != 3 or x.shape[-1] != config.d_model:
         raise ConfigError(
-            f"x has the shape {list(x.shape)}, and a layer reads [batch, length,"
-            f" model.d_model={config.d_model}]: reshape it, or change model.d_model."
+            f"x has the shape {list(x.shape)}, and a layer reads [batch, length, d_model] with"
+            f" model.d_model={config.d_model}: reshape it, or change model.d_model."
         )
     layout = layout_of(x[..., 0], positions, segment_ids)
     mask = AttentionMask(layout, layout, causal=config.family == "decoder")
