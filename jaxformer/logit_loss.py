@@ -45,8 +45,8 @@ def softmax_cross_entropy(
     y its target in 0 .. V - 1 and w its weight (default: 1); the weight is the sum of w. The
     largest logit is subtracted before the exponential, so that no finite logit overflows. `extras`
     are label_smoothing (arXiv:1512.00567), z_loss (arXiv:2204.02311) and soft_cap, as in
-    `jaxformer.losses.cross_entropy`, which does not hold all logits in memory. Raises ConfigError for
-    shapes that do not fit, and TypeError for another name.
+    `jaxformer.losses.cross_entropy`, which does not hold all logits in memory. Raises ConfigError
+    for shapes that do not fit, and TypeError for another name.
     """
     shapes = {targets.shape, logits.shape[:-1] if weights is None else weights.shape}
     if shapes != {logits.shape[:-1]}:

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from corpora import prepare
 from test_architecture import code_lines, docstring_lines, functions
+
+import jaxformer as jf
+from jaxformer.config import DataConfig, RunConfig, TokenizerConfig
 
 FILE = Path(__file__).parent.parent / "examples" / "cs336" / "adapters.py"
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -282,3 +286,24 @@ def test_bpe_merges_the_most_frequent_pair_and_its_tokenizer_reads_it_back(
     assert ids.count(0) == 3 and tokenizer.decode(ids) == TEXT
     assert list(tokenizer.encode_iterable(TEXT.splitlines(keepends=True))) == ids
     assert b"".join(vocab[token] for token in ids) == TEXT.encode()
+
+
+def test_line_breaks_around_the_separator_are_tokens_of_the_file_and_not_of_its_documents(
+    tmp_path: Path,
+) -> None:
+    """What docs/cs336.md says of the two ways to count a loss."""
+    stories, text = ("A cat sat.", "Another cat ran."), tmp_path / "text.txt"
+    text.write_text("".join(f"{story}\n<|endoftext|>\n" for story in stories))
+    vocab, merges = jf.tokenizer.train_bpe(text, 270, ["<|endoftext|>"])
+    tokenizer = jf.tokenizer.Tokenizer.from_bpe(vocab, merges, ["<|endoftext|>"])
+    tokenizer.save(tmp_path / "tokenizer.json")
+    cats, others = map(tokenizer.encode, stories)
+    (newline,) = tokenizer.encode("\n")
+    run = RunConfig(
+        data=DataConfig(train=str(text), validation_fraction=0, cache_dir=str(tmp_path / "cache")),
+        tokenizer=TokenizerConfig(path=str(tmp_path / "tokenizer.json")),
+    )
+    (store,) = prepare(run).stores["train"]
+    assert store.read(0, store.tokens).tolist() == [*cats, 0, *others, 0]
+    around = [newline, 0, newline]
+    assert tokenizer.encode(text.read_text()) == [*cats, *around, *others, *around]
