@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -76,7 +77,8 @@ def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -
             f"x has the shape {list(x.shape)}, and a layer reads [batch, length, d_model] with"
             f" model.d_model={config.d_model}: reshape it, or change model.d_model."
         )
-    layout = layout_of(x[..., 0], positions, segment_ids)
+    index = (None if each is None else jnp.asarray(each) for each in (positions, segment_ids))
+    layout = layout_of(x[..., 0], *index)
     mask = AttentionMask(layout, layout, causal=config.family == "decoder")
     if config.positions not in BIASED_SCORES:
         return mask
