@@ -13,7 +13,6 @@ from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
 from .loading import Loaded, load
-from .logit_loss import softmax_cross_entropy
 from .mesh import make_mesh
 from .models.adapt import adapt
 from .models.inspect import attention_maps, inspect
@@ -25,6 +24,7 @@ from .runs.config import load_config
 from .runs.out_of_memory import OutOfMemory
 from .runs.run import Result, train
 from .settings import ConfigError
+from .softmax_loss import softmax_cross_entropy
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit
 from .training.nonfinite import SkipSteps

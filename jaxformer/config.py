@@ -60,7 +60,6 @@ class RunSettings(Section):
 
 
 Packing = Literal["stream", "documents", "best_fit"]
-Order = Literal["epochs", "random"]
 WordPatternName = Literal["gpt2", "llama3"]
 Undecodable = Literal["refuse", "replace", "skip"]
 Malformed = Literal["refuse", "skip"]
@@ -123,7 +122,7 @@ class DataConfig(Section):
     packing: Packing = "stream"
     """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
     separates documents by segment ids; best_fit cuts no document that fits into a row."""
-    order: Order = "epochs"
+    order: Literal["epochs", "random"] = "epochs"
     """Order of training rows: epochs reads every row once before any again, each time in a new
     order; random draws windows that begin anywhere in the text, independently of each other."""
     objective: ObjectiveName = "auto"

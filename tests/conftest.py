@@ -65,7 +65,7 @@ jaxtyping.jaxtyped = jaxtyped_outside
 jaxtyping.install_import_hook(
     [
         *(f"jaxformer.layers.{module}" for module in CHECKED),
-        *("jaxformer.models", "jaxformer.losses", "jaxformer.logit_loss"),
+        *("jaxformer.models", "jaxformer.losses", "jaxformer.softmax_loss"),
     ],
     "beartype.beartype",
 )

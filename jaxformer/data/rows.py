@@ -153,10 +153,7 @@ class CausalRows(TextRows):
         self.packed = data.packing == "documents"
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        return self.from_place(int(index) * self.stride)
-
-    def from_place(self, start: int) -> NumpyBatch:
-        """The row whose first token is token `start` of the store."""
+        start = int(index) * self.stride
         window = self.store.read(start, start + self.window)
         used = len(window) - 1
         row = {"tokens": window[:-1], "targets": window[1:], "weights": np.ones(used, np.float32)}

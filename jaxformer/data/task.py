@@ -17,8 +17,7 @@ MakeRows = Callable[[TokenStore, DataConfig, RowFormat, Tokenizer], Rows]
 def causal_rows(
     store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
 ) -> Rows:
-    """Rows in which every token but the first is a target once, packed as data.packing says; with
-    data.order=random, any windows of the text."""
+    """Rows in which every token but the first is a target once, packed as data.packing says."""
     if data.order == "random":
         from jaxformer.data.windows import WindowRows
 
@@ -28,19 +27,6 @@ def causal_rows(
 
         return BestFitRows(store, data, tokenizer.end_token)
     return CausalRows(store, data)
-
-
-def check_order(data: DataConfig, objective: str, template: object, rows: object) -> None:
-    """Raises ConfigError where data.order=random asks for windows of other rows than those that
-    `causal_rows` cuts from one stream of text: of records (by a `template`), of `rows` of another
-    kind, or of packed ones."""
-    windows = template is None and rows is causal_rows and data.packing == "stream"
-    if data.order == "random" and not windows:
-        raise ConfigError(
-            "data.order=random draws windows of one stream of text, for data.objective=causal with"
-            f" data.packing=stream, and here are data.objective={objective} and"
-            f" data.packing={data.packing}: set data.order=epochs, or change these two."
-        )
 
 
 def span_rows(

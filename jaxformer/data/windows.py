@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.rows import CausalRows, NumpyBatch
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.rows import NumpyBatch, TextRows
+from jaxformer.data.store import TokenStore
 
 
-class WindowRows(CausalRows):
+class WindowRows(TextRows):
     """Row i reads the T + 1 tokens from place i of the store on, of which all but the last predict
     the next one.
 
@@ -16,12 +18,17 @@ class WindowRows(CausalRows):
     length in epochs counts tokens: an epoch is as many windows as the store has rows.
     """
 
+    def __init__(self, store: TokenStore, data: DataConfig) -> None:
+        super().__init__(store, data.sequence_length + 1, data.sequence_length)
+
     @property
     def numbers(self) -> int:
         return max(0, self.tokens - self.window + 1)
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        return self.from_place(int(index))
+        window = self.store.read(int(index), int(index) + self.window)
+        weights = np.ones(self.window - 1, np.float32)
+        return {"tokens": window[:-1], "targets": window[1:], "weights": weights}
 
     def order(self, seed: int, batch_size: int) -> Any:
         """The places of the windows of a run, as an endless grain dataset: entry
@@ -31,6 +38,17 @@ class WindowRows(CausalRows):
         places = self.numbers
         drawn = grain.MapDataset.range(sys.maxsize)
         return drawn.map(lambda number: window_start(seed, int(number), places))
+
+
+def check_windows(data: DataConfig, objective: str, of_text: bool) -> None:
+    """Raises ConfigError where data.order=random asks for windows of anything but one stream of
+    text: of records, of rows with segments, or of rows that an objective makes otherwise."""
+    if not of_text or data.packing != "stream":
+        raise ConfigError(
+            "data.order=random draws windows of one stream of text, for data.objective=causal with"
+            f" data.packing=stream, and here are data.objective={objective} and"
+            f" data.packing={data.packing}: set data.order=epochs, or change these two."
+        )
 
 
 def window_start(seed: int, number: int, places: int) -> int:

@@ -14,7 +14,7 @@ from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.params import Params, check_params
 from jaxformer.settings import ConfigError
 
-OptionalIndex = Int[Array | np.ndarray, "B T"] | None
+TokenNumbers = Int[Array | np.ndarray, "B T"] | None
 
 
 def multi_head_attention(
@@ -22,8 +22,8 @@ def multi_head_attention(
     config: ModelConfig,
     x: Float[Array, "B T D"],
     *,
-    segment_ids: OptionalIndex = None,
-    positions: OptionalIndex = None,
+    segment_ids: TokenNumbers = None,
+    positions: TokenNumbers = None,
 ) -> Float[Array, "B T D"]:
     """Self-attention with its four projections, without norm and residual: float [B, T, D] ->
     [B, T, D] in the dtype of `x`.
@@ -49,8 +49,8 @@ def transformer_block(
     config: ModelConfig,
     x: Float[Array, "B T D"],
     *,
-    segment_ids: OptionalIndex = None,
-    positions: OptionalIndex = None,
+    segment_ids: TokenNumbers = None,
+    positions: TokenNumbers = None,
 ) -> Float[Array, "B T D"]:
     """One block, attention and feed-forward with norms and residuals: float [B, T, D] -> [B, T, D]
     in the dtype of `x`.
