@@ -93,8 +93,10 @@ def run_rope(
     return tensor(layers.rope(x, array(token_positions), theta, "interleaved")[..., 0, :])
 
 
-def attention_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor, heads: int) -> dict[str, Any]:
-    """Matrices whose rows (of the output: columns) are those of the heads, one after the other."""
+def attention_params(weights: Iterable[Tensor], heads: int) -> dict[str, Any]:
+    """The params of attention from matrices of queries, keys, values and output, whose rows (of the
+    output: columns) are those of the heads, one after the other."""
+    q, k, v, out = weights
 
     def into_heads(weight: Tensor) -> jax.Array:
         return array(weight).T.reshape(weight.shape[1], heads, -1)  # [N H, D] -> [D, N, H]
@@ -125,13 +127,19 @@ def run_multihead_self_attention(
 ) -> Tensor:
     config = jf.ModelConfig(d_model=d_model, n_heads=num_heads, positions="none")
     weights = (q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight)
-    return attend(config, attention_params(*weights, num_heads), in_features)
+    return attend(config, attention_params(weights, num_heads), in_features)
 
 
 def rotated(d_model: int, heads: int, length: int, theta: float, **more: Any) -> jf.ModelConfig:
     """The settings of the course's model: ours, with RoPE of dimensions 2i and 2i + 1."""
-    sizes = {"d_model": d_model, "n_heads": heads, "max_length": length}
-    return jf.ModelConfig(**sizes, rope_theta=theta, rope_pairing="interleaved", **more)
+    return jf.ModelConfig(
+        d_model=d_model,
+        n_heads=heads,
+        max_length=length,
+        rope_theta=theta,
+        rope_pairing="interleaved",
+        **more,
+    )
 
 
 def run_multihead_self_attention_with_rope(  # noqa: PLR0913
@@ -148,7 +156,7 @@ def run_multihead_self_attention_with_rope(  # noqa: PLR0913
 ) -> Tensor:
     config = rotated(d_model, num_heads, max_seq_len, theta)
     weights = (q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight)
-    return attend(config, attention_params(*weights, num_heads), in_features, token_positions)
+    return attend(config, attention_params(weights, num_heads), in_features, token_positions)
 
 
 def block_params(weights: dict[str, Tensor], heads: int, prefix: str = "") -> dict[str, Any]:
@@ -157,7 +165,7 @@ def block_params(weights: dict[str, Tensor], heads: int, prefix: str = "") -> di
     gate, down, up = (array(weights[f"{prefix}ffn.w{number}.weight"]).T for number in (1, 2, 3))
     return {
         "attention_norm": {"scale": array(weights[f"{prefix}ln1.weight"])},
-        "attention": attention_params(*(weights[name] for name in projections), heads),
+        "attention": attention_params((weights[name] for name in projections), heads),
         "ffn_norm": {"scale": array(weights[f"{prefix}ln2.weight"])},
         "ffn": {"gate": gate, "up": up, "down": down},
     }
@@ -219,8 +227,9 @@ def update_rule(
 ) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     """AdamW of train.py at the learning rate 1, for params {"weight": array}; and its jitted
     update."""
-    settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    config = OptimizerConfig(name="adamw", decay="all", clip_norm=0.0, **settings)
+    config = OptimizerConfig(
+        name="adamw", b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decay="all", clip_norm=0.0
+    )
     rule = make_optimizer(config, lambda step: 1.0, {"weight": Spec((), (), zeros)})
     return rule, jax.jit(rule.update)
 
