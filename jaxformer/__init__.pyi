@@ -11,6 +11,7 @@ from .generation.decode import generate
 from .interop.peft_read import read_adapter
 from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
+from .layers.standalone import multi_head_attention, transformer_block
 from .loading import Loaded, load
 from .mesh import make_mesh
 from .models.adapt import adapt
@@ -23,6 +24,7 @@ from .runs.config import load_config
 from .runs.out_of_memory import OutOfMemory
 from .runs.run import Result, train
 from .settings import ConfigError
+from .softmax_loss import softmax_cross_entropy
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit
 from .training.nonfinite import SkipSteps
@@ -68,13 +70,16 @@ __all__ = [
     "make_mesh",
     "make_step",
     "merge",
+    "multi_head_attention",
     "quantize",
     "read_adapter",
     "reference_log_probs",
     "save_adapter",
     "save_pretrained",
+    "softmax_cross_entropy",
     "specs",
     "tokenizer",
     "train",
+    "transformer_block",
     "without_adapters",
 ]

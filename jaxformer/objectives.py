@@ -218,6 +218,10 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
         raise ConfigError(
             f"{asked} cannot be had with {what}, whose rows are one text: set it to stream."
         )
+    if data.order == "random":
+        from jaxformer.data.windows import check_windows
+
+        check_windows(data, name, row.template is None and row.rows is causal_rows)
     if len(row_lengths(data)) > 1 and not row.can_be_cut:
         raise ConfigError(
             f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "

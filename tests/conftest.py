@@ -49,6 +49,7 @@ CHECKED = (
     "kernels",
     "norm",
     "positions",
+    "standalone",
 )
 jaxtyped = jaxtyping.jaxtyped
 
@@ -62,7 +63,10 @@ def jaxtyped_outside(**options):
 
 jaxtyping.jaxtyped = jaxtyped_outside
 jaxtyping.install_import_hook(
-    [*(f"jaxformer.layers.{module}" for module in CHECKED), "jaxformer.models", "jaxformer.losses"],
+    [
+        *(f"jaxformer.layers.{module}" for module in CHECKED),
+        *("jaxformer.models", "jaxformer.losses", "jaxformer.softmax_loss"),
+    ],
     "beartype.beartype",
 )
 

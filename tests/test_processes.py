@@ -20,6 +20,7 @@ MESHES = {
     "two processes": (2, 1, {}),
     "a tensor mesh over processes": (2, 1, {"mesh.tensor": 2}),
     "two processes of two devices": (2, 2, {"mesh.fsdp": 2, "data.length_warmup": "8; 3: 32"}),
+    "two processes of random windows": (2, 1, {"data.order": "random", "data.packing": "stream"}),
 }
 FOUR = {"mesh.fsdp": 2, "mesh.tensor": 2}
 
@@ -57,9 +58,8 @@ def test_processes_have_the_losses_and_evaluations_of_one(
     case: str, text: Path, one: Path, tmp_path: Path
 ) -> None:
     count, devices, changes = MESHES[case]
-    if "data.length_warmup" in changes:
-        length = {name: changes[name] for name in ("data.length_warmup",)}
-        finish(fork(line(tmp_path / "one", text, SMALL | length)))
+    if of_data := {name: changes[name] for name in changes if name.startswith("data.")}:
+        finish(fork(line(tmp_path / "one", text, SMALL | of_data)))
         one = tmp_path / "one"
     run_dir = tmp_path / "several"
     changes = SMALL | changes | {"run.sample_tokens": 8}

@@ -40,9 +40,10 @@ class Batches:
     """`batches[step]` is this process's part of the global batch of that step: its rows in the
     order of the batch, which is the same for any number of processes.
 
-    Rows are shuffled anew each epoch, without end, and what is random in them is drawn anew. While
-    data.length_warmup makes rows shorter, a batch has as many more of them. Raises ConfigError
-    where a source cannot fill one row, or the batch cannot be divided evenly.
+    Rows are shuffled anew each epoch, without end, or are windows drawn at random (data.order), and
+    what is random in them is drawn anew. While data.length_warmup makes rows shorter, a batch has
+    as many more of them. Raises ConfigError where a source cannot fill one row, or the batch cannot
+    be divided evenly.
     """
 
     def __init__(

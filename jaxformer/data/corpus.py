@@ -86,6 +86,8 @@ def prepare(
     sides = find_sides(data, settings, task, cache / SCANS, log)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
+    # What is held out is read in order, without the shares of what is trained on.
+    held = replace(data, weights="", epochs="", order="epochs")
     rows: dict[SideName, list[Rows]] = {}
     if task.template:
         template = task.template(task.format, tokenizer)
@@ -101,10 +103,10 @@ def prepare(
     else:
         stores = text_stores(sides, tokenizer, cache / "stores", log, data.verify == "always")
         for side, several in stores.items():
-            rows[side] = [task.rows(store, data, task.format, tokenizer) for store in several]
+            own = data if side == "train" else held
+            rows[side] = [task.rows(store, own, task.format, tokenizer) for store in several]
     train = _mixed(sides["train"], rows["train"], data)
-    equal = replace(data, weights="", epochs="")  # these are shares of what is trained on
-    validation = _mixed(sides["validation"], rows["validation"], equal)
+    validation = _mixed(sides["validation"], rows["validation"], held)
     if train is None:
         raise ConfigError(f"data.train={data.train} holds nothing to train on.")
     return Corpus(tokenizer, task, labels, train, validation, sides, stores)

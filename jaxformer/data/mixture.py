@@ -46,7 +46,8 @@ class Mixture(Rows):
         self.bytes = sum(part.bytes for part in self.parts)
         self.fingerprint = "+".join(part.fingerprint for part in self.parts)
         sizes = [len(part) for part in self.parts]
-        self._firsts = list(itertools.accumulate(sizes, initial=0))  # the first row of each source
+        numbers = (part.numbers for part in self.parts)
+        self._firsts = list(itertools.accumulate(numbers, initial=0))  # of the rows of each source
         filled = sum(part.filled * size for part, size in zip(self.parts, sizes, strict=True))
         self.filled = filled / max(1, len(self))
         times = _numbers(data.epochs) or [Fraction(1)] * len(sizes)
@@ -61,6 +62,10 @@ class Mixture(Rows):
         return max(known) if len(known) == len(found) else None
 
     def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def numbers(self) -> int:
         return self._firsts[-1]
 
     def sources(self, name: str) -> list[tuple[str, Rows]]:
@@ -74,8 +79,8 @@ class Mixture(Rows):
         import grain
 
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
-        ranges = zip(itertools.pairwise(self._firsts), seeds, strict=True)
-        parts = [grain.MapDataset.range(*rows).shuffle(seed=own).repeat() for rows, own in ranges]
+        # [source][n] is the row, numbered within the source, that is the n-th drawn of it.
+        parts = [part.order(own, batch_size) for part, own in zip(self.parts, seeds, strict=True)]
         run_phases = self._phases(batch_size)
 
         def row_number(number: int) -> int:
@@ -85,8 +90,7 @@ class Mixture(Rows):
             before, after = phase.drawn_at(number), phase.drawn_at(number + 1)
             grown = [more > less for less, more in zip(before, after, strict=True)]
             part = grown.index(True)
-            found: int = parts[part][before[part]]
-            return found
+            return self._firsts[part] + int(parts[part][before[part]])
 
         return grain.MapDataset.range(sys.maxsize).map(row_number)
 

@@ -91,6 +91,11 @@ class Rows(abc.ABC):
         """What a run of so many steps draws of each source, where there are several."""
         return []
 
+    @property
+    def numbers(self) -> int:
+        """One more than the highest number of a row."""
+        return len(self)
+
     def order(self, seed: int, batch_size: int) -> Any:
         """The numbers of the rows that a run reads, as an endless grain dataset: all rows in each
         epoch, shuffled anew."""

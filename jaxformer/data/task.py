@@ -18,6 +18,10 @@ def causal_rows(
     store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
 ) -> Rows:
     """Rows in which every token but the first is a target once, packed as data.packing says."""
+    if data.order == "random":
+        from jaxformer.data.windows import WindowRows
+
+        return WindowRows(store, data)
     if data.packing == "best_fit":
         from jaxformer.data.best_fit import BestFitRows
 
