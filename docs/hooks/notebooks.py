@@ -1,0 +1,41 @@
+"""Notebooks without scripts of another host.
+
+nbconvert adds scripts of MathJax and Mermaid from another host to each notebook. They are removed;
+the formulas are written as MathML, which browsers show by themselves.
+"""
+
+import html
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+
+SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL)
+REMOTE = re.compile(r"https?://")
+# Code has dollars of its own.
+VERBATIM = re.compile(r"(<(?:pre|code|script|style|svg)\b.*?</(?:pre|code|script|style|svg)>)", re.DOTALL)
+DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
+INLINE = re.compile(r"(?<![\\$\w])\$(?![\s$])([^$<>]+?)(?<![\s\\])\$(?![\w$])")
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    if not page.file.src_uri.startswith("tutorials/"):
+        return content
+    parts = VERBATIM.split(SCRIPT.sub(_local, content))
+    parts[::2] = [_formulas(part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _local(script: re.Match[str]) -> str:
+    """A script that loads nothing from another host and configures none that does, or nothing."""
+    attributes, code = script.groups()
+    return "" if REMOTE.search(attributes + code) or "MathJax" in code else script[0]
+
+
+def _formulas(text: str) -> str:
+    text = DISPLAY.sub(lambda found: _mathml(found[1], "block"), text)
+    return INLINE.sub(lambda found: _mathml(found[1], "inline"), text)
+
+
+def _mathml(formula: str, display: str) -> str:
+    return str(convert(html.unescape(formula).strip(), display=display))
