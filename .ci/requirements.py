@@ -3,8 +3,8 @@
     python .ci/requirements.py lowest|newest|tests [--core]
 
 lowest: the packages that pyproject.toml names, at their floors, but those that build the site at
-their newest; newest: at their newest, with jax 0.12. --core leaves out PyTorch and what needs it. tests: the files of tests/ that import none
-of these, by themselves or by a module of tests/.
+their newest; newest: at their newest, with jax 0.12. --core leaves out PyTorch and what needs it.
+tests: the files of tests/ that import none of these, by themselves or by a module of tests/.
 """
 
 import ast

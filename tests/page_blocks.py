@@ -8,8 +8,8 @@ A comment at the end of the last line above a block says what tests/test_docs_co
     <!-- docs-test: run: --train.steps 2 -->      the same, and with these settings
     <!-- docs-test: setup: CODE -->      Python code that runs at this place and is not shown
 
-Without a comment Python is run, all blocks of a page in one namespace, and command lines are read by
-the parsers of their commands alone. Anything else needs a comment.
+Without a comment Python is run, all blocks of a page in one namespace, and command lines are read
+by the parsers of their commands alone. Anything else needs a comment.
 """
 
 import re
@@ -26,6 +26,7 @@ PAGES = [
 FENCE = re.compile(r"^```([\w.-]*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- docs-test: (\w+)(?::?\s+(.*?))?\s*-->", re.DOTALL)
 COMMANDS = ("", "sh", "bash", "console")  # languages of blocks of command lines
+PROGRAMS = ("python", "jaxformer", "pip", "pytest", "bash", "mkdocs")
 ACTIONS = ("skip", "file", "run", "setup")
 
 
@@ -93,7 +94,7 @@ def _unstated(fence: re.Match[str], line: int) -> Block:
 
 def known(program: str) -> bool:
     """Whether a command line starts a program of this repository or its tools."""
-    return program in ("python", "jaxformer", "pip", "pytest", "bash") or program.startswith(".ci/")
+    return program in PROGRAMS or program.startswith(".ci/")
 
 
 def command_lines(text: str) -> Iterator[list[str]]:

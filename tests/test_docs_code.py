@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,33 @@ import tyro
 from page_blocks import PAGES, ROOT, Block, blocks_of, command_lines
 from tiny_run import SETTINGS, write_text
 
+import jaxformer as jf
 from jaxformer.cli import COMMANDS, main
+from jaxformer.config import ConfigError
 from jaxformer.config_file import settings_in
 
 pytestmark = pytest.mark.docs
 
+# Settings of a tiny run, each in force where a command line of a page does not state it.
 TINY = {
-    name: value
-    for name, value in SETTINGS.items()
-    if name.startswith("model.n_")
-    or name
-    in ("model.d_model", "data.cache_dir", "data.sequence_length", "run.compilation_cache")
-    or name in ("run.progress", "tokenizer.vocab_size", "train.batch_size")
-} | {
+    "data.cache_dir": SETTINGS["data.cache_dir"],
+    "data.sequence_length": 32,
     "data.train": "tiny.txt",
+    "model.d_model": 32,
+    "model.n_heads": 2,
+    "model.n_layers": 2,
     "optimizer.warmup_steps": 1,
+    "run.compilation_cache": SETTINGS["run.compilation_cache"],
+    "run.progress": "lines",
     "run.sample_tokens": 4,
+    "tokenizer.vocab_size": 300,
+    "train.batch_size": 8,
     "train.checkpoint_every": 1,
     "train.eval_batches": 1,
     "train.eval_every": 0,
     "train.log_every": 1,
     "train.steps": 2,
 }
-ONE_CONFIG = ("train", "doctor", "prepare", "evaluate")  # of these, those that read data
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.py"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 every_page = pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_all_code_of_a_page_runs(
         (tmp_path / name).symlink_to(ROOT / name)
     write_text(tmp_path / "tiny.txt")
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {"__name__": "page", "command": lambda line: run_line(line)}
+    namespace = {"__name__": "page", "command": run_line, "tiny_config": tiny_config}
     for block in blocks_of(page.read_text(encoding="utf-8")):
         do(block, page, namespace)
 
@@ -83,7 +88,7 @@ def do(block: Block, page: Path, namespace: dict[str, Any]) -> None:
         for words in command_lines(block.text):
             words = [PLACEHOLDERS.get(word, word) for word in words]
             if block.action == "run" and (command := command_of(words)):
-                run_command(command, words_after(words), place, block.detail.split())
+                run_command(command, [*words[2:]], place, block.detail.split())
             else:
                 check_line(words, place)
 
@@ -91,7 +96,13 @@ def do(block: Block, page: Path, namespace: dict[str, Any]) -> None:
 def run_line(line: str) -> None:
     """A command line of hidden set-up, with settings of a tiny model."""
     (words,) = command_lines(line)
-    run_command(str(command_of(words)), words_after(words), line, [])
+    run_command(str(command_of(words)), [*words[2:]], line, [])
+
+
+def tiny_config(path: str, overrides: Sequence[str] = ()) -> jf.RunConfig:
+    """`jf.load_config` with the settings of a tiny run where `overrides` state none."""
+    tiny = TINY | {"run.dir": "runs/tiny"}
+    return jf.load_config(path, [*(f"{name}={tiny[name]}" for name in tiny), *overrides])
 
 
 def command_of(words: Sequence[str]) -> str | None:
@@ -101,14 +112,13 @@ def command_of(words: Sequence[str]) -> str | None:
     return words[1] if words[0] == "jaxformer" else None
 
 
-def words_after(words: Sequence[str]) -> list[str]:
-    return [*words[2:]]
-
-
 def run_command(command: str, arguments: list[str], place: str, added: list[str]) -> None:
     """Runs a command. One that reads a config has the settings of a tiny run where the line states
     none of its own; those `added` by the page come last."""
     tiny: dict[str, Any] = {}
+    for text in {word for word in arguments if word.endswith(".txt")}:
+        if not Path(text).exists():  # a text of the reader's own
+            write_text(Path(text))
     if command in ("train", "doctor", "prepare"):
         tiny = {name: TINY[name] for name in TINY.keys() - settings_in([*arguments, *added])}
         if base := settings_in(arguments).get("run.init_from"):
@@ -124,14 +134,22 @@ def check_line(words: Sequence[str], place: str) -> None:
     """Reads a command line as its program would, and runs nothing."""
     if command := command_of(words):
         assert command in COMMANDS, place
-        parse_command(command, words_after(words), place)
+        parse_command(command, [*words[2:]], place)
     elif words[0] == "pip":
-        named = {extra for found in re.findall(r"\[([\w,-]+)\]", words[-1]) for extra in found.split(",")}
+        named = {
+            extra for found in re.findall(r"\[([\w,-]+)\]", words[-1]) for extra in found.split(",")
+        }
         assert named <= set(PROJECT["project"]["optional-dependencies"]), place
+    elif words[0] == "mkdocs":
+        assert words[1] in ("build", "serve"), place
     elif words[0] == "pytest":
         markers = {m.partition(":")[0] for m in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
-        asked = {mark for a, mark in zip(words, words[1:], strict=False) if a == "-m"}
-        assert {name for mark in asked for name in re.findall(r"\w+", mark)} <= {*markers, "or", "not"}
+        asked = {mark for a, mark in pairwise(words) if a == "-m"}
+        assert {name for mark in asked for name in re.findall(r"\w+", mark)} <= {
+            *markers,
+            "or",
+            "not",
+        }
     else:
         script = ROOT / (words[1] if words[0] in ("bash", "python") else words[0])
         assert script.is_file(), f"{place}: {script} does not exist"
@@ -171,8 +189,9 @@ def test_a_comment_says_what_is_done_with_the_block_below_it() -> None:
     page = (
         "<!-- docs-test: setup: x = 1 -->\n```python\ny = x\n```\n\n"
         "Records: <!-- docs-test: file: a.jsonl -->\n\n```\n{}\n```\n"
-        "<!-- docs-test: run: --train.steps 3 -->\n```\npython train.py CONFIG \\\n  --a 1 # b\n```\n"
-        "<!-- docs-test: skip: needs a GPU -->\n```text\nloss 3\n```\n```\njaxformer runs && pytest\n```\n"
+        "<!-- docs-test: run: --train.steps 3 -->\n```\npython a.py CONFIG \\\n  --a 1 # b\n```\n"
+        "<!-- docs-test: skip: needs a GPU -->\n```text\nloss 3\n```\n"
+        "```\njaxformer runs && pytest\n```\n"
     )
     found = [(block.action, block.detail, block.language) for block in blocks_of(page)]
     assert found == [
@@ -184,7 +203,10 @@ def test_a_comment_says_what_is_done_with_the_block_below_it() -> None:
         ("parse", "", ""),
     ]
     commands = [[*command_lines(block.text)] for block in blocks_of(page) if not block.language]
-    assert commands[1:] == [[["python", "train.py", "CONFIG", "--a", "1"]], [["jaxformer", "runs"], ["pytest"]]]
+    assert commands[1:] == [
+        [["python", "a.py", "CONFIG", "--a", "1"]],
+        [["jaxformer", "runs"], ["pytest"]],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -214,17 +236,19 @@ def test_a_block_that_is_neither_run_nor_skipped_with_a_reason_is_refused(page: 
         'pip install -e ".[tests]"',
         "pytest -m slow",
         "python benchmarks/none.py",
-        "python benchmarks/train_cpu.py --workload small",
+        "python benchmarks/train_cpu.py --worklods small",
     ],
 )
 def test_a_command_line_with_a_mistake_fails(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises((Exception, AssertionError)):
+    with pytest.raises((ConfigError, AssertionError)):
         for words in command_lines(line):
             check_line(words, "here")
 
 
-def test_a_command_that_fails_fails_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_fails_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", "configs")
     with pytest.raises(AssertionError, match="ended with 2"):

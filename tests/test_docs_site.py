@@ -122,7 +122,9 @@ def test_a_mistake_ends_the_build(change: tuple[str, str], tmp_path: Path) -> No
         (docs / page).write_text(content)
     settings = (ROOT / "mkdocs.yml").read_text()
     settings = settings.partition("\nnav:")[0].replace("docs_dir: docs", f"docs_dir: {docs}")
-    settings = re.sub(r"\nhooks:\n(  .*\n)*", "\n", settings).replace("paths: [.]", f"paths: [{ROOT}]")
+    settings = re.sub(r"\nhooks:\n(  .*\n)*", "\n", settings).replace(
+        "paths: [.]", f"paths: [{ROOT}]"
+    )
     config = tmp_path / "mkdocs.yml"
     config.write_text(f"{settings}\nnav: [{', '.join(pages)}]\n")
     assert build(tmp_path / "site", config).returncode != 0

@@ -1,9 +1,9 @@
 """Links to files outside docs/, and the pages of the site that are made of such files.
 
-The pages are written for GitHub, where `../CONTRIBUTING.md` leads to a file. In the site such a link
-leads to the page that is made of the file. A link to any other file of the repository leads to its
-page on GitHub where the site is built there, and is plain text elsewhere, because the address of a
-repository is not known to its files.
+The pages are written for GitHub, where `../CONTRIBUTING.md` leads to a file. In the site such a
+link leads to the page that is made of the file. A link to any other file of the repository leads to
+its page on GitHub where the site is built there, and is plain text elsewhere, because the address
+of a repository is not known to its files.
 """
 
 import os
@@ -24,7 +24,7 @@ MADE = {
 ORIGINS = {page: origin for origin, page in MADE.items()}
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)")
-TEST_COMMENT = re.compile(r"^<!-- docs-test: .*?-->\n", re.MULTILINE | re.DOTALL)
+TEST_COMMENT = re.compile(r"[ \t]*<!-- docs-test: .*?-->", re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -36,10 +36,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The text with the links of the site, and without the comments that tests/test_docs_code.py
-    reads."""
+    reads; blocks of code stay as they are."""
     source = page.file.src_uri
-    parts = FENCED.split(TEST_COMMENT.sub("", markdown))
-    parts[::2] = [LINK.sub(lambda found: _link(found, source), part) for part in parts[::2]]
+    parts = FENCED.split(markdown)
+    for i in range(0, len(parts), 2):
+        text = TEST_COMMENT.sub("", parts[i])
+        parts[i] = LINK.sub(lambda found: _link(found, source), text)
     return "".join(parts)
 
 

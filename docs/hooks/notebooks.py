@@ -13,7 +13,9 @@ from latex2mathml.converter import convert
 SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL)
 REMOTE = re.compile(r"https?://")
 # Code has dollars of its own.
-VERBATIM = re.compile(r"(<(?:pre|code|script|style|svg)\b.*?</(?:pre|code|script|style|svg)>)", re.DOTALL)
+VERBATIM = re.compile(
+    r"(<(?:pre|code|script|style|svg)\b.*?</(?:pre|code|script|style|svg)>)", re.DOTALL
+)
 DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
 INLINE = re.compile(r"(?<![\\$\w])\$(?![\s$])([^$<>]+?)(?<![\s\\])\$(?![\w$])")
 
