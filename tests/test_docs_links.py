@@ -36,7 +36,7 @@ def problems(page: Path, text: str) -> list[str]:
                 found.append(link)
             continue
         file = (page.parent / parts.path).resolve() if parts.path else page
-        if not file.exists() or not file.is_relative_to(ROOT):
+        if file != page and not (file.exists() and file.is_relative_to(ROOT)):
             found.append(link)
         elif parts.fragment and file.suffix == ".md":
             reached = text if file == page else file.read_text(encoding="utf-8")
