@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from page_blocks import ROOT
@@ -39,17 +40,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Read(HTMLParser):
-    """The ids of a page, and what it loads when it is shown."""
+    """The ids of a page, its links, and what it loads when it is shown."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: set[str] = set()
+        self.links: list[str] = []
         self.loaded: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attributes}
         self.ids.add(found.get("id", ""))
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
         shown = tag == "link" and found.get("rel") not in ("canonical", "prev", "next", "edit")
         if tag in ("script", "img", "iframe", "source", "video") or shown:
             self.loaded.append(found.get("src") or found.get("href") or "")
@@ -85,6 +89,23 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
         assert not re.search(r"import\s.*https?://", text), page
     for style in site.rglob("*.css"):
         assert not re.search(r"(url|@import)\s*\(?[\"']?https?://", style.read_text()), style
+
+
+def test_every_link_within_the_site_leads_to_a_page_and_an_id(site: Path) -> None:
+    """Those of notebooks too, which mkdocs does not check."""
+    pages = {page.resolve(): Read(page.read_text("utf-8")) for page in site.rglob("*.html")}
+    lost = []
+    for page, read in pages.items():
+        for link in read.links:
+            parts = urlsplit(link)
+            if parts.scheme or page.name == "404.html":  # whose links begin with the host
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            target = target / "index.html" if target.is_dir() else target
+            ids = pages[target].ids if target in pages else set()
+            if not target.is_file() or (parts.fragment and unquote(parts.fragment) not in ids):
+                lost.append(f"{page.relative_to(site)}: {link}")
+    assert not lost
 
 
 def test_formulas_of_notebooks_are_shown_without_a_script(site: Path) -> None:

@@ -1,6 +1,6 @@
-"""Tables of every setting and every command, from the dataclasses that define them.
+"""Tables of every setting, command and architecture of Hugging Face, from the code that has them.
 
-`<!-- settings -->` in a page stands for the settings, `<!-- commands -->` for the commands.
+`<!-- settings -->`, `<!-- commands -->` and `<!-- architectures -->` in a page stand for them.
 """
 
 import ast
@@ -20,7 +20,8 @@ HEADER = "| setting | values | default | may change | meaning |\n|---|---|---|--
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    for mark, table in {"<!-- settings -->": settings, "<!-- commands -->": commands}.items():
+    for table in (settings, commands, architectures):
+        mark = f"<!-- {table.__name__} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, table())
     return markdown
@@ -90,6 +91,17 @@ def commands() -> str:
         for name, (given, purpose) in COMMANDS.items()
     ]
     return "| command | arguments | what it does |\n|---|---|---|\n" + "\n".join(lines)
+
+
+def architectures() -> str:
+    """A row for each family of transformers that is read and written."""
+    from jaxformer.interop.architectures import HF_FAMILIES
+
+    lines = [
+        f"| `{family.model_type}` | {', '.join(f'`{name}`' for name in family.architectures)} |"
+        for family in HF_FAMILIES
+    ]
+    return "| model type | architectures |\n|---|---|\n" + "\n".join(lines)
 
 
 def plain(text: str) -> str:
