@@ -19,12 +19,13 @@ from jaxformer.config import RunConfig, flat
 pytestmark = pytest.mark.docs
 
 NOWHERE = "http://127.0.0.1:9"  # a proxy that refuses
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # on the future of mkdocs, not on the site
 
 
 def build(target: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", target]
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NOWHERE)
-    changes = {"PYTHONPATH": str(ROOT), "EXECUTE_NOTEBOOKS": "false", **proxies}
+    changes = {"PYTHONPATH": str(ROOT), "EXECUTE_NOTEBOOKS": "false", **QUIET, **proxies}
     return subprocess.run(
         line, cwd=ROOT, env=os.environ | changes, capture_output=True, text=True, check=False
     )
