@@ -20,6 +20,7 @@ import jaxformer as jf
 from jaxformer.cli import COMMANDS, main
 from jaxformer.config import ConfigError
 from jaxformer.config_file import settings_in
+from jaxformer.config_json import to_json
 
 pytestmark = pytest.mark.docs
 
@@ -71,7 +72,12 @@ def test_all_code_of_a_page_runs(
         (tmp_path / name).symlink_to(ROOT / name)
     write_text(tmp_path / "tiny.txt")
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "page", "command": run_line, "tiny_config": tiny_config}
+    namespace = {
+        "__name__": "page",
+        "begun": begun,
+        "command": run_line,
+        "tiny_config": tiny_config,
+    }
     for block in blocks_of(page.read_text(encoding="utf-8")):
         do(block, page, namespace)
 
@@ -103,6 +109,13 @@ def tiny_config(path: str, overrides: Sequence[str] = ()) -> jf.RunConfig:
     """`jf.load_config` with the settings of a tiny run where `overrides` state none."""
     tiny = TINY | {"run.dir": "runs/tiny"}
     return jf.load_config(path, [*(f"{name}={tiny[name]}" for name in tiny), *overrides])
+
+
+def begun(config: str, run_dir: str) -> None:
+    """The run directory of a config before its first step: enough to read the settings of command
+    lines that start from it."""
+    Path(run_dir).mkdir(parents=True)
+    (Path(run_dir) / "config.json").write_text(to_json(jf.load_config(config)))
 
 
 def command_of(words: Sequence[str]) -> str | None:

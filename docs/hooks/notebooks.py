@@ -14,6 +14,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.toc import get_toc
 
 SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # of the templates of nbconvert
 REMOTE = re.compile(r"https?://")
 # Code has dollars of its own.
 VERBATIM = re.compile(
@@ -28,7 +29,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     if not page.file.src_uri.startswith("tutorials/"):
         return content
     page.toc = get_toc(headings(content))
-    parts = VERBATIM.split(SCRIPT.sub(_local, content))
+    parts = VERBATIM.split(COMMENT.sub("", SCRIPT.sub(_local, content)))
     parts[::2] = [_formulas(part) for part in parts[::2]]
     return "".join(parts)
 
