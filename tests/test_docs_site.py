@@ -110,7 +110,7 @@ def test_every_link_within_the_site_leads_to_a_page_and_an_id(site: Path) -> Non
 
 
 def test_formulas_of_notebooks_are_shown_without_a_script(site: Path) -> None:
-    code = re.compile(r"<(style|pre|code)\b.*?</\1>", re.DOTALL)
+    code = re.compile(r"<(style|script|pre|code)\b.*?</\1>", re.DOTALL)
     pages = [
         code.sub("", page.read_text(encoding="utf-8"))
         for page in (site / "tutorials").rglob("*.html")
