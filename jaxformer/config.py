@@ -30,6 +30,11 @@ from jaxformer.settings import (
 )
 from jaxformer.settings import ConfigError as ConfigError  # which others import from here
 
+TrackerName = Annotated[
+    Literal["auto", "tensorboard", "wandb", "trackio", "none"],
+    TableAt("jaxformer.report.trackers.TRACKERS"),
+]
+
 
 @dataclass(frozen=True)
 class RunSettings(Section):
@@ -51,6 +56,8 @@ class RunSettings(Section):
     """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
     progress: Volatile[Literal["auto", "bar", "lines", "none"]] = "auto"
     """Display during training; auto selects a bar in a terminal, and lines otherwise."""
+    tracker: Volatile[TrackerName] = "auto"
+    """Where metrics go beside metrics.jsonl; auto is TensorBoard, if tensorboardX is installed."""
     profile: Volatile[str] = ""
     """Steps to trace into the run directory, as in 10:13 for 10, 11 and 12; empty traces none."""
     sample_prompt: Volatile[str] = ""

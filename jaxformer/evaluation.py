@@ -18,6 +18,13 @@ from jaxformer.training.evaluate import Totals, make_totals
 from jaxformer.training.step import Batch, Sums
 
 Evaluation = dict[str, float]
+# Shows how far an evaluation is: gets its batches and their number, and gives them one by one.
+Watch = Callable[[Iterable[Batch], int], Iterable[Batch]]
+
+
+def unwatched(batches: Iterable[Batch], count: int) -> Iterable[Batch]:
+    """Shows nothing."""
+    return batches
 
 
 def make_evaluation(

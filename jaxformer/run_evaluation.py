@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from jaxformer import data
 from jaxformer.config import ConfigError, ObjectiveName, Quantization, RunConfig
-from jaxformer.evaluation import Evaluation, bytes_of_targets, corpus_of, make_evaluation, own_cache
+from jaxformer.evaluation import (
+    Evaluation,
+    Watch,
+    bytes_of_targets,
+    corpus_of,
+    make_evaluation,
+    own_cache,
+    unwatched,
+)
 from jaxformer.objectives import objective_of, task_of
 from jaxformer.plan.abstract import check_start, compares_with_start, preference_options
 from jaxformer.tokenizer.files import tokenizer_file
@@ -21,6 +29,7 @@ def evaluate_run(
     objective: ObjectiveName = "auto",
     cache_dir: str | Path = "",
     quantize: Quantization | None = None,
+    watch: Watch = unwatched,
 ) -> Evaluation:
     """Evaluates a run's checkpoint (the newest, or that of `step`) on the text `validation`, or on
     the text that the run held out; with `quantize` as `jf.load` quantizes it.
@@ -28,7 +37,8 @@ def evaluate_run(
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
     is kept in `cache_dir`, by default that of this user (`own_cache`), and never where the run
-    says, which may be a stranger's. Raises ConfigError if there is no readable model at `path`, or
+    says, which may be a stranger's. `watch` gets the batches and their number, and gives them, as
+    `ProgressBar.evaluation` does. Raises ConfigError if there is no readable model at `path`, or
     no text to evaluate on.
     """
     from jaxformer.loading import load, run_of
@@ -39,7 +49,8 @@ def evaluate_run(
     if corpus.validation is None or model.tokenizer is None:
         raise _nothing_held_out(path)
     rows = run.train.batch_size // run.train.n_microbatches
-    batches: Iterable[Any] = data.evaluation_batches(corpus.validation, run.data, rows)
+    heldout = data.evaluation_batches(corpus.validation, run.data, rows)
+    batches: Iterable[Any] = watch(heldout, len(heldout))
     if compares_with_start(run):
         from jaxformer.reference import Reference
 

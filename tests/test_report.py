@@ -169,7 +169,7 @@ def test_tensorboard_does_not_bring_pytorch_which_can_be_imported_later(tmp_path
 
 
 def test_without_tensorboard_only_the_lines_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.report.metrics.has_tensorboard", lambda: False)
+    monkeypatch.setattr("jaxformer.report.trackers._is_installed", lambda name: name == "none")
     log_steps(tmp_path, 0, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -223,11 +223,11 @@ def test_a_plot_of_nothing_says_what_to_do(tmp_path):
 
 
 def test_a_spike_bends_neither_the_smoothed_curve_nor_the_scale():
-    from jaxformer.report.plot import _range, _smooth
+    from jaxformer.report.plot import _range, smoothed
 
     loss = np.full(500, 3.0)
     loss[250] = 1e4
-    assert np.allclose(_smooth(loss)[1], 3.0)
+    assert np.allclose(smoothed(loss)[1], 3.0)
     assert _range(loss, np.array([]))[1] < 4
 
 
@@ -260,6 +260,26 @@ def test_a_line_tells_loss_pace_use_and_time_left(capsys, monkeypatch):
         line
         == "step  511/1000  loss 2.0002  lr 1.00e-03  2,000 tokens/s  MFU 40.0%  1 min 38 s left"
     )
+
+
+def test_an_evaluation_of_more_than_a_few_seconds_tells_how_far_it_is(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with ProgressBar(0, mode="lines", stream=sys.stderr) as progress:
+        for seconds, batches in ((1.0, 4), (2.0, 7)):
+            read = []
+            for batch in progress.evaluation(iter(range(batches)), batches):
+                read.append(batch)
+                clock[0] += seconds
+            assert read == [*range(batches)] and progress.evaluated is None
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines() == [
+        "evaluation 3/7 batches  8.0 s left",
+        "evaluation 6/7 batches  2.0 s left",
+    ]
+    with ProgressBar(1, mode="none") as progress:
+        assert [*progress.evaluation(iter("ab"), 2)] == ["a", "b"]
 
 
 def test_no_terminal_means_lines_and_none_means_silence(capsys):
@@ -346,6 +366,24 @@ def test_a_terminal_shows_a_bar_and_an_interrupt_leaves_it_usable():
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert shown.rindex(show) > shown.rindex(hide)
     assert shown.count("MFU") < 4 * 1.2 + 8
+
+
+EVALUATION_RUN = """
+import time
+from jaxformer.report import ProgressBar
+with ProgressBar(10) as progress:
+    progress.update(5, {"loss": 2.5})
+    for batch in progress.evaluation(range(4), 4):
+        time.sleep(0.4)
+    time.sleep(0.4)
+"""
+
+
+def test_the_bar_counts_the_batches_of_an_evaluation_and_comes_back():
+    shown, status = on_a_terminal(EVALUATION_RUN, columns=80, seconds=60)
+    assert status == 0
+    assert shown.index("evaluation 1/4") < shown.index("evaluation 3/4")
+    assert shown.rindex("step 5/10") > shown.rindex("evaluation")
 
 
 # banner, closing, numbers

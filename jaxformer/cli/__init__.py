@@ -30,6 +30,7 @@ COMMANDS = {
     "tokenizer": ("train | encode | inspect", "Train a tokenizer, encode or inspect a text."),
     "attention": ('RUN --prompt "..."', "Write a page of attention maps."),
     "runs": ("[DIR]", "List runs with their steps, losses and states."),
+    "compare": ("RUN RUN ...", "Write a page of the curves of runs, and their differences."),
     "replay": ("RUN --step K [--output PATH]", "Do a step again: batch, losses, gradient."),
     "doctor": ("CONFIG", "Check what a run needs, before it runs."),
     "lm_eval": ("--model jaxformer --model_args path=RUN", "Run EleutherAI's evaluation harness."),

@@ -52,13 +52,16 @@ def run(arguments: Sequence[str]) -> int:
     if asked.output is not None and not asked.beams:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
     check_output(asked.output)
+    from jaxformer.report import ProgressBar
     from jaxformer.run_evaluation import evaluate_run
 
     if asked.beams:
         _translate(asked)
     place = (asked.path, asked.validation, asked.step)
     for kind in (None, asked.quantize) if asked.quantize else (None,):
-        found = evaluate_run(*place, asked.objective, asked.cache_dir, quantize=kind)
+        with ProgressBar(0, stream=sys.stderr) as progress:
+            options: dict[str, Any] = {"quantize": kind, "watch": progress.evaluation}
+            found = evaluate_run(*place, asked.objective, asked.cache_dir, **options)
         print(f"{kind or 'unquantized'}: {told(found)}" if asked.quantize else told(found))
         if not math.isfinite(found["val_loss"]):
             print(

@@ -3,7 +3,7 @@ arrays or models."""
 
 from jaxformer.report.banner import banner, closing
 from jaxformer.report.format import human_bytes, human_count, human_time, printable
-from jaxformer.report.metrics import MetricsLog, has_tensorboard, read_metrics
+from jaxformer.report.metrics import MetricsLog, read_metrics
 from jaxformer.report.progress import ProgressBar
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "ProgressBar",
     "banner",
     "closing",
-    "has_tensorboard",
     "human_bytes",
     "human_count",
     "human_time",

@@ -1,26 +1,22 @@
-"""`metrics.jsonl`: what a run measured, one line of JSON for each logged step. TensorBoard gets the
-same numbers where tensorboardX is installed."""
+"""`metrics.jsonl`: what a run measured, one line of JSON for each logged step. A tracker gets the
+same numbers."""
 
 import contextlib
-import importlib.util
 import json
 import math
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxformer.files import read_file, replacing
 from jaxformer.settings import ConfigError
 
+if TYPE_CHECKING:
+    from jaxformer.report.trackers import Tracker
+
 FILE = "metrics.jsonl"
-
-
-def has_tensorboard() -> bool:
-    """Whether metrics are also written for TensorBoard."""
-    return importlib.util.find_spec("tensorboardX") is not None
 
 
 class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
@@ -36,10 +32,17 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     A line that cannot be written, as on a full disk, is warned of once and written with a later
     one. Where that does not come either, the last warning names the steps that are missing.
+
+    `tracker` gets the finite numbers of each line that is written, and is closed with the log; by
+    default it is TensorBoard, where tensorboardX is installed.
     """
 
     def __init__(
-        self, run_dir: str | Path, resume_step: int = 0, began: float | None = None
+        self,
+        run_dir: str | Path,
+        resume_step: int = 0,
+        began: float | None = None,
+        tracker: "Tracker | None" = None,
     ) -> None:
         began = time.monotonic() if began is None else began
         self.path = Path(run_dir) / FILE
@@ -51,8 +54,11 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()
-        self._resume_step = resume_step
-        self._board: Any = None
+        if tracker is None:
+            from jaxformer.report.trackers import chosen_tracker
+
+            tracker = chosen_tracker("auto")(Path(run_dir), resume_step, {})
+        self._tracker = tracker
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one line; `values` are numbers or scalar arrays.
@@ -74,8 +80,8 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 " lines are kept until they can be.",
                 stacklevel=2,
             )
-        if has_tensorboard() and not self._unwritten and self._board_is_written():
-            self._log_to_tensorboard(int(step), finite)
+        if not self._unwritten:
+            self._tracker.log(int(step), finite)
 
     def _write(self) -> str:
         """Writes all lines that are not written yet; why it is not possible, or nothing."""
@@ -87,20 +93,6 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         self._missing.clear()
         return ""
 
-    def _board_is_written(self) -> bool:
-        """Whether TensorBoard's thread lives; a full disk ends it, and then no event is taken."""
-        thread = self._board and getattr(self._board.file_writer.event_writer, "_worker", None)
-        return thread is None or thread.is_alive()
-
-    def _log_to_tensorboard(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._board is None:
-            purged = self._resume_step and self._resume_step + 1
-            self._board = _summary_writer()(
-                str(self.path.parent / "tensorboard"), purge_step=purged
-            )
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-
     def close(self) -> None:
         if error := self._write():
             warnings.warn(
@@ -109,26 +101,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
                 stacklevel=2,
             )
         self._file.close()
-        if self._board is not None and self._board_is_written():
-            with contextlib.suppress(OSError):  # the disk of metrics.jsonl
-                self._board.close()
+        self._tracker.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _summary_writer() -> Any:
-    """The SummaryWriter of tensorboardX, which is imported as if PyTorch were not installed: else
-    it would import PyTorch, for names of types alone, which takes seconds before the first line."""
-    without = "torch" not in sys.modules
-    if without:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        if without:
-            del sys.modules["torch"]
-    return SummaryWriter
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def _above(axes: "Axes", lines: Lines, scale: float) -> None:
 def _losses(axes: "Axes", train: Lines, evals: Lines, scale: float) -> None:
     x, loss = _column(train, "step") * scale, _column(train, "loss")
     marks, val = _column(evals, "step") * scale, _column(evals, "val_loss")
-    places, smooth = _smooth(loss)
+    places, smooth = smoothed(loss)
     line: dict[str, Any] = {"solid_capstyle": "round", "marker": _marker(train)}
     dots: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
     dots |= {"markeredgewidth": 0.8, "clip_on": False, "zorder": 3}
@@ -180,7 +180,7 @@ def _column(lines: Lines, name: str) -> np.ndarray:
     return np.array([line.get(name, np.nan) for line in lines], dtype=np.float64)
 
 
-def _smooth(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def smoothed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The indices of up to 500 places, and a smoothed value at each.
 
     It is the mean over a window of a hundredth of the run to each side, narrower at the start,

@@ -2,25 +2,44 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TextIO, TypeVar
 
 from jaxformer.report.format import escaped, human_time
 
 if TYPE_CHECKING:
     from rich.live import Live
 
+BatchT = TypeVar("BatchT")
+
 LINE_SECONDS = 2.0
+EVALUATION_SECONDS = 5.0
 REDRAWS_PER_SECOND = 4
 NARROW, NARROWER = 76, 64
+
+
+class Evaluated(NamedTuple):
+    """How far an evaluation is: batches done, of `total`, since `began` (`time.monotonic()`)."""
+
+    done: int
+    total: int
+    began: float
+
+    def left(self) -> str:
+        """The time left at the mean pace since it began; empty before the first batch is done."""
+        if not self.done:
+            return ""
+        pace = (time.monotonic() - self.began) / self.done
+        return f"{human_time(pace * (self.total - self.done))} left"
 
 
 class ProgressBar:
     """Shows how far a run is. As a context manager around the steps it leaves the terminal as it
     found it.
 
-    `mode` is "bar", "lines", "none" (shows only what `log` is given), or "auto": a bar if standard
-    output is a terminal, else lines.
+    `mode` is "bar", "lines", "none" (shows only what `log` is given), or "auto": a bar if `stream`,
+    by default standard output, is a terminal, else lines. With no steps at all it shows evaluations
+    alone.
     """
 
     def __init__(
@@ -28,8 +47,11 @@ class ProgressBar:
         total_steps: int,
         start_step: int = 0,
         mode: Literal["auto", "bar", "lines", "none"] = "auto",
+        stream: TextIO | None = None,
     ) -> None:
         self.total = total_steps
+        self.evaluated: Evaluated | None = None
+        self._stream = stream
         self.step = start_step
         self.shown: dict[str, float] = {}
         self._mode = mode
@@ -39,11 +61,15 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         if self._mode == "auto":
-            self._mode = "bar" if sys.stdout.isatty() and _can_redraw() else "lines"
+            self._mode = "bar" if self.stream.isatty() and _can_redraw() else "lines"
         if self._mode == "bar":
             self._live = _live(self)
             self._live.start()
         return self
+
+    @property
+    def stream(self) -> TextIO:
+        return self._stream or sys.stdout
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
@@ -73,8 +99,23 @@ class ProgressBar:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        shown = text.encode(encoding, "replace").decode(encoding)
+        print(shown, file=self.stream, flush=True)
+
+    def evaluation(self, batches: Iterable[BatchT], total: int) -> Iterator[BatchT]:
+        """The batches of an evaluation, as they are read. Meanwhile the bar counts them; among
+        lines there is one every `EVALUATION_SECONDS`."""
+        began = told = time.monotonic()
+        try:
+            for number, batch in enumerate(batches):
+                self.evaluated = Evaluated(number, total, began)
+                if self._mode == "lines" and time.monotonic() - told >= EVALUATION_SECONDS:
+                    told = time.monotonic()
+                    self.log(f"evaluation {number}/{total} batches  {self.evaluated.left()}")
+                yield batch
+        finally:
+            self.evaluated = None
 
     def seconds_left(self) -> float:
         """Time to the last step at the mean pace since the first update; NaN before the second."""
@@ -127,7 +168,7 @@ def _live(progress: ProgressBar) -> "Live":
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(force_terminal=True)
+    console = Console(force_terminal=True, file=progress.stream)
 
     def metric(name: str, style: str, narrowest: int = 0) -> Text:
         known = name in progress.shown and console.width >= narrowest
@@ -135,8 +176,16 @@ def _live(progress: ProgressBar) -> "Live":
         return Text(text, style, no_wrap=True)
 
     def draw() -> Table:
-        total, step = progress.total, progress.step
+        total, step, part = progress.total, progress.step, progress.evaluated
         row = Table.grid(padding=(0, 1), expand=True)
+        if part is not None:
+            row.add_row(
+                Text(f"evaluation {part.done}/{part.total}", "bold", no_wrap=True),
+                Bar(part.total, part.done, complete_style="magenta"),
+                Text(part.left(), no_wrap=True),
+            )
+        if part is not None or not total:
+            return row
         row.add_row(
             Text(f"step {step}/{total}", "bold", no_wrap=True),
             Bar(total, step, complete_style="cyan", finished_style="green"),

@@ -17,6 +17,7 @@ import jax
 from jaxformer.checkpoints import require_savable
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.report import human_bytes, human_time
+from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config
 from jaxformer.runs.metric_logger import as_logged
@@ -91,7 +92,11 @@ def devices() -> Finding:
 
 
 def directories(run: RunConfig) -> Iterator[Finding]:
-    """Whether the run can write where it has to."""
+    """Whether the run can write where it has to, its tracker included."""
+    try:
+        chosen_tracker(run.run.tracker)
+    except ConfigError as error:
+        yield Finding("problem", "run.tracker", str(error))
     named = {
         "run.dir": run.run.dir,
         "data.cache_dir": run.data.cache_dir,

@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from jaxformer.config import RunConfig, TrainConfig, flat
 from jaxformer.evaluation import Evaluation
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import is_finite
 from jaxformer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxformer.report.trackers import Tracker
 
 SKIPPED_STEPS = "skipped_steps"
 
@@ -32,6 +36,20 @@ def logged_before(run_dir: str, step: int) -> Logged:
     evaluations = [line for line in lines if "val_loss" in line and line["step"] == step]
     skipped = max((line.get(SKIPPED_STEPS, 0) for line in lines), default=0)
     return Logged(evaluations[-1] if evaluations else {}, skipped)
+
+
+def is_evaluated(step: int, train: TrainConfig) -> bool:
+    """Whether a run is evaluated after a step."""
+    on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
+    return on_the_way or step == train.steps
+
+
+def tracker_of(run: RunConfig, step: int) -> "Tracker":
+    """The tracker of a run that continues after `step`. Raises ConfigError where it cannot be
+    started."""
+    from jaxformer.report.trackers import chosen_tracker
+
+    return chosen_tracker(run.run.tracker)(Path(run.run.dir), step, flat(run))
 
 
 class MetricLogger:

@@ -11,7 +11,8 @@ from jaxformer.tokenizer.files import TOKENIZER_FILES
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
     *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl"),
-    *(ROLLBACKS, "reference.json", "checkpoints", "loss.png", "profile", "tensorboard"),
+    *(ROLLBACKS, "reference.json", "checkpoints", "loss.png", "profile"),
+    *("tensorboard", "tracker.json", "wandb"),
 )
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 
 from jaxformer.checkpoints import Checkpoints
-from jaxformer.config import LaunchConfig, RunConfig, TrainConfig
-from jaxformer.evaluation import Evaluation, bytes_of_targets, make_evaluation
+from jaxformer.config import LaunchConfig, RunConfig
+from jaxformer.evaluation import Evaluation, Watch, bytes_of_targets, make_evaluation, unwatched
 from jaxformer.mesh import place_batch
 from jaxformer.params import Params
 from jaxformer.plan.abstract import preference_options, with_reference
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.report.format import escaped
 from jaxformer.runs.directory import claim, is_begun, lock, release
-from jaxformer.runs.metric_logger import MetricLogger, logged_before
+from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_before, tracker_of
 from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
 from jaxformer.runs.setup import RunSetup, batches_of, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state, restored
@@ -66,6 +66,7 @@ def train(run: RunConfig) -> Result:
 
 def _train(run: RunConfig, begin: float) -> Result:
     from jaxformer.processes import together
+    from jaxformer.report.trackers import chosen_tracker
     from jaxformer.runs.launch import finish, same_run
 
     if jax.process_index():
@@ -74,6 +75,7 @@ def _train(run: RunConfig, begin: float) -> Result:
     with contextlib.ExitStack() as stack, doing(PREPARING):
 
         def open_directory() -> bool:
+            chosen_tracker(run.run.tracker)  # refused before anything is written
             stack.enter_context(lock(run))
             return is_begun(run)
 
@@ -207,15 +209,16 @@ def _steps(
         hooks.append(SkipSteps(settings.nan_limit, before.skipped))
     if jax.process_index():
         step = StepByLength(setup, first, programs, _ignore)
-        return _fit(setup, state, step, checkpoints, before.evaluation, hooks), {}
+        return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
     with (
         ProgressBar(settings.steps, first, shown) as progress,
-        MetricsLog(setup.run.run.dir, first, began) as metrics_log,
+        MetricsLog(setup.run.run.dir, first, began, tracker_of(setup.run, first)) as metrics_log,
     ):
         step = StepByLength(setup, first, programs, _ignore if shown == "none" else progress.log)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
         hooks.append(logger)
-        state = _fit(setup, state, step, checkpoints, before.evaluation, hooks)
+        watch = progress.evaluation
+        state = _fit(setup, state, step, checkpoints, before.evaluation, hooks, watch)
         return state, logger.evaluation
 
 
@@ -226,6 +229,7 @@ def _fit(
     checkpoints: Checkpoints,
     before: Evaluation,
     hooks: list[Hook],
+    watch: Watch,
 ) -> TrainState:
     """`fit`. The evaluation of the first state, where it is due and not made `before` because a
     signal cut it short, is made first."""
@@ -242,7 +246,8 @@ def _fit(
         """Reads all batches at the end, and train.eval_batches of them before."""
         limit = 0 if step.done == settings.steps else settings.eval_batches
         with memory_of(f"the evaluation after step {step.done}"):
-            read = itertools.islice(heldout or (), limit or None)
+            count = min(limit or len(heldout or ()), len(heldout or ()))
+            read = watch(itertools.islice(heldout or (), count), count)
             return evaluation(params, map(setup.placed, read))
 
     if heldout and not before and is_evaluated(step.done, settings):
@@ -261,12 +266,6 @@ def _fit(
             checkpoints=checkpoints,
             hooks=hooks,
         )
-
-
-def is_evaluated(step: int, train: TrainConfig) -> bool:
-    """Whether a run is evaluated after a step."""
-    on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
-    return on_the_way or step == train.steps
 
 
 def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
