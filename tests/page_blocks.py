@@ -99,9 +99,16 @@ def known(program: str) -> bool:
 
 def command_lines(text: str) -> Iterator[list[str]]:
     """The words of each command of a block: lines that end in a backslash are joined, comments
-    dropped, `a && b` and `a | b` split."""
+    dropped, `a && b` and `a | b` split. A loop gives the commands of its first round."""
+    values: dict[str, str] = {}
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         words = shlex.split(line, comments=True)
+        if words[:1] == ["for"] and words[2] == "in":
+            values[f"${words[1]}"] = words[3].rstrip(";")
+        if words[:1] in (["for"], ["done"]):
+            continue
+        for name, value in values.items():
+            words = [word.replace(name, value) for word in words]
         part: list[str] = []
         for word in [*words, "&&"]:
             if word not in ("&&", "|"):

@@ -222,6 +222,11 @@ def test_a_comment_says_what_is_done_with_the_block_below_it() -> None:
     ]
 
 
+def test_a_loop_of_the_shell_gives_the_commands_of_its_first_round() -> None:
+    loop = "for seed in 1 2; do\n  python a.py $seed --dir a/$seed\ndone\npython b.py\n"
+    assert [*command_lines(loop)] == [["python", "a.py", "1", "--dir", "a/1"], ["python", "b.py"]]
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -265,4 +270,4 @@ def test_a_command_that_fails_fails_its_page(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", "configs")
     with pytest.raises(AssertionError, match="ended with 2"):
-        run_line("python train.py configs/quickstart.py --data.train gone.txt")
+        run_line("python train.py configs/quickstart.py --data.train gone.jsonl")
