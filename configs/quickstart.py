@@ -6,13 +6,13 @@ from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, Tokenizer
 
 config = RunConfig(
     run=RunSettings(dir="runs/quickstart", sample_prompt="def __init__(self, "),
-    model=ModelConfig(d_model=192, n_layers=4, n_heads=3, max_length=256, tied_head=True),
+    model=ModelConfig(d_model=128, n_layers=4, n_heads=2, max_length=256, tied_head=True),
     data=DataConfig(train="stdlib", sequence_length=256),
     tokenizer=TokenizerConfig(kind="bpe", vocab_size=4096, training_bytes=4_000_000),
     optimizer=OptimizerConfig(
-        name="muon", learning_rate=6e-3, warmup_steps=20, schedule="linear", final_fraction=0.0
+        name="muon", learning_rate=6e-3, warmup_steps=40, schedule="linear", final_fraction=0.0
     ),
     train=TrainConfig(
-        steps=100, batch_size=16, log_every=2, eval_every=25, eval_batches=8, checkpoint_every=50
+        steps=350, batch_size=8, log_every=5, eval_every=50, eval_batches=8, checkpoint_every=100
     ),
 )

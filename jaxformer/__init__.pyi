@@ -14,7 +14,7 @@ from .interop.pretrained import save_pretrained
 from .loading import Loaded, load
 from .mesh import make_mesh
 from .models.adapt import adapt
-from .models.inspect import attention_maps, inspect
+from .models.inspect import attention_maps, attention_masks, inspect, logit_lens
 from .models.quantize import quantize
 from .models.transformer import forward, init, specs
 from .objectives import loss_of
@@ -50,6 +50,7 @@ __all__ = [
     "adapt_specs",
     "adapter_mask",
     "attention_maps",
+    "attention_masks",
     "beam_search",
     "fit",
     "forward",
@@ -61,6 +62,7 @@ __all__ = [
     "layers",
     "load",
     "load_config",
+    "logit_lens",
     "loss_of",
     "make_evaluate",
     "make_mesh",

@@ -9,7 +9,7 @@ import pytest
 from shapes import forward, strong
 
 import jaxformer as jf
-from jaxformer.generation.beam import beam_search
+from jaxformer.generation.beam import beam_search, beam_search_steps
 
 SMALL = dict(vocab_size=5, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64)
 FAMILIES = {
@@ -153,6 +153,41 @@ def test_more_beams_find_nothing_worse_here_and_something_better():
         and (best[2] >= best[1] - 1e-5).all()
         and (best[2] > best[0] + 1e-3).any()
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_steps_of_a_search_tell_how_its_texts_were_found(family):
+    """Every candidate has the log-probability of the model; who follows the chosen ones finds the
+    texts that the search returns."""
+    params, config, prompt, sources = tiny(family, 1)
+    n, b, alpha = 6, 3, 0.6
+    rules = {"beams": b, "length_penalty": alpha, "end_token": END}
+    found, steps = beam_search_steps(params, config, prompt, n, **sources, **rules)
+    alone = beam_search(params, config, prompt, n, **sources, **rules)
+    jax.tree.map(np.testing.assert_array_equal, found, alone)
+    steps = type(steps)(*map(np.asarray, steps))
+    assert 0 < steps.done <= n and np.isneginf(steps.log_probabilities[steps.done :]).all()
+    for row in range(3):
+        live, over, dead = [()] * b, {}, 0
+        own = {name: source[row] for name, source in sources.items()}
+        for i in range(steps.done):
+            logs, scores = steps.log_probabilities[i, row], steps.scores[i, row]
+            real = np.isfinite(logs)
+            dead += (~real).sum()
+            pairs = zip(steps.parents[i, row], steps.tokens[i, row], strict=True)
+            texts = [(*live[parent], int(token)) for parent, token in pairs]
+            wanted = log_probabilities(params, config, prompt[row], np.array(texts), own).sum(1)
+            np.testing.assert_allclose(logs[real], wanted[real], atol=1e-4)
+            for text, score, log in zip(texts, scores, logs, strict=True):
+                if np.isfinite(score):
+                    assert text[-1] == END and abs(score - log / ((6 + i) / 6) ** alpha) < 1e-5
+                    over[text] = score
+            live = [texts[place] for place in steps.chosen[i, row]]
+            assert not any(END in text for text in live)
+        assert dead  # of the first step, where one live text has five tokens alone
+        for text, score in zip(found.tokens[row].tolist(), found.scores[row], strict=True):
+            short = tuple(text[: text.index(END) + 1] if END in text else text)
+            assert abs(over[short] - score) < 1e-5 if END in text else short in live
 
 
 def test_padding_ids_of_the_table_are_never_chosen():

@@ -168,7 +168,7 @@ def test_a_config_that_states_no_model_takes_the_bases_and_one_that_does_is_aske
         load_config(config / "finetune.py", [*asked, "model.max_length=2048"]).model.max_length
         == 2048
     )
-    assert load_config(config / "quickstart.py", asked).model.d_model == 192
+    assert load_config(config / "quickstart.py", asked).model.d_model == 128
 
 
 def test_what_the_command_line_states_stands_above_the_config_file(base, trunk):

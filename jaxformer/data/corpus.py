@@ -11,7 +11,7 @@ from typing import get_args
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.ids import IdFiles
+from jaxformer.data.id_files import IdFiles
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import Piece, Source, fingerprint

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
-from jaxformer.data.ids import IdFiles
+from jaxformer.data.id_files import IdFiles
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD
 from jaxformer.data.sources import Source
 from jaxformer.data.sources.records import is_text

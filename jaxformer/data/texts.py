@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxformer.config import ConfigError, DataConfig, named_sources
 from jaxformer.data.directories import claimed
-from jaxformer.data.ids import IdFiles, find_ids, id_store, scan_ids
+from jaxformer.data.id_files import IdFiles, find_ids
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD, missing_of
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
@@ -115,6 +115,8 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
 def scan_of(source: Source, folder: Path, log: Log) -> Scan:
     """The scan of a text: kept with a prepared one, else made or found in `folder`."""
     if isinstance(source, IdFiles):
+        from jaxformer.data.ids import scan_ids
+
         return scan_ids(source, folder, log)
     if isinstance(source, Prepared) and source.scanned:
         return source.scanned
@@ -132,6 +134,8 @@ def store_of(
     """The tokens of a text, in `folder` or where it is prepared; `thorough` only checks them."""
     names = [directory_of(part, tokenizer) for part in found.parts]
     if isinstance(source, IdFiles):
+        from jaxformer.data.ids import id_store
+
         return id_store(source, found, [folder / name for name in names], thorough, log)
     if isinstance(source, Prepared):
         stores = [_prepared(source, name, tokenizer, thorough) for name in names]

@@ -1,4 +1,4 @@
-"""Beam search for the likeliest texts, in one loop on the device.
+"""Beam search for the likeliest texts, in one loop on the device, and what each of its steps chose.
 
 In the comments, B is the number of rows, b the beams of a row and V the size of the vocabulary. The
 model runs on [B b] rows: beam j of row i is row i b + j.
@@ -66,6 +66,25 @@ class Beams(NamedTuple):
     scores: jax.Array
 
 
+class BeamSteps(NamedTuple):
+    """What the steps of a search chose from, in the order of the steps: C = 2 b candidates of each
+    row, likeliest first.
+
+    `parents` int32 [n, B, C] is the live text (0 .. b - 1) that a candidate continues, `tokens`
+    int32 [n, B, C] its new token, `log_probabilities` float32 [n, B, C] that of the whole new text
+    in nats, -inf where there are fewer candidates; `scores` [n, B, C] is -inf but for those that
+    finish a text; `chosen` int32 [n, B, b] are the places of the candidates that live on. `done`
+    int32 is how many of the n steps were taken; the rest is not filled.
+    """
+
+    parents: jax.Array
+    tokens: jax.Array
+    log_probabilities: jax.Array
+    scores: jax.Array
+    chosen: jax.Array
+    done: jax.Array
+
+
 def beam_search(
     params: Params,
     config: ModelConfig,
@@ -87,7 +106,23 @@ def beam_search(
     rules, key = Search(**search), jax.random.key(0)
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, *sources)
-    return _search(prepared(params, config), config, rules, max_new_tokens, stream)
+    return _search(prepared(params, config), config, rules, max_new_tokens, stream)[0]
+
+
+def beam_search_steps(
+    params: Params,
+    config: ModelConfig,
+    prompt: Any,
+    max_new_tokens: int = 64,
+    *,
+    source: Any = None,
+    **search: Any,
+) -> tuple[Beams, BeamSteps]:
+    """What `beam_search` returns for the same arguments, and what each of its steps chose from. All
+    prompts [B, T] have one length, and so have all sources [B, S]."""
+    rules, key = Search(**search), jax.random.key(0)
+    stream = start(params, config, prompt, max_new_tokens, key, None, source)
+    return _search(prepared(params, config), config, rules, max_new_tokens, stream, keeps=True)
 
 
 class _Live(NamedTuple):
@@ -99,11 +134,15 @@ class _Live(NamedTuple):
     logits: jax.Array
 
 
-_Carry = tuple[jax.Array, _Live, Beams, KVCache]  # of the loop; the first is the step
+# Of the loop: the step, the texts, the cache, and the steps so far, or None where not asked for.
+_Carry = tuple[jax.Array, _Live, Beams, KVCache, BeamSteps | None]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream) -> Beams:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="keeps")
+def _search(
+    params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, keeps: bool = False
+) -> tuple[Beams, Any]:
+    """The best texts, and the steps if they are kept."""
     batch, beams = stream.logits.shape[0], rules.beams
     keep = rules.keep or beams
     cache, logits, layout = _repeated((stream.cache, stream.logits, stream.layout), beams)
@@ -115,30 +154,44 @@ def _search(params: Params, config: ModelConfig, rules: Search, n: int, stream: 
     over = Beams(tokens[:, :keep], jnp.full((batch, keep), -jnp.inf))
 
     def going(carry: _Carry) -> jax.Array:
-        i, live, over, _ = carry
+        i, live, over, *_ = carry
         # A log-probability only falls and is divided at most by penalty(n): the best score that a
         # live text can still reach.
         hope = live.logs.max(axis=1) / rules.penalty(n)
         return (i < n) & (hope > over.scores.min(axis=1)).any()
 
     def step(carry: _Carry) -> _Carry:
-        i, live, over, cache = carry
-        live, over, parents = _extend(live, over, rules, i)
+        i, live, over, cache, steps = carry
+        live, over, parents, made = _extend(live, over, rules, i)
+        if steps is not None:
+            steps = jax.tree.map(lambda kept, new: kept.at[i].set(new), steps, made)
         cache = _of_parents(cache, parents)
         here = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
         tokens = live.tokens[:, :, i].reshape(-1, 1)
         x, cache, _ = hidden(params, config, Inputs(tokens, here), cache)
-        return i + 1, live._replace(logits=head(params, config, x, here)[:, 0]), over, cache
+        live = live._replace(logits=head(params, config, x, here)[:, 0])
+        return i + 1, live, over, cache, steps
 
-    i, live, over, _ = jax.lax.while_loop(going, step, (jnp.int32(0), live, over, cache))
-    return _best(over, Beams(live.tokens, live.logs / rules.penalty(i)))
+    steps = _no_steps(n, batch, beams) if keeps else None
+    i, live, over, _, steps = jax.lax.while_loop(
+        going, step, (jnp.int32(0), live, over, cache, steps)
+    )
+    best = _best(over, Beams(live.tokens, live.logs / rules.penalty(i)))
+    return best, steps and steps._replace(done=i)
+
+
+def _no_steps(n: int, batch: int, beams: int) -> BeamSteps:
+    """Room for n steps."""
+    ids = jnp.zeros((n, batch, 2 * beams), jnp.int32)
+    logs = jnp.full(ids.shape, -jnp.inf)
+    return BeamSteps(ids, ids, logs, logs, ids[..., :beams], jnp.zeros(n, jnp.int32))
 
 
 def _extend(
     live: _Live, over: Beams, rules: Search, i: jax.Array
-) -> tuple[_Live, Beams, jax.Array]:
-    """The live texts with one more token, the best finished texts, and for each live text the row
-    [B b] of the text that it continues."""
+) -> tuple[_Live, Beams, jax.Array, BeamSteps]:
+    """The live texts with one more token, the best finished texts, for each live text the row
+    [B b] of the text that it continues, and this step alone."""
     batch, beams = live.logs.shape
     logits = within(live.logits, rules.vocab_size).reshape(batch, beams, -1)  # [B, b, V]
 
@@ -156,9 +209,10 @@ def _extend(
     scores = jnp.where(ended & first, logs / rules.penalty(i + 1), -jnp.inf)
     over = _best(over, Beams(tokens, scores))
 
-    logs, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
+    kept, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
     rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
-    return _Live(_at(tokens, chosen), logs, live.logits), over, rows
+    step = BeamSteps(parents, new, logs, scores, chosen, i)
+    return _Live(_at(tokens, chosen), kept, live.logits), over, rows, step
 
 
 def _best(kept: Beams, more: Beams) -> Beams:

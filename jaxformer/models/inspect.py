@@ -1,4 +1,5 @@
-"""Attention weights and other intermediates of a model, and activation patching."""
+"""Attention weights, masks and other intermediates of a model, activation patching, and the logits
+of each layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +9,11 @@ import jax.numpy as jnp
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.capture import Request, fits
+from jaxformer.layers.head import head
+from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
+from jaxformer.layers.norm import norm
+from jaxformer.layers.pattern import layer_configs
+from jaxformer.models.inputs import check_inputs, inputs_of
 from jaxformer.models.transformer import logits_of
 from jaxformer.params import Params
 from jaxformer.settings import ConfigError
@@ -105,3 +111,61 @@ def attention_maps(
         return jnp.stack([found.values[name] for name in group]) if group else None
 
     return AttentionMaps(found.logits, *map(stacked, groups))
+
+
+def attention_masks(
+    config: ModelConfig, tokens: Any, layers: Sequence[int] | None = None, **inputs: Any
+) -> dict[str, jax.Array]:
+    """Which keys each query may attend to, by the kinds of `attention_maps` that the model has:
+    bool [L, B, queries, keys].
+
+    A key is hidden where it is padding or of another segment, comes after the query in a decoder,
+    or is outside the window of the layer. `layers` and `inputs` are those of `attention_maps`;
+    virtual tokens, which every query attends to, are not counted in.
+    """
+    batch = {"tokens": tokens, **inputs}
+    check_inputs(config, batch)
+    given = inputs_of(batch)
+    own, source = given.layout, given.source_layout
+    found = {}
+    if config.family == "encoder_decoder" and source is not None:
+        found["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers
+    stack = "encoder" if config.family == "encoder" else "decoder"
+    found[stack] = AttentionMask(own, own, causal=stack == "decoder"), config.n_layers
+    if source is not None:
+        cross = AttentionMask(own, source, causal=False, relative=False)
+        found["cross"] = cross, config.n_layers
+
+    def seen(mask: AttentionMask, window: int) -> jax.Array:
+        shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
+        keys = visible(mask._replace(window=window))
+        return jnp.ones(shape, bool) if keys is None else jnp.broadcast_to(keys, shape)
+
+    masks = {}
+    for kind, (mask, depth) in found.items():
+        chosen = [i for i in range(depth) if layers is None or i in layers]
+        windows = [0 if kind == "cross" else of.window for of in layer_configs(config, depth)]
+        if chosen:
+            masks[kind] = jnp.stack([seen(mask, windows[i]) for i in chosen])
+    return masks
+
+
+def logit_lens(params: Params, config: ModelConfig, residual: Any) -> jax.Array:
+    """The logits of a layer's residual stream [B, T, D], as if it were that of the last layer: the
+    final norm and the head, float32 [B, T, V] (nostalgebraist 2020; Belrose et al. 2023,
+    arXiv:2303.08112).
+
+    `residual` is that of `inspect` with capture="residual"; that of the last layer gives the logits
+    of the model. Raises ConfigError where no logits of each token exist: model.head is classes or
+    none.
+    """
+    if config.output in ("classes", "none"):
+        raise ConfigError(
+            f"the logit lens needs logits of each token, and model.head is {config.output!r}: take"
+            " a model whose head is language, masked or tags."
+        )
+    x = jnp.asarray(residual)
+    if config.norm_placement != "post":
+        x = norm(params.get("final_norm", {}), config, x)
+    index = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    return head(params, config, x, TokenLayout(index))

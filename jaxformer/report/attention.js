@@ -1,5 +1,5 @@
 "use strict";
-// The page of attention maps: what it shows, and what a reader can do. Draws by heatmap.js.
+// The page of attention maps: its state, the weights, the grid of heads and the strips of a step.
 
 const at = (id) => document.getElementById(id);
 const DATA = JSON.parse(at("data").textContent), MAPS = DATA.maps, MEAN = -1, LEVELS = 65535;
@@ -10,12 +10,31 @@ const SCALES = { // ticks: where on the legend, and the weight that it stands fo
   row: { name: "weight ÷ row’s largest", shade: (w, top) => w / (top || 1), ticks: [[0, "0"], [1, "row’s largest"]] },
 };
 const kinds = Object.keys(MAPS), walked = DATA.tokens.target ? "target" : "source", steps = DATA.tokens[walked].length;
-const state = { kind: kinds.at(-1), step: 0, pinned: null, scale: "root", hover: null, pick: {} };
+const state = { kind: kinds.at(-1), step: 0, pinned: null, scale: "root", hover: null, stage: null, pick: {} };
 for (const kind of kinds) {
   const bytes = Uint8Array.from(atob(MAPS[kind].weights), (c) => c.charCodeAt(0));
   MAPS[kind].weights = new Uint16Array(bytes.buffer);
   state.pick[kind] = { layer: MAPS[kind].shape[0] - 1, head: MEAN };
 }
+
+// Tokens, and the groups of those that share characters
+
+// Of each axis: { first, last, text } of each label; of each token its text, that of its group with its place in it; and
+// this with its own bytes.
+const SPANS = {}, WORDS = {}, BYTES = {};
+for (const [axis, own] of Object.entries(DATA.tokens)) {
+  const groups = DATA.groups[axis].map(([first, last, text]) => ({ first, last, text }));
+  const inside = (i) => groups.find(({ first, last }) => first <= i && i < last);
+  WORDS[axis] = own.map((word, i) => {
+    const group = inside(i);
+    return group ? `${group.text} (${i - group.first + 1}/${group.last - group.first})` : word;
+  });
+  BYTES[axis] = own.map((word, i) => (inside(i) ? `${WORDS[axis][i]} ${word}` : word));
+  const single = own.map((text, i) => ({ first: i, last: i + 1, text })).filter(({ first }) => !inside(first));
+  SPANS[axis] = [...groups, ...single].sort((a, b) => a.first - b.first);
+}
+const keysOf = (kind) => WORDS[MAPS[kind].key], queriesOf = (kind) => WORDS[MAPS[kind].query];
+const pairText = (kind, query, key) => `${BYTES[MAPS[kind].query][query]} → ${BYTES[MAPS[kind].key][key]}`;
 
 // Weights
 
@@ -43,7 +62,6 @@ function queryOf(kind) { // the step, or, for an encoder beside a decoder, the s
   if (MAPS[kind].query === walked) return state.step;
   return state.pinned ?? (MAPS.cross ? ranked(rowOf("cross", state.step))[0] : 0);
 }
-const keysOf = (kind) => DATA.tokens[MAPS[kind].key], queriesOf = (kind) => DATA.tokens[MAPS[kind].query];
 const percent = (w) => `${(100 * w).toFixed(w < .0995 ? 1 : 0)} %`;
 const exact = (w) => (w === 0 ? "0" : w < .0005 ? "< 0.001" : w.toFixed(3));
 
@@ -67,7 +85,12 @@ function habits(kind) { // how far the mean query of the chosen map spreads, and
 function make(tag, text, properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text, ...properties });
 }
-const layerName = layer => DATA.layers.length ? DATA.layers[layer] : layer;
+function box(tag, className, ...children) {
+  const element = make(tag, "", { className });
+  element.append(...children);
+  return element;
+}
+const layerName = (layer) => (DATA.layers.length ? DATA.layers[layer] : layer);
 const nameOf = ({ layer, head }) => `layer ${layerName(layer)}, ${head === MEAN ? "mean of heads" : `head ${head}`}`;
 
 function showGrid() {
@@ -93,39 +116,45 @@ function showGrid() {
   const marks = ticks.map(([place, text]) => make("span", text, { style: `left: ${100 * place}%` }));
   at("legend").replaceChildren(make("i", ""), ...marks);
   at("legend").setAttribute("aria-label", `Colors of the weights, from ${ticks[0][1]} to ${ticks.at(-1)[1]}`);
+  for (const radio of document.getElementsByName("kind")) radio.checked = radio.value === state.kind;
 }
 
 // Step by step
 
 function strip(kind) { // the tokens that the chosen map of a kind reads from at this step, each shaded by its weight
   const query = queryOf(kind), row = rowOf(kind, query), shaded = shades(row, 1, row.length);
-  const box = make("div", "", { className: "strip" }), list = make("div", "", { className: "tokens" });
-  const same = MAPS[kind].query === MAPS[kind].key;
+  const list = make("div", "", { className: "tokens" }), axis = MAPS[kind].key, same = MAPS[kind].query === axis;
   const kept = state.pinned === null ? "" : " (kept)";
   const from = MAPS[kind].query === walked ? "" : `, from “${queriesOf(kind)[query]}”${kept}`;
-  box.append(make("button", MAPS[kind].title, { title: "Show this map", onclick: () => change({ kind }) }));
-  box.append(make("span", `  ${nameOf(state.pick[kind])}${from}`, { className: "soft" }), list);
-  keysOf(kind).forEach((word, key) => {
-    const title = `${queriesOf(kind)[query]} → ${word}: ${exact(row[key])}`;
-    const chip = make("span", word, { title, onclick: () => go(MAPS[kind].key, key) });
-    Object.assign(chip.style, { background: css(color(shaded[key])), color: inkOn(color(shaded[key])) });
-    chip.classList.toggle("here", same && key === query);
-    chip.classList.toggle("unseen", same && key > query && row[key] === 0);
-    list.append(chip);
-  });
-  return box;
+  const chip = (text, key) => {
+    const title = `${pairText(kind, query, key)}: ${exact(row[key])}`;
+    const made = make("span", text, { title, onclick: () => go(axis, key) });
+    Object.assign(made.style, { background: css(color(shaded[key])), color: inkOn(color(shaded[key])) });
+    made.classList.toggle("here", same && key === query);
+    made.classList.toggle("unseen", same && key > query && row[key] === 0);
+    return made;
+  };
+  for (const { first, last, text } of SPANS[axis]) {
+    if (last === first + 1) list.append(chip(text, first));
+    else list.append(box("span", "group", text, ...Array.from({ length: last - first }, (_, i) => chip(i + 1, first + i))));
+  }
+  const name = make("button", MAPS[kind].title, { title: "Show this map", onclick: () => change({ kind }) });
+  return box("div", "strip", name, make("span", `  ${nameOf(state.pick[kind])}${from}`, { className: "soft" }), list);
 }
 
 function showStep() {
-  const { step, kind } = state, words = DATA.tokens[walked], next = walked === "target" ? words[step + 1] : undefined;
+  const { step, kind } = state, words = WORDS[walked];
+  const next = walked === "target" ? DATA.tokens[walked][step + 1] : undefined, following = words[step + 1];
   at("slider").value = step;
   at("slider").setAttribute("aria-valuetext", `${step + 1} of ${steps}: ${words[step]}`);
-  at("place").textContent = `${step + 1} of ${steps}`;
+  at("place").textContent = `${step + 1} of ${steps}: “${words[step]}”`;
+  at("back").disabled = step === 0;
+  at("on").disabled = step === steps - 1;
   at("strips").replaceChildren(...["cross", "decoder", "encoder"].filter((each) => kinds.includes(each)).map(strip));
   const leading = [...(DATA.candidates[step] ?? [])].sort((a, b) => b[1] - a[1]);
   at("leading").hidden = !DATA.candidates.length;
   at("asks").textContent = walked === "source" ? `Leading candidates at “${words[step]}”`
-    : `Leading candidates after “${words[step]}”${next === undefined ? "" : `; what follows is “${next}”`}`;
+    : `Leading candidates after “${words[step]}”${next === undefined ? "" : `; what follows is “${following}”`}`;
   at("candidates").replaceChildren(...leading.map(([word, share]) => {
     const item = make("li", "", { className: word === next ? "next" : "" });
     const bar = make("i", "", { style: `width: ${100 * share}%` });
@@ -134,84 +163,5 @@ function showStep() {
   }));
   const query = queryOf(kind), row = rowOf(kind, query);
   const most = ranked(row).slice(0, 4).filter((key) => row[key] > 0).map((key) => `${keysOf(kind)[key]} ${exact(row[key])}`);
-  at("row").textContent = `${queriesOf(kind)[query]} → ${most.join(",  ")}`;
+  at("row").textContent = `${queriesOf(kind)[query]} → ${most.join(",  ") || "nothing"}`;
 }
-
-// What a reader does
-
-const RENDER = { // what is drawn anew when a part of the state changes
-  kind: [showGrid, showMap, showStep], scale: [showGrid, showMap, showStep], pick: [showMap, showStep],
-  step: [showStep, draw], pinned: [showStep, draw], hover: [draw],
-};
-function change(values) {
-  Object.assign(state, values);
-  if ("kind" in values) state.hover = null;
-  for (const radio of document.getElementsByName("kind")) radio.checked = radio.value === state.kind;
-  for (const render of new Set(Object.keys(values).flatMap((name) => RENDER[name]))) render();
-}
-function choose(layer, head) {
-  change({ pick: { ...state.pick, [state.kind]: { layer, head } } });
-}
-function go(axis, place) { // to a step, or, for the source beside a target, keeps the encoder at one token or lets it go
-  if (axis === walked) change({ step: Math.min(Math.max(place, 0), steps - 1) });
-  else change({ pinned: state.pinned === place ? null : place });
-}
-function turn(layersOn, headsOn) {
-  const { layer, head } = state.pick[state.kind], [layers, heads] = MAPS[state.kind].shape;
-  const within = (value, low, high) => Math.min(Math.max(value, low), high);
-  choose(within(layer + layersOn, 0, layers - 1), within(head + headsOn, MEAN, heads - 1));
-  if (at("grid").contains(document.activeElement)) at("grid").querySelector("[aria-pressed=true]").focus();
-}
-const KEYS = {
-  ArrowLeft: () => turn(0, -1), ArrowRight: () => turn(0, 1), ArrowUp: () => turn(-1, 0), ArrowDown: () => turn(1, 0),
-  ",": () => go(walked, state.step - 1), ".": () => go(walked, state.step + 1),
-};
-document.addEventListener("keydown", (event) => {
-  const typed = event.target.matches("input, select") && event.key.startsWith("Arrow");
-  if (typed || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
-  event.preventDefault();
-  KEYS[event.key]();
-});
-
-function under(event) { // the cell of the large map under the pointer, or null
-  const box = at("large").getBoundingClientRect(), [, , rows, columns] = MAPS[state.kind].shape;
-  const query = Math.floor((event.clientY - box.top - frame.top) / frame.cell);
-  const key = Math.floor((event.clientX - box.left - frame.left) / frame.cell);
-  return query >= 0 && query < rows && key >= 0 && key < columns ? { query, key } : null;
-}
-function point(event) {
-  const cell = event.type === "pointerleave" ? null : under(event), tip = at("tip");
-  change({ hover: cell });
-  tip.hidden = cell === null;
-  if (cell === null) return;
-  const weight = rowOf(state.kind, cell.query)[cell.key];
-  tip.textContent = `${queriesOf(state.kind)[cell.query]} → ${keysOf(state.kind)[cell.key]}: ${exact(weight)}`;
-  const below = event.clientY + 18, above = event.clientY - 12 - tip.offsetHeight;
-  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
-  tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : above}px`;
-}
-at("large").addEventListener("pointermove", point);
-at("large").addEventListener("pointerleave", point);
-at("large").addEventListener("click", (event) => under(event) && go(MAPS[state.kind].query, under(event).query));
-at("slider").addEventListener("input", () => go(walked, Number(at("slider").value)));
-at("back").addEventListener("click", () => go(walked, state.step - 1));
-at("on").addEventListener("click", () => go(walked, state.step + 1));
-at("scale").addEventListener("change", () => change({ scale: at("scale").value }));
-window.addEventListener("resize", layOut);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); change({ kind: state.kind }); });
-
-for (const kind of kinds) {
-  const label = make("label", "");
-  const radio = make("input", "", { type: "radio", name: "kind", value: kind, onchange: () => change({ kind }) });
-  label.append(radio, MAPS[kind].title);
-  at("kinds").append(label);
-}
-at("kinds").hidden = kinds.length === 1;
-at("scale").append(...Object.entries(SCALES).map(([value, { name }]) => make("option", name, { value })));
-at("slider").max = steps - 1;
-at("title").textContent = document.title = DATA.title;
-const sizes = kinds.map((kind) => `${MAPS[kind].title}: ${MAPS[kind].shape[0]} layers of ${MAPS[kind].shape[1]} heads`);
-const lengths = Object.entries(DATA.tokens).map(([axis, words]) => `${words.length} ${axis} tokens`);
-at("facts").textContent = [...sizes, ...lengths].join("  ·  ");
-readTheme();
-change({ kind: state.kind });

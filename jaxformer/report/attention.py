@@ -13,6 +13,8 @@ import numpy as np
 
 from jaxformer.files import replacing
 from jaxformer.report.plot import FAINT, INK
+from jaxformer.report.visible import visible
+from jaxformer.report.walkthrough import Walkthrough, packed_choices
 from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -29,14 +31,13 @@ TITLES = {
     "decoder": "Decoder self-attention",
     "cross": "Cross-attention",
 }
-JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
-VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
 LEVELS = 65_535
 MOST_WEIGHTS = 2**25
 MOST_LABELS = 64
 
 Maps = Mapping[str, np.ndarray]
 TokenStrings = Mapping[str, Sequence[str]]
+Groups = Mapping[str, Sequence[tuple[int, int, str]]]
 
 
 def attention_page(
@@ -46,6 +47,8 @@ def attention_page(
     title: str,
     candidates: Sequence[Sequence[tuple[str, float]]] = (),
     layers: Sequence[int] = (),
+    groups: Groups | None = None,
+    walkthrough: Walkthrough | None = None,
 ) -> str:
     """A self-contained HTML page that shows the attention of one example, head by head and step by
     step.
@@ -54,17 +57,24 @@ def attention_page(
     layer, head, query, key; `layers` are the numbers of the layers where they are not all. `tokens`
     holds the texts of "source" (S) and "target" (T), as far as the maps need them. `candidates[t]`
     are the most probable (text, probability) for what follows target token t; without a target, for
-    source token t itself. Save the page as UTF-8. Raises ConfigError where shapes do not fit, or a
-    weight is not within 0 to 1.
+    source token t itself. `groups` holds, for "source" and "target", runs of tokens that share
+    characters, (first, one past the last, their text), which are labeled as one; `walkthrough` is
+    what is shown beside the maps. Save the page as UTF-8. Raises ConfigError where shapes do not
+    fit, or a weight is not within 0 to 1.
     """
     checked = _checked(maps, tokens)
     axes = sorted(_axes(checked))
+    walked = axes[-1]
+    depths = {len(checked[kind]) for kind in checked if AXES[kind][0] == walked}
+    more = (walkthrough or Walkthrough()).packed(checked, len(tokens[walked]), max(depths))
     data = {
         "title": title,
         "layers": sorted(layers),
         "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
+        "groups": {axis: _grouped((groups or {}).get(axis, ()), tokens[axis]) for axis in axes},
         "maps": {kind: _packed(kind, weights) for kind, weights in checked.items()},
-        "candidates": _steps(candidates, len(tokens[axes[-1]])),
+        "candidates": _steps(candidates, len(tokens[walked])),
+        **more,
     }
     # Without "<" in the data no text can end the script element that holds it.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -104,17 +114,6 @@ def attention_figure(
         dots = min(160.0, 8000 / max(figure.get_size_inches()))
         with replacing(Path(path)) as file:
             figure.savefig(file, format="png", dpi=dots)
-
-
-def visible(token: str) -> str:
-    """A token's text with its white space shown as `·`, `↵` or `⇥`, and `∅` for no text at all."""
-    return "".join(map(_visible, token)) or "∅"
-
-
-def _visible(char: str) -> str:
-    if char in VISIBLE or char.isspace():
-        return VISIBLE.get(char, "·")
-    return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
 
 
 def _read(name: str) -> str:
@@ -179,15 +178,22 @@ def _steps(
             f"{len(candidates)} steps of candidates for {count} tokens: give one list for each"
             " token, or none."
         )
-    steps = [
-        [(visible(text), round(float(share), 6)) for text, share in step] for step in candidates
-    ]
-    if not all(0 <= share <= 1.01 for step in steps for _, share in step):
-        raise ConfigError(
-            "candidates hold a probability that is not within 0 to 1: pass (text, probability)"
-            " after the softmax."
-        )
-    return steps
+    return [packed_choices(step) for step in candidates]
+
+
+def _grouped(
+    groups: Sequence[tuple[int, int, str]], tokens: Sequence[str]
+) -> list[tuple[int, int, str]]:
+    """The groups of one axis. Raises ConfigError for runs that overlap or are not within it."""
+    end = 0
+    for first, last, text in groups:
+        if not end <= first < last <= len(tokens):
+            raise ConfigError(
+                f"groups hold {(first, last, text)}: the runs of {len(tokens)} tokens must be in"
+                f" order and not overlap, from {end} on."
+            )
+        end = last
+    return [(int(first), int(last), visible(text)) for first, last, text in groups]
 
 
 def _figure(

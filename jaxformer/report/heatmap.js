@@ -41,10 +41,12 @@ function showMap() {
   const kind = state.kind, [, , rows, columns] = MAPS[kind].shape, { layer, head } = state.pick[kind];
   painted = paint(document.createElement("canvas"), picked(kind), rows, columns, 4096);
   at("name").textContent = `${MAPS[kind].title}, ${nameOf(state.pick[kind])}`;
-  at("large").setAttribute("aria-label", `Weights, ${rows} by ${columns}; the line above this map reads out its marked row`);
+  at("large").setAttribute("aria-label", `Weights, ${rows} by ${columns}; the line above this map tells its marked row`);
   at("habits").textContent = habits(kind);
   for (const button of at("grid").querySelectorAll("button")) {
-    button.setAttribute("aria-pressed", button.dataset.place === `${layer} ${head}`);
+    const chosen = button.dataset.place === `${layer} ${head}`;
+    button.setAttribute("aria-pressed", chosen);
+    button.tabIndex = chosen ? 0 : -1;
   }
   layOut();
 }
@@ -54,10 +56,13 @@ const fontOf = (size, bold) => `${bold ? "bold " : ""}${size}px ${variable("--co
 function layOut() { // fits the large map to the space available, in whole pixels where cells are large enough
   const kind = state.kind, [, , rows, columns] = MAPS[kind].shape, canvas = at("large"), pen = canvas.getContext("2d");
   pen.font = fontOf(13, true);
-  const widest = (words) => Math.max(...words.map((word) => pen.measureText(shortened(word)).width));
-  const left = widest(queriesOf(kind)) + 22, long = widest(keysOf(kind)) + 14, free = at("map").clientWidth - left - 2;
+  const widest = (spans) => Math.max(...spans.map(({ text }) => pen.measureText(shortened(text)).width));
+  const left = widest(SPANS[MAPS[kind].query]) + 22, long = widest(SPANS[MAPS[kind].key]) + 14;
+  const free = at("map").clientWidth - left - 2;
   const slanted = (free - .7 * long) / columns >= 26, top = slanted ? .7 * long + 10 : long, right = slanted ? .7 * long : 2;
-  const fit = Math.min((free - right) / columns, 46), cell = fit >= 4 ? Math.floor(fit) : fit;
+  // In a narrow window a map of few tokens keeps cells that can be read and touched, and scrolls in its box.
+  const least = Math.max(rows, columns) <= 64 ? 18 : 0;
+  const fit = Math.min(Math.max((free - right) / columns, least), 46), cell = fit >= 4 ? Math.floor(fit) : fit;
   const width = left + columns * cell + right, height = top + rows * cell + 2, pixels = window.devicePixelRatio || 1;
   [canvas.width, canvas.height] = [width * pixels, height * pixels];
   [canvas.style.width, canvas.style.height] = [`${width}px`, `${height}px`];
@@ -100,22 +105,25 @@ function drawNumbers(pen) {
 
 function drawLabels(pen, here) { // the tokens; where they would overlap, every so many and the marked ones
   const { left, top, cell, slanted } = frame, size = Math.min(Math.max(cell - 1, 9), 13);
-  const every = Math.ceil((size + 1) / cell);
+  const every = Math.ceil((size + 1) / cell), { query, key } = MAPS[state.kind];
   pen.textBaseline = "middle";
-  const label = (words, marked, write) => words.forEach((word, i) => {
-    if (marked === i ? false : i % every || (marked !== null && Math.abs(i - marked) < every)) return;
-    pen.font = fontOf(size, marked === i);
-    pen.fillStyle = variable(marked === i ? "--mark" : "--ink");
-    write(shortened(word), i);
+  const label = (spans, place, write, bracket) => spans.forEach(({ first, last, text }) => {
+    const marked = place !== null && first <= place && place < last;
+    if (!marked && (first % every || (place !== null && Math.abs(first - place) < every))) return;
+    pen.font = fontOf(size, marked);
+    pen.fillStyle = variable(marked ? "--mark" : "--ink");
+    write(shortened(text), (first + last) / 2);
+    if (last > first + 1) bracket(first * cell + 2, (last - first) * cell - 4); // tokens that share characters
   });
   pen.textAlign = "right";
-  label(queriesOf(state.kind), here.query, (word, i) => pen.fillText(word, left - 8, top + (i + .5) * cell));
+  label(SPANS[query], here.query, (text, middle) => pen.fillText(text, left - 8, top + middle * cell),
+    (from, length) => pen.fillRect(left - 5, top + from, 2, length));
   pen.textAlign = "left";
-  label(keysOf(state.kind), here.key, (word, i) => {
+  label(SPANS[key], here.key, (text, middle) => {
     pen.save();
-    pen.translate(left + (i + .5) * cell, top - 6);
+    pen.translate(left + middle * cell, top - 7);
     pen.rotate(slanted ? -Math.PI / 4 : -Math.PI / 2);
-    pen.fillText(word, 0, 0);
+    pen.fillText(text, 0, 0);
     pen.restore();
-  });
+  }, (from, length) => pen.fillRect(left + from, top - 5, length, 2));
 }

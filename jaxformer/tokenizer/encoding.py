@@ -134,3 +134,8 @@ def _joined(rows: list[TokenIds]) -> TokenIds:
     if all(isinstance(row, list) for row in rows):
         return [*itertools.chain.from_iterable(rows)]
     return np.concatenate([np.asarray(row, np.uint32) for row in rows])
+
+
+def as_list(row: TokenIds) -> list[int]:
+    """The ids of a text as a list."""
+    return row if isinstance(row, list) else row.tolist()

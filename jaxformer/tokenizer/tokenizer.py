@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.files import write_text
 from jaxformer.settings import ConfigError
-from jaxformer.tokenizer.encoding import Encoder
+from jaxformer.tokenizer.encoding import Encoder, as_list
 from jaxformer.tokenizer.files import (
     IDS,
     ROLES,
@@ -166,7 +166,7 @@ class Tokenizer:
         """Token ids of each text, as `encode` gives them, computed on all cores."""
         named = self._reads_names if special_tokens is None else special_tokens
         before, after = self._template if named else ([], [])
-        rows = map(_as_list, self.encoder.rows(texts, named))
+        rows = map(as_list, self.encoder.rows(texts, named))
         return [[*before, *row, *after] for row in rows] if before or after else [*rows]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -184,7 +184,7 @@ class Tokenizer:
         named = self._reads_names if special_tokens is None else special_tokens
         yield from self.prefix if named else ()
         for row in self.encoder.stream(iterable, named):
-            yield from _as_list(row)
+            yield from as_list(row)
         yield from self.suffix if named else ()
 
     def decode(self, ids: IdSequence, skip_special_tokens: bool | None = None) -> str:
@@ -236,7 +236,12 @@ class Tokenizer:
         name = self._backend.id_to_token(token)
         if name is None or self._spelling.continuation:
             return f"<{token}>" if name is None else name
-        return self._spelling.raw(name).decode("utf-8", "backslashreplace")
+        return self.raw(token).decode("utf-8", "backslashreplace")
+
+    def raw(self, token: int) -> bytes:
+        """The bytes of a token, with the space before it; none for an id without a token."""
+        name = self._backend.id_to_token(token)
+        return b"" if name is None else self._spelling.raw(name)
 
     @functools.cached_property
     def _spelling(self) -> Spelling:
@@ -291,7 +296,3 @@ class Tokenizer:
         ends = [end, self._roles.get("start", end), self.forced_token]
         said = "" if ends == [guess, guess, None] else json.dumps(ends)
         return hashlib.blake2b((settings + said).encode(), digest_size=16).hexdigest()
-
-
-def _as_list(row: list[int] | np.ndarray) -> list[int]:
-    return row if isinstance(row, list) else row.tolist()
