@@ -2,9 +2,9 @@
 
     python .ci/requirements.py lowest|newest|tests [--core]
 
-lowest: the packages that pyproject.toml names, at their floors; newest: at their newest, with
-jax 0.12. --core leaves out PyTorch and what needs it. tests: the files of tests/ that import none
-of these, by themselves or by a module of tests/.
+lowest: the packages that pyproject.toml names, at their floors, but those that build the site at
+their newest; newest: at their newest, with jax 0.12. --core leaves out PyTorch and what needs it.
+tests: the files of tests/ that import none of these, by themselves or by a module of tests/.
 """
 
 import ast
@@ -27,11 +27,14 @@ NEWEST = {"jax": "jax>=0.12,<0.13"}
 def requirements(pins: str, core: bool) -> list[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(text)["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["test"], *extras["docs"]]
+    lines = [line for line in lines if name_of(line) != project["name"]]  # the extra docs, in test
     if core:
         lines = [line for line in lines if name_of(line) not in HEAVY]
     if pins == "lowest":
-        return [line if name_of(line) in CHECKS else at_its_floor(line) for line in lines]
+        newest = {*CHECKS, *map(name_of, extras["docs"])}
+        return [line if name_of(line) in newest else at_its_floor(line) for line in lines]
     return [NEWEST.get(name_of(line), line) for line in lines]
 
 

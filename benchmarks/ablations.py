@@ -138,7 +138,8 @@ def page(table: list[Any], options: argparse.Namespace) -> str:
         )
         size = next((count for _, count in found.values() if count), "?")
         lines.append(f"| {name} | {size} | {shown} | {loss - best[0]:+.4f} |")
-    lines += ["", "Each is one command line, the base's with what is named here added:", "", "```"]
+    lines += ["", "Each is one command line, the base's with what is named here added:", ""]
+    lines += ["<!-- docs-test: skip: each indented line is added to the first -->", "```"]
     base = BASE | {"train.steps": options.steps, "optimizer.learning_rate": options.rates[-1]}
     base |= {"data.train": Path(options.text).name}
     lines.append(f"python train.py configs/quickstart.py {shlex.join(arguments(base))}")

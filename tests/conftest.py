@@ -72,11 +72,12 @@ jaxtyping.install_import_hook(
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`pytest -m fast` imports only the files that have a fast test, since the others bring
-    PyTorch."""
-    if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
+    """`pytest -m fast` and `pytest -m docs` import only the files that have such a test, since the
+    others bring PyTorch."""
+    mark = config.option.markexpr
+    if mark not in ("fast", "docs") or not collection_path.name.startswith("test_"):
         return None
-    return "mark.fast" not in collection_path.read_text(encoding="utf-8") or None
+    return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -142,7 +142,7 @@ def modules_after(code: str) -> list[str]:
     return found
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -164,7 +164,8 @@ def test_the_readme_links_to_every_page() -> None:
     linked = {
         (ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES[0].read_text())
     }
-    assert {*PAGES[1:]} <= linked
+    # Those in folders of docs/ are found by the navigation of the site, in which each has to be.
+    assert {page for page in PAGES[1:] if page.parent in (ROOT, ROOT / "docs")} <= linked
 
 
 @every_page

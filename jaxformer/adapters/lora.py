@@ -30,7 +30,8 @@ class LoRA:
           or patterns of fnmatch on whole paths, as "blocks.attention.[qv]".
       dropout: fraction of the numbers zeroed that `a` reads, in a loss with a key.
       rslora: rank-stabilized scale (arXiv:2312.03732).
-      ranks, alphas: (target, value) for weights with another rank or alpha; the first that fits.
+      ranks: (target, rank) for weights with another rank; the first that fits.
+      alphas: the same for alpha.
 
     Raises ConfigError for a rank below 1, and for a dropout or an alpha that is not allowed.
     """

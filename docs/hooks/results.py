@@ -1,0 +1,161 @@
+"""Tables of what the scripts of benchmarks/ measured, from benchmarks/results/*.json.
+
+`<!-- results: NAME -->` in a page stands for the table of NAME, with its date and machine.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+MARK = re.compile(r"<!-- results: (\w+) -->")
+Result = dict[str, Any]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return MARK.sub(lambda found: table_of(found[1]), markdown)
+
+
+def table_of(name: str) -> str:
+    """The table of a benchmark, and a line on when and where it was measured."""
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    header, rows = TABLES[name](result)
+    lines = [header, ["---"] * len(header), *rows]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{table}\n\n{_origin(name, result)}"
+
+
+def _origin(name: str, result: Result) -> str:
+    machine, versions = result["machine"], _versions(result)
+    used = ", ".join(f"{package} {number}" for package, number in versions.items())
+    return (
+        f"Measured on {result['date'][:10]} on {machine['cores']} cores of an {machine['cpu']}"
+        f"{f' with {used}' if used else ''}; `benchmarks/results/{name}.json`."
+    )
+
+
+def _versions(found: Any) -> dict[str, str]:
+    """The versions of packages, wherever a result states them."""
+    parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    versions = dict(found.get("versions", {})) if isinstance(found, dict) else {}
+    for part in parts:
+        versions |= _versions(part)
+    return versions
+
+
+def ratio(found: Result) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def median(numbers: Sequence[float]) -> float:
+    return statistics.median(numbers)
+
+
+def train_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["step", "tokens/s", "PyTorch", "ratio of pairs", "peak memory", "PyTorch"]
+    return header, (
+        [
+            f"{row.get('workload') or row['work']}, microbatches: {row['microbatches'] or 'auto'}",
+            *(f"{rate:,.0f}" for rate in row["tokens_per_second"]),
+            ratio(row["ratio"]),
+            *map(gigabytes, row["peak_bytes"]),
+        ]
+        for row in result["results"]
+    )
+
+
+def decode_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["library", "seconds for all", "first token", "tokens/s after it", "of the limit"]
+    sides = zip(
+        ("jaxformer", "transformers"),
+        map(median, result["seconds"]),
+        result["first_token_seconds"],
+        result["tokens_per_second_after_the_first"],
+        result["share_of_limit"],
+        strict=True,
+    )
+    return header, (
+        [name, f"{whole:.2f}", f"{first:.2f}", f"{rate:.1f}", f"{share:.0%}"]
+        for name, whole, first, rate, share in sides
+    )
+
+
+def tokens_training(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["text", "entries", "jaxformer", "tokenizers", "our time over theirs"]
+    return header, (
+        [
+            case,
+            f"{row['entries'][0]:,}",
+            *(f"{median(seconds):.2f} s" for seconds in row["seconds"]),
+            ratio(row["ratio"]),
+        ]
+        for case, row in result["cases"].items()
+    )
+
+
+def tokens_encoding(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    sides = list(next(iter(result["cases"].values()))["seconds"])
+    header = ["text", *sides, "ours over tokenizers"]
+    return header, (
+        [
+            case,
+            *(f"{row['bytes'] / 1e6 / median(row['seconds'][side]):.1f} MB/s" for side in sides),
+            ratio(row["ratios"][0]),
+        ]
+        for case, row in result["cases"].items()
+    )
+
+
+def tokens_loader(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    rates = result["tokens_per_second"]
+    trained = median(rates["training"])
+    return ["batches", "tokens/s", "times the training speed"], (
+        [way, f"{median(found):,.0f}", f"{median(found) / trained:,.0f}"]
+        for way, found in rates.items()
+    )
+
+
+def finetune(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["method", "learned parameters", "base", "optimizer", "memory above the base"]
+    return header, (
+        [
+            row["method"],
+            f"{row['learned']:,}",
+            gigabytes(row["base_bytes"]),
+            gigabytes(row["optimizer_bytes"]),
+            gigabytes(row["above_base"]) + ("" if row["seconds"] else " (compiled, not run)"),
+        ]
+        for row in result["results"]
+    )
+
+
+def pretrained_memory(result: Result) -> tuple[list[str], Iterable[list[str]]]:
+    header = ["what", "files", "parameters", "model", "largest leaf", "memory above", "seconds"]
+    return header, (
+        [
+            f"{row['what']}, {row['shape']}",
+            row["files"],
+            row["params"],
+            *(gigabytes(row[size]) for size in ("model", "largest_leaf", "excess")),
+            f"{row['seconds']:.1f}",
+        ]
+        for row in result["cases"]
+    )
+
+
+TABLES: dict[str, Callable[[Result], tuple[list[str], Iterable[list[str]]]]] = {
+    "train_cpu": train_cpu,
+    "decode_cpu": decode_cpu,
+    "tokens_training": tokens_training,
+    "tokens_encoding": tokens_encoding,
+    "tokens_loader": tokens_loader,
+    "finetune": finetune,
+    "pretrained_memory": pretrained_memory,
+}
