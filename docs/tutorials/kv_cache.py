@@ -242,8 +242,8 @@ plt.show()
 # ## Windows
 #
 # With `window` $W$ (arXiv:2004.05150, arXiv:2310.06825) a token attends to the newest $W$ tokens
-# alone, itself among them, so of the $S$ slots of a layer it reads $\min(S, W)$. To see that older
-# ones are not read, we decode 40 tokens, overwrite all slots that lie behind the window, and decode
+# alone, itself among them, so of the $S$ slots of a layer it needs $\min(S, W)$. To see that older
+# ones do not count, we decode 40 tokens, overwrite all slots that lie behind the window, and decode
 # one more.
 
 # %%
@@ -268,9 +268,9 @@ assert with_damage(config) > 0.1
 
 # %% [markdown]
 # A ring of $W$ slots a layer would therefore be enough. The library does not have one: its cache
-# keeps all $S$ slots of each layer, and the mask hides those behind the window. So a window saves
-# compute in training, but no memory in decoding. The next figure has both: what is allocated, from
-# the arrays, and what a token reads, from the formula with $\min(S, W)$ in place of $S$.
+# keeps all $S$ slots of each layer, and the mask hides those behind the window, so a window
+# saves no memory in decoding. The next figure has both: what is allocated, from the arrays, and
+# what a token needs, from the formula with $\min(S, W)$ in place of $S$.
 
 # %%
 contexts = np.array([64, 128, 256, 512, 1024])
@@ -288,7 +288,9 @@ ax.plot(contexts, np.array(allocated[0]) / 2**20, "ko", label="allocated, for ev
 for window in (0, 256, 64):
     read = np.minimum(contexts, window or contexts)
     sizes = [formula(config, 1, slots, itemsize=4) / 2**20 for slots in read]
-    ax.plot(contexts, sizes, label=f"read with window {window}" if window else "read, no window")
+    ax.plot(
+        contexts, sizes, label=f"needed with window {window}" if window else "needed, no window"
+    )
 ax.set(xlabel="tokens so far", ylabel="MiB", xscale="log", yscale="log")
 ax.set_title("Keys and values of one sequence")
 ax.set_xticks(contexts, contexts)
@@ -299,4 +301,4 @@ plt.show()
 
 # %% [markdown]
 # Where a model alternates windows and full attention (`window_pattern="wf"`), half of its layers
-# read $\min(S, W)$ slots, and the others all of them.
+# need $\min(S, W)$ slots, and the others all of them.
