@@ -286,8 +286,8 @@ assert allocated[0] == allocated[256] == allocated[64]
 figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
 ax.plot(contexts, np.array(allocated[0]) / 2**20, "ko", label="allocated, for every window")
 for window in (0, 256, 64):
-    read = np.minimum(contexts, window or contexts)
-    sizes = [formula(config, 1, slots, itemsize=4) / 2**20 for slots in read]
+    needed = np.minimum(contexts, window or contexts)
+    sizes = [formula(config, 1, slots, itemsize=4) / 2**20 for slots in needed]
     ax.plot(
         contexts, sizes, label=f"needed with window {window}" if window else "needed, no window"
     )
