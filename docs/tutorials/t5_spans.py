@@ -6,16 +6,16 @@
 # followed by what it stands for:
 #
 #     text     Thank you for inviting me to your party last week .
-#     source   Thank you <extra_id_0> me to your party <extra_id_1> week .
-#     target   <extra_id_0> for inviting <extra_id_1> last <extra_id_2>
+#     source   Thank you <extra_id_0> me to your party <extra_id_1> week . END
+#     target   <extra_id_0> for inviting <extra_id_1> last END
 #
 # Of $n$ tokens, 15 % are hidden in spans of mean length 3:
 #
 # $$h = \mathrm{round}(0.15\, n), \qquad s = \mathrm{round}(h / 3), \qquad
 # |\mathrm{source}| = n - h + s + 1, \qquad |\mathrm{target}| = h + s + 1$$
 #
-# The 1 is the end token; a published T5 writes the closing sentinel of the example above in its
-# place. The target is short, which makes this cheaper than predicting the whole text.
+# The 1 is the end token. (The paper's figure closes the target with one more sentinel.) The target
+# is short, which makes this objective cheaper than predicting the whole text.
 #
 # **Our function:** `jaxformer.data.spans.SpanRows`, the rows of `data.objective=span_corruption`.
 #

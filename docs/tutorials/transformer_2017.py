@@ -16,8 +16,8 @@
 # `jaxformer/models/encoder_decoder.py`, the sublayers in `jaxformer/layers/block.py`.
 #
 # **The tests that hold it:**
-# `tests/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`, and in the same
-# file `test_cross_attention_looks_at_every_real_token_of_its_source_and_at_no_other`.
+# `tests/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`, and beside it
+# `test_cross_attention_looks_at_every_real_token_of_its_source_and_at_no_other`.
 #
 # We first train it on the smallest task that needs both stacks, copying, and then on German to
 # English. In both we look at the cross-attention.
