@@ -184,7 +184,7 @@ np.testing.assert_allclose(cross.sum(axis=-1), 1, rtol=1e-4)
 
 diagonal = jnp.einsum("LBNTT->LN", cross) / fresh.size  # the mean weight of symbol t at place t
 layer, head = np.unravel_index(int(diagonal.argmax()), diagonal.shape)
-print("weight on the diagonal, by layer and head:\n", np.round(diagonal, 2))
+print("weight on the diagonal, by layer and head:\n", np.round(np.asarray(diagonal), 2))
 assert float(diagonal.max()) > 3 / LENGTH  # evenly spread weights would be 1 / LENGTH
 
 plt.figure(figsize=(4.6, 4))
@@ -335,7 +335,7 @@ for name in ("source", "tokens"):
 # and `nats` the plain cross-entropy.
 
 # %%
-steps = 600 if real else 400
+steps = 600 if real else 250
 schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, 60, steps)
 optimizer = optax.adam(schedule, b2=0.98, eps=1e-9)
 step = jf.make_step(jf.loss_of("seq2seq", config, label_smoothing=0.1), optimizer)
