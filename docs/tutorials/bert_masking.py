@@ -23,6 +23,7 @@
 
 # %%
 import pydoc_data.topics
+import random
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -61,13 +62,13 @@ print(topics[30][:400])
 # %%
 config = jf.ModelConfig(
     family="encoder",
-    d_model=128,
-    n_layers=3,
+    d_model=64,
+    n_layers=2,
     n_heads=4,
     max_length=64,
     positions="learned",
     norm="layer",
-    norm_placement="post",
+    norm_placement="pre",  # BERT's is "post", which a small model learns more slowly with
     activation="gelu",
     bias="all",
     embedding_norm=True,
@@ -116,7 +117,7 @@ ordinary[tokenizer.ordinary()] = True
 fates: Counter[str] = Counter()
 texts = 0
 by_place = np.zeros(settings.sequence_length)
-for draw in range(8):
+for draw in range(5):
     for number in range(len(rows)):
         row = rows.row(number, np.random.default_rng((draw, number)))
         told, read, chosen = row["targets"], row["tokens"], row["weights"] > 0
@@ -145,7 +146,7 @@ for x, wanted in enumerate(rule.values()):
     left.plot([x - 0.4, x + 0.4], [wanted, wanted], "k:", label="the rule" if not x else None)
 left.set_ylabel("fraction of the chosen tokens")
 left.legend()
-right.bar(range(settings.sequence_length), by_place / (8 * len(rows)), width=1.0)
+right.bar(range(settings.sequence_length), by_place / (5 * len(rows)), width=1.0)
 right.axhline(0.15, color="k", linestyle=":")
 right.set_xlabel("position in the row")
 right.set_ylabel("chance to be chosen")
@@ -163,6 +164,49 @@ plt.show()
 #
 # ## Training
 #
+# BERT read 3.3 billion words. To see a model fill in blanks after half a minute, the text has to be
+# one in which a hidden word *can* be known from the others. So we make one: sentences about eight
+# animals, in which each word about the animal follows from any other.
+
+# %%
+ANIMALS = {
+    "cow": ("moos", "grass", "on the farm", "calf"),
+    "dog": ("barks", "bones", "in the house", "puppy"),
+    "cat": ("meows", "fish", "in the kitchen", "kitten"),
+    "horse": ("neighs", "hay", "in the stable", "foal"),
+    "sheep": ("bleats", "clover", "on the hill", "lamb"),
+    "duck": ("quacks", "bread", "on the pond", "duckling"),
+    "pig": ("grunts", "corn", "in the yard", "piglet"),
+    "hen": ("clucks", "seeds", "in the garden", "chick"),
+}
+ADJECTIVES = ["big", "small", "white", "brown", "hungry", "happy"]
+TIMES = ["today", "again", "every day", "in the morning", "all the time"]
+
+
+def sentence(rng: random.Random) -> str:
+    animal, (sound, food, place, child) = rng.choice([*ANIMALS.items()])
+    adjective, time = rng.choice(ADJECTIVES), rng.choice(TIMES)
+    return rng.choice(
+        [
+            f" The {adjective} {animal} {sound} {place}, eats {food} {time} and has a {child}.",
+            f" A {animal} with a {adjective} {child} {sound} {time} and eats {food} {place}.",
+            f" {time.capitalize()}, the {child} of the {adjective} {animal} {sound} {place} and eats {food}.",
+        ]
+    )
+
+
+rng = random.Random(0)
+(work / "animals.txt").write_text("\n".join(sentence(rng) for _ in range(6000)), encoding="utf-8")
+settings = replace(settings, train=str(work / "animals.txt"), sequence_length=48)
+corpus = data.prepare(settings, TokenizerConfig(vocab_size=700), task_of(config, settings), seed=0)
+tokenizer, rows = corpus.tokenizer, corpus.train
+config = replace(config, vocab_size=tokenizer.vocab_size)
+mask = tokenizer.special("mask")
+words = {word for animal, facts in ANIMALS.items() for word in (animal, *facts)}
+assert all(len(tokenizer.encode(f" {word}")) == word.count(" ") + 1 for word in words)
+print(tokenizer.decode(rows[0]["tokens"], skip_special_tokens=False))
+
+# %% [markdown]
 # `jf.loss_of("mlm", config)` is the loss above, as a sum over the chosen tokens and their number;
 # only the step divides. The optimizer is that of `configs/bert_tiny.py`: Muon for the matrices of
 # the blocks, Adam for the rest.
@@ -171,9 +215,9 @@ plt.show()
 batches = data.Batches(corpus.train, settings, 32, seed=0)
 assert corpus.validation is not None
 heldout = list(data.evaluation_batches(corpus.validation, settings, 32))
-steps = 300
+steps = 400
 rule_of_update = OptimizerConfig(
-    name="muon", learning_rate=4e-3, schedule="linear", warmup_steps=30, final_fraction=0.0
+    name="muon", learning_rate=1e-2, schedule="linear", warmup_steps=30, final_fraction=0.0
 )
 optimizer = make_optimizer(rule_of_update, make_schedule(rule_of_update, steps), jf.specs(config))
 loss = jf.loss_of("mlm", config)
@@ -189,13 +233,14 @@ params = state.params
 
 # %% [markdown]
 # What is it worth? A model that reads nothing can still guess by frequency. The loss of that guess
-# is the bar that a model has to get under, and the most frequent token gives its accuracy.
+# is the bar that a model has to get under, and the most frequent token gives its accuracy. The
+# held-out sentences are of the same made-up language.
 
 # %%
 counts = np.ones(tokenizer.vocab_size)  # one more than each count, so that no token has chance 0
 for number in range(len(rows)):
     np.add.at(counts, rows[number]["targets"], 1)
-counts[~ordinary] = 0
+counts[tokenizer.special("cls")] = counts[tokenizer.special("sep")] = 0
 chances = counts / counts.sum()
 told = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in heldout])
 by_frequency = float(-np.log(chances[told]).mean())
@@ -210,8 +255,8 @@ def sums(params: Any, batch: Any, key: jax.Array | None) -> dict[str, Any]:
 found = jf.make_evaluate(sums, heldout)(params)
 print(f"by frequency: {by_frequency:.2f} nats, {most_frequent:.1%} right")
 print(f"the model:    {found['val_loss']:.2f} nats, {found['val_accuracy']:.1%} right")
-assert found["val_loss"] < by_frequency - 0.5
-assert found["val_accuracy"] > 2 * most_frequent
+assert found["val_loss"] < by_frequency / 3
+assert found["val_accuracy"] > 0.7 > 3 * most_frequent
 
 plt.figure(figsize=(6, 3))
 plt.plot(losses, label="training")
@@ -225,33 +270,21 @@ plt.show()
 # %% [markdown]
 # ## Filling in blanks
 #
-# Blanks in held-out text, with some tokens of their context and the model's three best guesses. The
-# tokenizer's words include the space before them.
+# The model reads a sentence with a blank and gives the probability of every token in its place. It
+# looks to both sides: in the first sentence all that tells the animal comes after the blank. (The
+# tokens of this tokenizer include the space before a word.)
 
 # %%
 forward = jax.jit(jf.forward, static_argnums=1)
-batch = heldout[0]
-logits = forward(params, config, batch["tokens"], segment_ids=batch["segment_ids"])
-best = np.asarray(jax.lax.top_k(logits, 3)[1])  # [B, T, 3]
-for r, t in np.argwhere((batch["weights"] > 0) & (batch["tokens"] == mask))[::7][:12]:
-    before, after = batch["targets"][r, max(t - 7, 1) : t], batch["targets"][r, t + 1 : t + 6]
-    context = f"{tokenizer.decode(before)}[...]{tokenizer.decode(after)}".replace("\n", " ")
-    guesses = [tokenizer.shown(token) for token in best[r, t]]
-    print(f"{context:64} {tokenizer.shown(batch['targets'][r, t])!r:12} {guesses}")
-
-# %% [markdown]
-# And in sentences of our own:
-
-# %%
-sentences = [
-    "A class definition is an executable[MASK].",
-    "The expression is evaluated, and[MASK] value is returned.",
-    "If the argument is not a string, a TypeError exception is[MASK].",
-]
+questions = {
+    " The big[MASK] moos on the farm, eats grass today and has a calf.": " cow",
+    " The happy horse neighs in the stable, eats[MASK] again and has a foal.": " hay",
+    " A duck with a small[MASK] quacks every day and eats bread on the pond.": " duckling",
+}
 figure, axes = plt.subplots(1, 3, figsize=(13, 3), constrained_layout=True)
-for axis, sentence in zip(axes, sentences, strict=True):
+for axis, (question, answer) in zip(axes, questions.items(), strict=True):
     # special_tokens=True reads the name [MASK] in the text as that token.
-    ids = tokenizer.encode(sentence, special_tokens=True)
+    ids = tokenizer.encode(question, special_tokens=True)
     around = [tokenizer.special("cls"), *ids, tokenizer.special("sep")]
     tokens = np.zeros((1, settings.sequence_length), np.int32)  # one shape, so one program
     tokens[0, : len(around)] = around
@@ -259,14 +292,14 @@ for axis, sentence in zip(axes, sentences, strict=True):
     logits = forward(params, config, tokens, segment_ids=segments)
     shares = jax.nn.softmax(logits[0, around.index(mask)])
     top, which = jax.lax.top_k(shares, 5)
-    assert tokens[0].tolist().count(mask) == 1
+    assert tokenizer.decode(which[:1]) == answer
     axis.barh([repr(tokenizer.shown(int(token))) for token in which], top)
     axis.invert_yaxis()
-    axis.set_title(sentence.replace("[MASK]", " [MASK]"), fontsize=9)
+    axis.set_title(question.replace("[MASK]", " [MASK]"), fontsize=8)
     axis.set_xlabel("probability")
 plt.show()
 
 # %% [markdown]
-# The paper trains 110 million parameters on 3.3 billion words; this model has a few hundred
-# thousand and saw the text a few times. `configs/bert_tiny.py` is the next size, with the second
-# task of the paper (does one text follow the other?), and its `:classifier` fine-tunes it.
+# `configs/bert_tiny.py` trains on the standard library's source, with the second task of the paper
+# (does one text follow the other?), and its `:classifier` fine-tunes that model.
+# `configs/bert_base.py` has the sizes of the paper.

@@ -135,7 +135,7 @@ assert all((batches[0][name] == batch[name]).all() for name in batch)  # the sam
 config = jf.ModelConfig(
     vocab_size=tokenizer.vocab_size,
     d_model=128,
-    n_layers=4,
+    n_layers=3,
     n_heads=4,
     n_kv_heads=2,
     max_length=512,
@@ -165,7 +165,7 @@ assert abs(total / weight - math.log(config.vocab_size)) < 0.2
 # any `optax.GradientTransformation` serves.
 
 # %%
-steps = 200
+steps = 150
 rule = OptimizerConfig(
     name="muon", learning_rate=1e-2, schedule="linear", warmup_steps=20, final_fraction=0.0
 )
