@@ -190,7 +190,7 @@ def sentence(rng: random.Random) -> str:
         [
             f" The {adjective} {animal} {sound} {place}, eats {food} {time} and has a {child}.",
             f" A {animal} with a {adjective} {child} {sound} {time} and eats {food} {place}.",
-            f" {time.capitalize()}, the {child} of the {adjective} {animal} {sound} {place} and eats {food}.",
+            f" {time.capitalize()}, the {child} of a {animal} {sound} {place} and eats {food}.",
         ]
     )
 

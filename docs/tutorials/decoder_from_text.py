@@ -245,7 +245,7 @@ bits = nats / math.log(2) / bytes_per_token
 packed = gzip_bits_per_byte([tokenizer.decode(targets).replace(END, "")])
 print(f"{nats:.3f} nats per token, {bytes_per_token:.2f} bytes per token")
 print(f"{bits:.3f} bits per byte; gzip -9 takes {packed:.3f} for the same text")
-assert bits < 2.6
+assert bits < packed
 
 plt.figure(figsize=(5, 2.2))
 plt.barh(["plain text", "gzip -9", "this model"], [8, packed, bits])
@@ -254,8 +254,8 @@ plt.gca().invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# Half a minute of training does not beat `gzip -9`, which adapts to the text that it packs and is
-# given all of it at once; the quickstart does, with more steps and a longer context. From here:
+# After a minute of training the model takes fewer bits than `gzip -9`, although it has never seen
+# this text, and gzip adapts to a text while it packs it. From here:
 #
 # - `python train.py configs/quickstart.py --data.train book.txt` trains on your own text,
 # - `jaxformer evaluate RUN` prints bits per byte for a run,

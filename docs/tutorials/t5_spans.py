@@ -102,10 +102,10 @@ assert h + s + 1 == 114 == len(target)
 
 # %%
 def spans_of(target: np.ndarray) -> dict[int, list[int]]:
-    """The hidden span of each sentinel, without the end token."""
+    """The hidden span of each sentinel, in a target without its end token."""
     known = set(sentinels)
     spans: dict[int, list[int]] = {}
-    for token in target[:-1].tolist():
+    for token in target.tolist():
         if token in known:
             spans[token] = []
         else:
@@ -123,7 +123,7 @@ for number in range(len(rows) - 1):  # the last one is shorter
     row = rows[number]
     source = row["source"][row["source_segment_ids"] > 0]
     target = row["targets"][row["segment_ids"] > 0]
-    spans = spans_of(target)
+    spans = spans_of(target[:-1])
     assert len(source) == 512 and len(target) == 114 and len(spans) == s
     assert list(spans) == sentinels[:s] == source[np.isin(source, sentinels)].tolist()
     assert restored(source, spans) == rows.store.read(number * n, (number + 1) * n).tolist()
@@ -197,7 +197,7 @@ print("source:", tokenizer.decode(row["source"], skip_special_tokens=False))
 print("target:", tokenizer.decode(row["targets"], skip_special_tokens=False))
 
 # %%
-steps = 600
+steps = 450
 rule = OptimizerConfig(
     name="muon", learning_rate=1e-2, schedule="linear", warmup_steps=50, final_fraction=0.0
 )
@@ -254,12 +254,13 @@ written = jf.generate(
     temperature=0,
     end_token=tokenizer.end_token,
 )
-right = spans_seen = 0
+right, spans_seen, end = 0, 0, tokenizer.end_token
 for made, told, real in zip(
     np.asarray(written), batch["targets"], batch["segment_ids"], strict=True
 ):
-    hidden = spans_of(told[real > 0])
-    ours = spans_of(made) if made[0] in sentinels else {}
+    hidden = spans_of(told[real > 0][:-1])
+    ended = made.tolist().index(end) if end in made else len(made)
+    ours = spans_of(made[:ended]) if made[0] in sentinels else {}
     right += sum(ours.get(sentinel) == span for sentinel, span in hidden.items())
     spans_seen += len(hidden)
 print(f"{right} of {spans_seen} spans are right ({right / spans_seen:.0%})")
