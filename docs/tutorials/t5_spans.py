@@ -197,7 +197,7 @@ print("source:", tokenizer.decode(row["source"], skip_special_tokens=False))
 print("target:", tokenizer.decode(row["targets"], skip_special_tokens=False))
 
 # %%
-steps = 450
+steps = 700
 rule = OptimizerConfig(
     name="muon", learning_rate=1e-2, schedule="linear", warmup_steps=50, final_fraction=0.0
 )
@@ -240,7 +240,9 @@ plt.show()
 # ## Filling in spans
 #
 # The model has never seen the held-out rows. It writes the whole target, greedily: sentinels, spans
-# and the end token. Each span counts as right if all of it is.
+# and the end token. A span counts as right if all of it is. Every row ends with a hidden span
+# (its source ends with a sentinel), and how far that one goes, no word after it tells. So the last
+# span of each row is left out.
 
 # %%
 batch = {name: np.concatenate([each[name] for each in heldout[:4]]) for name in heldout[0]}
@@ -259,6 +261,7 @@ for made, told, real in zip(
     np.asarray(written), batch["targets"], batch["segment_ids"], strict=True
 ):
     hidden = spans_of(told[real > 0][:-1])
+    hidden.popitem()
     ended = made.tolist().index(end) if end in made else len(made)
     ours = spans_of(made[:ended]) if made[0] in sentinels else {}
     right += sum(ours.get(sentinel) == span for sentinel, span in hidden.items())
@@ -267,11 +270,11 @@ print(f"{right} of {spans_seen} spans are right ({right / spans_seen:.0%})")
 assert right / spans_seen > 0.8
 
 # %% [markdown]
-# And in a text of our own, where the lengths of the gaps differ:
+# And in a text of our own:
 
 # %%
-text = " Monday Tuesday<extra_id_0> Saturday Sunday Monday Tuesday Wednesday"
-text += "\n one two three four<extra_id_1> six seven eight nine ten one two three four five six"
+text = " Monday Tuesday Wednesday<extra_id_0> Saturday Sunday Monday Tuesday Wednesday Thursday"
+text += " Friday Saturday Sunday\n one two three four five six seven eight nine ten one<extra_id_1>"
 ids = tokenizer.as_source(tokenizer.encode(text, special_tokens=True))
 source = np.zeros((1, settings.source_length), np.int32)
 source[0, : len(ids)] = ids
