@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 DASHES = ("solid", "dash", "dot", "dashdot")
 AXES_OF_RUNS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
+FEW_POINTS = 30  # up to so many are marked
+
+Points = dict[str, np.ndarray]  # [P] on each axis
 
 
 class Curve(NamedTuple):
@@ -125,38 +128,44 @@ def _figure(panels: Mapping[str, Sequence[Overlaid]]) -> "Figure":
     return figure
 
 
-def _traces(line: Overlaid, number: int) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+def _traces(line: Overlaid, number: int) -> list[tuple[dict[str, Any], Points]]:
     """What plotly draws for a line, each with its points on each axis: the curves, faint, and the
     area between lowest and highest, where there are several; then the mean."""
     color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
-    name = html.escape(line.name)
-    common = {"type": "scatter", "legendgroup": str(number)}
-    quiet = common | {"hoverinfo": "skip", "showlegend": False, "name": ""}
-    found = []
+    mean, found = line.band.mean, list[tuple[dict[str, Any], Points]]()
+
+    def draw(points: Points, values: np.ndarray, **style: Any) -> None:
+        """A trace, on the axis that the page opens with."""
+        found.append(
+            (
+                {"type": "scatter", "legendgroup": str(number), "name": ""}
+                | {"x": points["steps"], "y": values}
+                | style,
+                points,
+            )
+        )
+
+    quiet: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False}
     if len(line.curves) > 1:
+        thin = {"color": color, "width": 1}
         for curve in line.curves:
-            faint = {"mode": "lines", "opacity": 0.35, "line": {"color": color, "width": 1}}
-            points = {axis: getattr(curve, axis) for axis in AXES_OF_RUNS}
-            found.append((quiet | faint | _first(points, curve.values), points))
-        mean = line.band.mean
-        around = {
-            axis: np.concatenate([getattr(mean, axis), getattr(mean, axis)[::-1]])
-            for axis in AXES_OF_RUNS
-        }
-        area = {"mode": "none", "fill": "toself", "fillcolor": f"{color}26"}
+            draw(_points(curve), curve.values, mode="lines", opacity=0.35, line=thin, **quiet)
+        # There along the highest values and back along the lowest.
+        around = {axis: np.concatenate([x, x[::-1]]) for axis, x in _points(mean).items()}
         edge = np.concatenate([line.band.high, line.band.low[::-1]])
-        found.append((quiet | area | _first(around, edge), around))
-    mean = line.band.mean
-    points = {axis: getattr(mean, axis) for axis in AXES_OF_RUNS}
-    few = "lines+markers" if len(mean.steps) <= 30 else "lines"
-    style = {"mode": few, "name": name, "line": {"color": color, "width": 2, "dash": dash}}
-    found.append((common | style | _first(points, mean.values), points))
+        draw(around, edge, mode="none", fill="toself", fillcolor=f"{color}26", **quiet)
+    draw(
+        _points(mean),
+        mean.values,
+        name=html.escape(line.name),
+        mode="lines+markers" if len(mean.steps) <= FEW_POINTS else "lines",
+        line={"color": color, "width": 2, "dash": dash},
+    )
     return found
 
 
-def _first(points: Mapping[str, np.ndarray], values: np.ndarray) -> dict[str, np.ndarray]:
-    """The points of a trace on the axis that the page opens with."""
-    return {"x": points["steps"], "y": values}
+def _points(curve: Curve) -> Points:
+    return {axis: getattr(curve, axis) for axis in AXES_OF_RUNS}
 
 
 def _buttons(labels: Mapping[str, tuple[str, list[Any]]], place: float) -> dict[str, Any]:

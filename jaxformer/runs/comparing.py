@@ -122,7 +122,9 @@ def _read(run: ListedRun) -> ComparedRun:
         listed=run,
         seed=config.run.seed,
         settings=settings,
-        training=Curve(*(column[places] for column in training[:3]), values),
+        training=Curve(
+            training.steps[places], training.tokens[places], training.seconds[places], values
+        ),
         validation=_curve(lines, "val_loss", tokens),
     )
 
