@@ -67,7 +67,7 @@ def tests_by_file() -> dict[str, set[str]]:
 
 @pytest.mark.docs
 def test_tutorials_are_found() -> None:
-    assert len(TUTORIALS) >= 5
+    assert len(TUTORIALS) >= 9
 
 
 @pytest.mark.docs
