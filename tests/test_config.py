@@ -158,10 +158,7 @@ def test_the_defaults_of_the_file_hold_where_nothing_overrides_them() -> None:
     [
         ("model.n_layer=3", ["model.n_layer", "model.n_layers"]),
         ("model.n_layers", ["model.n_layers", "section.field=value"]),
-        (
-            "model.d_model=100",
-            ["model.d_model=100", "model.n_heads=3", "1, 2, 4, 5, 10, 20, 25, 50, 100"],
-        ),
+        ("model.d_model=45", ["model.d_model=45", "model.n_heads=2", "1, 3, 5, 9, 15, 45"]),
         ("optimizer.schedule=cosin", ["optimizer.schedule", "cosin", "'cosine'"]),
     ],
 )
