@@ -34,6 +34,7 @@ DECODER: dict[str, object] = {
     "tokenizer.kind": "characters",
     "optimizer.name": "adamw",
     "optimizer.learning_rate": 3e-3,
+    "optimizer.warmup_steps": 20,
     "train.batch_size": 16,
     "train.steps": 600,
     "train.eval_every": 0,
