@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, RunSettings
 from jaxformer.report.metrics import MetricsLog, read_metrics
 from jaxformer.report.trackers import TRACKERS, chosen_tracker
 
@@ -117,6 +117,27 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=rf"jaxformer\[{name}\]"):
         chosen_tracker(name)
     assert chosen_tracker("auto") is TRACKERS["none"]
+
+
+def test_a_row_of_ones_own_is_a_value_of_the_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Printed:
+        def log(self, step: int, numbers: Mapping[str, float]) -> None:
+            print(step, dict(numbers))
+
+        def close(self) -> None:
+            print("closed")
+
+    with pytest.raises(ConfigError, match=r"run.tracker='printed' is not one of"):
+        RunSettings(tracker="printed")  # type: ignore[arg-type]
+    TRACKERS["printed"] = lambda run_dir, resume_step, settings: Printed()
+    try:
+        assert RunSettings(tracker="printed").tracker == "printed"  # type: ignore[arg-type]
+        logged("printed", tmp_path)
+    finally:
+        del TRACKERS["printed"]
+    assert capsys.readouterr().out == "1 {'loss': 5.0}\n2 {'loss': 4.0}\nclosed\n"
 
 
 def test_weights_and_biases_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
