@@ -74,9 +74,9 @@ def test_a_run_is_read_once_and_one_without_losses_is_told(runs: Path) -> None:
     made(runs / "empty", 1, 1e-3, [])
     (runs / "b" / "config.json").write_text("{")
     notes: list[str] = []
-    found = read_runs([runs / "a-1", runs], notes)
+    found = read_runs([runs / "a-1", runs / "empty", runs], notes)
     assert [run.listed.path.name for run in found] == ["a-1", "a-2"]
-    assert len(notes) == 2 and "config.json" in notes[0] and "no loss yet" in notes[1]
+    assert len(notes) == 2 and "no loss yet" in notes[0] and "config.json" in notes[1]
     with pytest.raises(ConfigError, match="no run with a logged loss"):
         read_runs([runs / "empty"], [])
 
@@ -133,6 +133,7 @@ def test_the_page_holds_the_curves_and_loads_nothing(
     assert "<b>&</" not in page and "&lt;b&gt;&amp;" in page
     named = [trace for trace in figure_of(page) if trace["name"]]
     assert len(named) == 6 and sum(trace["showlegend"] for trace in named) == 3
+    assert named[2]["name"].endswith("c&lt;b&gt;&amp;")  # plotly reads names as HTML
     validation, training = named[0], named[3]
     assert numbers(validation["x"]) == [2, 4] and numbers(validation["y"]) == [5.5, 3.5]
     assert numbers(training["y"])[0] == 5.5

@@ -54,7 +54,7 @@ def executed(notebook: Any, folder: Path) -> list[Any]:
 
 
 @functools.cache
-def tests_by_file() -> dict[str, set[str]]:
+def names_by_file() -> dict[str, set[str]]:
     """The names of the tests of each file, such as tests/test_layers.py; under "" those of all."""
     found: dict[str, set[str]] = {"": set()}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -79,7 +79,7 @@ def test_a_tutorial_opens_with_a_formula_and_names_tests_that_exist(path: Path) 
     assert FORMULA.search(opening.source)
     assert any(file for file, _ in TEST.findall(opening.source))
     named = TEST.findall("\n".join(cell.source for cell in cells))
-    missing = [name for name in named if name[1] not in tests_by_file().get(name[0], set())]
+    missing = [name for name in named if name[1] not in names_by_file().get(name[0], set())]
     assert missing == []
 
 

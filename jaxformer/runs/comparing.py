@@ -46,21 +46,23 @@ class Configuration(NamedTuple):
 def read_runs(paths: Sequence[Path], notes: list[str]) -> list[ComparedRun]:
     """The runs in directories and below them, each once; a run that cannot be read, or has logged
     no loss, is told in `notes`. Raises ConfigError where none is left."""
-    found: dict[Path, ComparedRun] = {}
-    for path in paths:
-        for run in runs_below(path):
-            if isinstance(run, ConfigError):
-                notes.append(str(run))
-            elif run.path.resolve() not in found:
-                compared = _read(run)
-                if len(compared.training.steps) or len(compared.validation.steps):
-                    found[run.path.resolve()] = compared
-                else:
-                    notes.append(f"{run.path} has logged no loss yet and is left out.")
+    found, seen = list[ComparedRun](), set[Path]()
+    for run in itertools.chain.from_iterable(map(runs_below, paths)):
+        if isinstance(run, ConfigError):
+            notes.append(str(run))
+            continue
+        if run.path.resolve() in seen:
+            continue
+        seen.add(run.path.resolve())
+        compared = _read(run)
+        if len(compared.training.steps) or len(compared.validation.steps):
+            found.append(compared)
+        else:
+            notes.append(f"{run.path} has logged no loss yet and is left out.")
     if not found:
         where = ", ".join(map(str, paths))
         raise ConfigError(f"There is no run with a logged loss in {where}: give run directories.")
-    return list(found.values())
+    return found
 
 
 def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:
