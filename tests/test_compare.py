@@ -70,6 +70,20 @@ def test_runs_of_other_data_are_not_seeds_of_one(runs: Path) -> None:
     assert groups[2].differing["data.json: train"] == "other"
 
 
+def test_what_a_run_starts_from_is_compared_and_how_it_is_started_is_not(runs: Path) -> None:
+    written = json.loads((runs / "a-2" / "config.json").read_text())
+    written["run"]["progress"], written["launch"]["timeout"] = "none", 7.0
+    (runs / "a-2" / "config.json").write_text(json.dumps(written))
+    assert len(configurations(read_runs([runs / "a-1", runs / "a-2"], []))) == 1
+    written["run"]["init_from"] = "runs/base"
+    (runs / "a-2" / "config.json").write_text(json.dumps(written))
+    groups = configurations(read_runs([runs / "a-1", runs / "a-2"], []))
+    assert [group.differing for group in groups] == [
+        {"run.init_from": ""},
+        {"run.init_from": "runs/base"},
+    ]
+
+
 def test_a_run_is_read_once_and_one_without_losses_is_told(runs: Path) -> None:
     made(runs / "empty", 1, 1e-3, [])
     (runs / "b" / "config.json").write_text("{")

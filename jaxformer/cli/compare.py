@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         for group in compared:
             curves = [getattr(member, panel) for member in group.runs]
             lines.append(Overlaid(group.name, curves, band_of(curves)))
-        panels[f"{panel} loss (nats per target)"] = lines
+        panels[f"{panel} loss (nats per target; of preferences, per pair)"] = lines
     columns = ("run", *SHOWN_FIGURES, *compared[0].differing)
     rows = [_cells(group) for group in compared]
     title = f"{len(runs)} runs of {len(compared)} configurations"

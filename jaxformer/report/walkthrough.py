@@ -57,11 +57,10 @@ class Walkthrough:
     """What a page shows beside its maps; what is not given is not shown.
 
     `stages` are in the order of computation, and `symbols` say what the symbols of their axes mean.
-    `masks` hold, for kinds of maps that the page has,
-    which keys each query may attend to: bool [L, queries, keys]. `beams[t]` are the candidates for
-    what follows target token t, likeliest first. `lens[l][t]` are the most probable texts with
-    their probabilities by the output of layer l for position t of the target, or of the source
-    where there is no target.
+    `masks` hold, for kinds of maps that the page has, which keys each query may attend to: bool
+    [L, queries, keys]. `beams[t]` are the candidates for what follows target token t, likeliest
+    first. `lens[l][t]` are the most probable texts with their probabilities by the output of layer
+    l for position t of the target, or of the source where there is no target.
     """
 
     stages: Sequence[Stage] = ()

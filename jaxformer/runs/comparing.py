@@ -18,10 +18,6 @@ from jaxformer.report.plot import smoothed
 from jaxformer.runs.listing import ListedRun, runs_below
 from jaxformer.settings import ConfigError
 
-# The sections that say where a run is and how it is started, not what it computes.
-PLACES = ("run", "launch")
-RUN_FIELDS = ("run.init_from",)  # of these sections, what changes the numbers
-
 
 class ComparedRun(NamedTuple):
     """A run with its training loss, smoothed, and its validation loss. `settings` are those that
@@ -109,10 +105,11 @@ def band_of(curves: Sequence[Curve]) -> Band:
 
 def _read(run: ListedRun) -> ComparedRun:
     config = read_config(run.path / "config.json")
-    settings: dict[str, Any] = {}
-    for name, value in flat(config).items():
-        if name.partition(".")[0] not in PLACES or name in RUN_FIELDS:
-            settings[name] = value
+    settings = flat(config)
+    # Where a run is and how it is started changes no number; what it starts from does.
+    for name in (*flat(config.run, "run."), *flat(config.launch, "launch.")):
+        del settings[name]
+    settings["run.init_from"] = config.run.init_from
     for name, value in read_object(run.path / "data.json").items():
         if name != "run_id":
             settings[f"data.json: {name}"] = value
