@@ -31,7 +31,8 @@ UNEXPECTED = (LookupError, AttributeError, TypeError, ValueError, AssertionError
 @functools.cache
 def quiet_threads() -> None:
     """Keeps off the terminal what is printed on the threads of Orbax and TensorStore about an error
-    that is raised as well, and Orbax's advice to save less often.
+    that is raised as well, Orbax's advice to save less often, and what its thread of a save says of
+    a draft whose description its other thread is still writing.
 
     The first error ends Orbax's event loop, and each callback that comes later fails in its turn.
     """
@@ -61,7 +62,9 @@ def _is_thrown_away(found: Any) -> bool:
 
 
 def _is_news_of_orbax(record: logging.LogRecord) -> bool:
-    return not record.exc_info and "Waiting for previous save" not in record.getMessage()
+    text = record.getMessage()
+    early = "Metadata file" in text and ".orbax-checkpoint-tmp/" in text
+    return not (record.exc_info or early or "Waiting for previous save" in text)
 
 
 def _is_news_of_asyncio(record: logging.LogRecord) -> bool:

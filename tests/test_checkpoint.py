@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.metadata import checkpoint as metadata
 from tiny_run import EVERY, STEPS, contents, copy, line, params_of, reference, saved
 
 import jaxformer as jf
@@ -172,6 +174,24 @@ def test_a_save_is_untouched_by_the_steps_that_reuse_its_buffers(tmp_path: Path)
         np.testing.assert_array_equal(found.params["w"], wanted)
         np.testing.assert_array_equal(found.optimizer["m"], np.full_like(w, step))
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
+
+
+def test_what_orbax_says_of_a_description_not_yet_written_is_told_of_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One thread of a save reads what another one writes, and at times before it is there."""
+    write = metadata._MetadataStoreImpl.write
+
+    def late(self: object, file_path: Path, content: object) -> None:
+        time.sleep(1)
+        write(self, file_path, content)
+
+    monkeypatch.setattr(metadata._MetadataStoreImpl, "write", late)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(TrainState(jnp.int32(1), {"w": jnp.ones(3)}, {}), 1)
+    assert caplog.text == ""
+    metadata._MetadataStoreImpl().read(tmp_path / "checkpoints/1/missing")
+    assert "Metadata file does not exist" in caplog.text
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
