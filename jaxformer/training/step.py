@@ -1,6 +1,7 @@
 """The train step: one jitted, donated function from state and batch to state and metrics, for any
 loss."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,8 @@ def gradients(
     """(gradient of the mean loss, means of all entries), summed over microbatches as (sum, weight)
     and divided once."""
 
+    # Traced once, for the shapes of its result and for the loop over microbatches.
+    @functools.partial(jax.jit, inline=True)
     def sums_of(params: Params, piece: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
         def objective(learned: Params) -> tuple[jax.Array, ScalarSums]:
             sums = checked_sums(loss(merged(learned, params, state.frozen), piece, key))
