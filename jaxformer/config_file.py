@@ -34,8 +34,9 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
     with status 0 after --help, 2 after a mistake."""
     import tyro
 
+    known = {*flat(RunConfig()), "help"}
     for name in settings_in(arguments):
-        if name not in {*flat(RunConfig()), "help"}:
+        if name not in known:
             raise ConfigError(f"there is no setting {name}. {suggestion(name)}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")

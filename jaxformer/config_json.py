@@ -48,7 +48,8 @@ def from_json(text: str, where: str) -> RunConfig:
             if old in values:
                 values[new] = values.pop(old)
     values.pop("run.compilation_cache", None)
-    if unknown := [name for name in values if name not in flat(RunConfig())]:
+    known = flat(RunConfig())
+    if unknown := [name for name in values if name not in known]:
         lines = "".join(f"\n  {name}: {_unknown(name)}" for name in unknown)
         raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")
     try:

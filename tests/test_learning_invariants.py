@@ -24,7 +24,7 @@ from jaxformer.optim import (
     make_schedule,
 )
 from jaxformer.params import rows
-from jaxformer.training.state import TrainState, init_state, state_shardings
+from jaxformer.training.state import TrainState, compiler_options, init_state, state_shardings
 from jaxformer.training.step import gradients, make_step
 
 pytestmark = pytest.mark.fast
@@ -93,6 +93,36 @@ def test_an_accumulated_step_equals_one_big_batch_with_unequal_weights(pieces, e
         split,
         whole,
     )
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_loss_is_traced_once_whatever_the_pieces(pieces):
+    traced = []
+
+    def loss(params, batch, key):
+        traced.append(batch["x"].shape)
+        return {"loss": ((params["w"] * batch["x"]).sum(), batch["x"].shape[0])}
+
+    optimizer = optax.sgd(0.5)
+    params = {"w": jnp.ones(3)}
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    state, _ = make_step(loss, optimizer, microbatches=pieces)(state, {"x": x})
+    assert traced == [(8 // pieces, 3)]
+    np.testing.assert_allclose(state.params["w"], 1 - 0.5 * x.mean(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("", {"xla_backend_optimization_level": 1}),
+        ("--xla_cpu_enable_fast_math=false", {"xla_backend_optimization_level": 1}),
+        ("--xla_backend_optimization_level=3", None),
+    ],
+)
+def test_programs_are_compiled_at_the_level_that_xla_flags_name(flags, options, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert compiler_options() == options
 
 
 def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
