@@ -8,7 +8,8 @@ import pytest
 from shapes import MODELS, VOCABULARY, forward, weights_and_tokens
 
 import jaxformer as jf
-from jaxformer.generation.decode import stream_tokens
+from jaxformer.generation.decode import finish, start, stream_tokens
+from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import Sampling, draw, keep_top_k, keep_top_p
 
 KEY = jax.random.key(7)
@@ -51,6 +52,16 @@ def test_a_stream_gives_the_tokens_of_generate():
     pieces = list(stream_tokens(params, config, prompt, 13, key=KEY, chunk=5, **rules))
     assert [piece.shape[1] for piece in pieces] == [5, 5, 3]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+@pytest.mark.parametrize("count, reads", [(1, False), (2, True)])
+def test_the_last_token_is_not_read(count, reads):
+    """One token takes the logits of the prompt and no step of the model."""
+    params, config, prompt = weights_and_tokens("gpt2")
+    stream = start(params, config, prompt, count, KEY)
+    rules = Sampling(temperature=0)
+    program = finish.lower(prepared(params, config), config, rules, count, stream).as_text()
+    assert ("dot_general" in program) == reads
 
 
 def test_a_row_stops_at_its_end_token_and_the_others_go_on():

@@ -67,7 +67,7 @@ def generate(
     key = jax.random.key(0) if key is None else key
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, *sources)
-    return decode(prepared(params, config), config, rules, max_new_tokens, stream)[0]
+    return finish(prepared(params, config), config, rules, max_new_tokens, stream)[0]
 
 
 def stream_tokens(
@@ -163,9 +163,27 @@ def _prefill(
 def decode(
     params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """`n` more tokens [B, n]; fewer steps are run where all rows end."""
-    blank = filler(rules.end_token)
-    made = jnp.full((stream.logits.shape[0], n), blank, jnp.int32)
+    """`n` more tokens [B, n], and the stream after them; fewer steps are run where all rows end."""
+    made = jnp.full((len(stream.done), n), filler(rules.end_token), jnp.int32)
+    return _steps(params, config, rules, n, (made, stream))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
+def finish(
+    params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
+) -> tuple[jax.Array, Stream]:
+    """The last `n` tokens [B, n] of a stream, those of `decode`, without the step of the model that
+    reads the very last; and the stream before it, which the caller donated."""
+    made = jnp.full((len(stream.done), n), filler(rules.end_token), jnp.int32)
+    made, stream = _steps(params, config, rules, n - 1, (made, stream))
+    token, _ = _drawn(stream, rules)
+    return made.at[:, n - 1].set(token), stream
+
+
+def _steps(
+    params: Params, config: ModelConfig, rules: Sampling, n: int, start: tuple[jax.Array, Stream]
+) -> tuple[jax.Array, Stream]:
+    """The first `n` columns of the tokens [B, at least n], and the stream after them."""
 
     def going(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
@@ -173,9 +191,7 @@ def decode(
 
     def one(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
         i, made, stream = carry
-        key, now = jax.random.split(stream.key)
-        # Rows that have ended run along until all have, and write the filler.
-        token = jnp.where(stream.done, blank, draw(stream.logits, now, rules))  # [B]
+        token, key = _drawn(stream, rules)
         x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.layout), stream.cache)
         done = stream.done | ends(token, rules.end_token)
         after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
@@ -183,5 +199,15 @@ def decode(
         stream = replace(stream, cache=cache, logits=logits, layout=after, done=done, key=key)
         return i + 1, made.at[:, i].set(token), stream
 
-    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))
+    if n == 0:
+        return start
+    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), *start))
     return made, stream
+
+
+def _drawn(stream: Stream, rules: Sampling) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row [B], and the key of those after it. Rows that have ended run along
+    until all have, and write the filler."""
+    key, now = jax.random.split(stream.key)
+    token = draw(stream.logits, now, rules)
+    return jnp.where(stream.done, filler(rules.end_token), token), key
