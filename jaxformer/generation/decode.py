@@ -181,9 +181,9 @@ def finish(
 
 
 def _steps(
-    params: Params, config: ModelConfig, rules: Sampling, n: int, start: tuple[jax.Array, Stream]
+    params: Params, config: ModelConfig, rules: Sampling, n: int, begun: tuple[jax.Array, Stream]
 ) -> tuple[jax.Array, Stream]:
-    """The first `n` columns of the tokens [B, at least n], and the stream after them."""
+    """`begun` has tokens [B, at least n] and a stream: both with the first `n` columns written."""
 
     def going(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
@@ -200,8 +200,8 @@ def _steps(
         return i + 1, made.at[:, i].set(token), stream
 
     if n == 0:
-        return start
-    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), *start))
+        return begun
+    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), *begun))
     return made, stream
 
 
