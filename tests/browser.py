@@ -82,14 +82,14 @@ class View:
         return int(self.tab.locator("#slider").input_value())
 
     def swipe(self, selector: str, across: int) -> None:
-        """A finger that moves over an element, in pixels to the right. Returns when the page has
-        been told of its end: a browser does not wait for listeners that are passive."""
+        """A finger that moves over an element, in pixels to the right. Returns after the page's
+        listeners have run: sending the events does not wait for those that are passive."""
         self.tab.locator(selector).scroll_into_view_if_needed()
         area = self.tab.locator(selector).bounding_box()
         x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
         touch = self.context.new_cdp_session(self.tab)
         self.tab.evaluate("""() => {
-            window.told = new Promise(resolve => {
+            window.swiped = new Promise(resolve => {
                 document.addEventListener("touchend", () => setTimeout(resolve), { once: true });
             });
         }""")
@@ -98,7 +98,7 @@ class View:
             points = [{"x": place[0], "y": place[1]}]
             touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
         touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
-        self.tab.evaluate("window.told")
+        self.tab.evaluate("window.swiped")
 
     def overflow(self) -> int:
         """By how many pixels the page is wider than its window."""

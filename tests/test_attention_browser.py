@@ -177,7 +177,7 @@ def test_tokens_of_one_character_are_a_group_and_keep_their_own_weights(view: Vi
 
 def test_a_phone_scrolls_only_downwards_and_is_stepped_by_touch(phone: View) -> None:
     assert phone.overflow() <= 0
-    # else the browser itself may go back to the page before, at times
+    # Otherwise a browser may treat a swipe to the right as a navigation back, and leave the page.
     behavior = "getComputedStyle(document.documentElement).overscrollBehaviorX"
     assert phone.tab.evaluate(behavior) == "none"
     phone.tab.locator("#on").tap()

@@ -164,30 +164,33 @@ def decode(
     params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
     """`n` more tokens [B, n], and the stream after them; fewer steps are run where all rows end."""
-    made = jnp.full((len(stream.done), n), filler(rules.end_token), jnp.int32)
-    return _steps(params, config, rules, n, (made, stream))
+    return _steps(params, config, rules, n, n, stream)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
 def finish(
     params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """The last `n` tokens [B, n] of a stream, those of `decode`, without the step of the model that
-    reads the very last; and the stream before it, which the caller donated."""
-    made = jnp.full((len(stream.done), n), filler(rules.end_token), jnp.int32)
-    made, stream = _steps(params, config, rules, n - 1, (made, stream))
+    """The last `n` tokens [B, n] of a stream, equal to those of `decode`, without the step of the
+    model that reads the very last of them. The stream before that token is returned only because
+    it was donated."""
+    made, stream = _steps(params, config, rules, n, n - 1, stream)
     token, _ = _drawn(stream, rules)
     return made.at[:, n - 1].set(token), stream
 
 
 def _steps(
-    params: Params, config: ModelConfig, rules: Sampling, n: int, begun: tuple[jax.Array, Stream]
+    params: Params, config: ModelConfig, rules: Sampling, n: int, steps: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """`begun` has tokens [B, at least n] and a stream: both with the first `n` columns written."""
+    """Tokens [B, n], of which the first `steps` are drawn and read and the others are the filler,
+    and the stream after these."""
+    made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
+    if steps == 0:
+        return made, stream
 
     def going(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
-        return (i < n) & ~stream.done.all()
+        return (i < steps) & ~stream.done.all()
 
     def one(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
         i, made, stream = carry
@@ -199,15 +202,13 @@ def _steps(
         stream = replace(stream, cache=cache, logits=logits, layout=after, done=done, key=key)
         return i + 1, made.at[:, i].set(token), stream
 
-    if n == 0:
-        return begun
-    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), *begun))
+    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))
     return made, stream
 
 
 def _drawn(stream: Stream, rules: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row [B], and the key of those after it. Rows that have ended run along
-    until all have, and write the filler."""
+    """The next token of each row [B], and the key for the tokens after it. Rows that have ended
+    continue until all have ended, and write the filler."""
     key, now = jax.random.split(stream.key)
     token = draw(stream.logits, now, rules)
     return jnp.where(stream.done, filler(rules.end_token), token), key
