@@ -13,7 +13,9 @@ from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES
 from jaxformer.adapters.quantized import to_nf4
 from jaxformer.params import Spec, zeros
 
-NORMAL = 10_000_000
+# Ten million numbers. Rows are whole blocks of 64: on a CPU with AVX-512, bitsandbytes 0.50 gives
+# back wrong numbers for some others.
+NORMAL = (1250, 8000)
 quantized = jax.jit(to_nf4, static_argnums=(1, 2))
 
 
@@ -36,7 +38,7 @@ def ours(weight, double=False):
 
 @functools.cache
 def normal():
-    return np.random.default_rng(0).standard_normal((1000, NORMAL // 1000)).astype(np.float32)
+    return np.random.default_rng(0).standard_normal(NORMAL).astype(np.float32)
 
 
 def test_the_values_are_those_of_bitsandbytes():
@@ -91,7 +93,7 @@ def test_double_quantization_is_that_of_bitsandbytes():
 
 
 def test_each_layer_of_a_stack_is_quantized_by_itself():
-    stack = normal()[:3, :9_000].reshape(3, 90, 100)
+    stack = normal().ravel()[:27_000].reshape(3, 90, 100)
     for double in (False, True):
         leaf, back = ours(stack, double)
         for layer, weight in enumerate(stack):
