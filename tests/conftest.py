@@ -23,6 +23,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # program is not optimized. The mathematics and what XLA makes of it are the same. `XLA_FLAGS=
 # pytest` compiles as a user's process does.
 FLAGS = "--xla_backend_optimization_level=0"
+# One module of code to a program, where XLA would make up to 32 and compile them in parallel: a
+# quarter off a small program, and each worker has a core for itself.
+FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").split(".")[:2] == ["0", "10"]:
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # unknown from 0.11.1 on: it ends the process
 os.environ.setdefault("XLA_FLAGS", FLAGS)
