@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from commands import Command
 from tiny_run import (
+    PLAIN,
     assert_same_run,
     finish,
     line,
@@ -32,8 +33,8 @@ from jaxformer.plan.abstract import run_specs
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
-BASE = {"train.steps": 4, "train.eval_every": 0}
-ADAPTER = {
+BASE = PLAIN | {"train.steps": 4, "train.eval_every": 0}
+ADAPTER = PLAIN | {
     "adapter.kind": "lora",
     "adapter.rank": 2,
     "adapter.targets": "attention, ffn",
@@ -192,16 +193,24 @@ def test_a_new_head_learns_with_the_adapter_and_is_saved(base, tmp_path):
     assert np.any(np.asarray(loaded.params["head"]["bias"]) != 0)  # it begins at zero
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4", "nf4_double"])
-def test_a_run_over_a_quantized_base_saves_the_adapter_and_resumes_bitwise(base, kind, tmp_path):
-    changes = {"adapter.base": kind, "train.steps": 4, "train.checkpoint_every": 2}
-    changes |= {"train.eval_every": 2}
+def quantized_line(run_dir, base, kind, steps):
+    changes = {"adapter.base": kind, "train.steps": steps, "train.checkpoint_every": 2}
+    return adapter_line(run_dir, base, **changes | {"train.eval_every": 2})
+
+
+def test_a_run_over_a_quantized_base_resumes_bitwise(base, tmp_path):
+    """Over NF4 whose scales are themselves quantized: the codes of int8 are among its leaves."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train_here(adapter_line(whole, base, **changes)) == 0
-    assert train_here(adapter_line(parts, base, **changes | {"train.steps": 2})) == 0
-    assert train_here(adapter_line(parts, base, **changes)) == 0
+    assert train_here(quantized_line(whole, base, "nf4_double", 4)) == 0
+    assert train_here(quantized_line(parts, base, "nf4_double", 2)) == 0
+    assert train_here(quantized_line(parts, base, "nf4_double", 4)) == 0
     assert_same_run(parts, whole)
-    loaded = jf.load(whole)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "nf4_double"])
+def test_a_run_over_a_quantized_base_saves_the_adapter(base, kind, tmp_path):
+    assert train_here(quantized_line(tmp_path / "run", base, kind, 2)) == 0
+    loaded = jf.load(tmp_path / "run")
     below, wanted = jf.without_adapters(loaded.params), jf.quantize(jf.load(base[0]).params, kind)
     assert jax.tree.structure(below) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, below, wanted)

@@ -230,10 +230,13 @@ def test_a_window_reaches_as_far_as_its_layers_together(family, pattern):
 compiled = jax.jit(jf.forward, static_argnums=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(
+    "positions, family",
+    [("rope", "decoder"), ("rope", "encoder"), *((p, "encoder_decoder") for p in POSITIONS)],
+)
 def test_scan_equals_unrolled_and_jit_equals_no_jit(positions, family):
-    """With a window in some layers and not in others."""
+    """With a window in some layers and not in others. An encoder-decoder has the loops of both
+    other families."""
     config = small(
         family,
         positions,

@@ -47,7 +47,7 @@ def assert_adds_up(run_dir: Path, step: int) -> None:
     assert math.sqrt(squares) == pytest.approx(wanted["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("step", [1, EVERY, EVERY + 1, EVERY + 3, STEPS])
+@pytest.mark.parametrize("step", [1, EVERY, EVERY + 1, STEPS])
 def test_a_step_with_dropout_and_microbatches_is_done_again_bitwise(
     trained: Path, step: int
 ) -> None:

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_run import assert_same_run, line, logged, saved, train_here, write_text
+from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.checkpoint_reading import read_manifest, reader_of_one_process
@@ -16,8 +16,8 @@ from jaxformer.plan.abstract import encoded_length, run_specs, with_kernel
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
-BASE = {"train.steps": 2, "train.eval_every": 0}
-VIRTUAL = {
+BASE = PLAIN | {"train.steps": 2, "train.eval_every": 0}
+VIRTUAL = PLAIN | {
     "adapter.tokens": 3,
     "train.checkpoint_every": 2,
     "train.eval_every": 2,

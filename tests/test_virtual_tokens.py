@@ -55,15 +55,14 @@ def test_cached_decoding_equals_the_full_forward(name, kind):
 
 @every_kind
 @pytest.mark.parametrize("name", ["scores", "window", "encoder-decoder t5"])
-@pytest.mark.parametrize("change", [{"layer_loop": "scan"}, {"attention_kernel": "blocked"}])
-def test_a_scan_and_blocked_attention_equal_unrolled_layers_and_plain(name, kind, change):
-    params, batch = adapted(name, kind), laid_out(model(name))
-    config, other = model(name), model(name, **change)
-    real = batch["segment_ids"] != 0
-    found, wanted = (forward(params, each, **batch)[real] for each in (other, config))
-    assert_close(found, wanted)
-    whole = alone(config)
-    assert_close(gradients(params, other, whole), gradients(params, config, whole), 1e-4)
+def test_a_scan_and_blocked_attention_equal_unrolled_layers_and_plain(name, kind):
+    config, params, batch = model(name), adapted(name, kind), laid_out(model(name))
+    real, whole = batch["segment_ids"] != 0, alone(config)
+    logits, slopes = forward(params, config, **batch)[real], gradients(params, config, whole)
+    for change in ({"layer_loop": "scan"}, {"attention_kernel": "blocked"}):
+        other = model(name, **change)
+        assert_close(forward(params, other, **batch)[real], logits)
+        assert_close(gradients(params, other, whole), slopes, 1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != "window"])
