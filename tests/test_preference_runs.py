@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_run import (
-    PLAIN,
     assert_same_run,
     contents,
     copy,
@@ -33,11 +32,12 @@ from jaxformer.run_evaluation import evaluate_run
 from jaxformer.runs.config import load_config
 
 STEPS = 6
-CHANGES = PLAIN | {
+CHANGES = {
     "data.objective": "dpo",
     "data.sequence_length": 32,
     "optimizer.decay_steps": STEPS,
     "optimizer.learning_rate": 5e-3,
+    "optimizer.name": "adamw",
     "optimizer.warmup_steps": 0,
     "train.checkpoint_every": 2,
     "train.eval_every": 2,
@@ -53,7 +53,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     text = write_text(folder / "text.txt")
     few = dict.fromkeys(("train.eval_every", "train.checkpoint_every"), 0)
-    few |= PLAIN | {"train.steps": 8}
+    few |= {"train.steps": 8}
     assert train_here(line(folder / "start", text, few | {"optimizer.decay_steps": 8})) == 0
     sentences = [words.split() for words in text.read_text().split("\n<|endoftext|>\n")]
     with (folder / "pairs.jsonl").open("w") as file:
