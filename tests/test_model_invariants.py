@@ -171,14 +171,19 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     assert abs(float(mask.mean()) - 1) < 0.01 and abs(float((mask == 0).mean()) - 0.3) < 0.01
 
 
-def test_dropout_is_the_same_scanned_and_unrolled():
+@pytest.mark.parametrize("loop, remat", [("scan", "none"), ("unroll", "full"), ("scan", "full")])
+def test_dropout_is_the_same_in_every_loop_and_computed_again(loop, remat):
+    """In the gradient, whose backward pass has to drop what the forward pass dropped."""
     params, config, row = weights_and_tokens("llama", dropout=0.3)
     layout, key = layout_of(row, None, None), jax.random.key(3)
-    scanned = dataclasses.replace(config, layer_loop="scan")
-    close(
-        residual(params, scanned, row, layout, key=key),
-        residual(params, config, row, layout, key=key),
-    )
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def found(params, config):
+        return jnp.square(residual(params, config, row, layout, key=key)).mean()
+
+    changed = dataclasses.replace(config, layer_loop=loop, remat=remat)
+    value_and_gradient = jax.value_and_grad(found)
+    jax.tree.map(close, value_and_gradient(params, changed), value_and_gradient(params, config))
 
 
 def test_positions_given_move_a_token():
