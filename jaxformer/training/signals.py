@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 BURST = 1.0  # seconds within which a repeated signal is the same request, as `timeout` sends two
 PATIENCE = 5.0  # seconds in which what can be ended at once has to end
+SOON = 0.01  # seconds after which a signal comes again whose exception was lost
 
 
 class Stopped(KeyboardInterrupt):
@@ -101,6 +102,17 @@ class StopRequest:
         if not self.held:
             self.obey()
 
+    def send_again(self, number: int) -> None:
+        """Forgets a signal whose exception was lost and sends it to the main thread once more."""
+        self.signal = None
+
+        def send() -> None:
+            time.sleep(SOON)
+            if _current is self:
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+        threading.Thread(target=send, daemon=True).start()
+
     def ending(self) -> str:
         """What is said where a signal ends a program at once."""
         return " ".join(filter(None, [f"interrupted: stopped by {self.name}", self.while_doing]))
@@ -157,13 +169,33 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
         signal.signal(number, handle)
     _current = request
     try:
-        yield request
+        with _resending(request):
+            yield request
     finally:
         _current = None
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if ends and request.finished else handler)
         if watch is not None:
             watch.close()
+
+
+@contextlib.contextmanager
+def _resending(request: StopRequest) -> Iterator[None]:
+    """Within this block a signal comes again whose exception Python drops: one that is raised in a
+    destructor or in a callback of the garbage collector, such as JAX's, is only printed."""
+    report = sys.unraisablehook
+
+    def send_again(found: Any) -> None:
+        if isinstance(found.exc_value, Stopped):
+            request.send_again(found.exc_value.signal)
+        else:
+            report(found)
+
+    sys.unraisablehook = send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 @contextlib.contextmanager

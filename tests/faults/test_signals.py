@@ -253,3 +253,33 @@ def test_a_second_signal_ends_at_once() -> None:
     assert process.stdout.readline() == "here\n"
     error = stopped(process, signal.SIGTERM, lambda: True)
     assert "stopped at once by a second signal" in error
+
+
+@fault("in a destructor or a callback of the garbage collector", "It comes again 10 ms later.")
+@pytest.mark.parametrize("place", ["destructor", "collector"])
+def test_a_signal_whose_exception_python_drops(place: str) -> None:
+    code = (
+        "import gc, os, signal, sys, time\n"
+        "from jaxformer.training.signals import guarded\n"
+        "class Dying:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)\n"
+        "def collected(phase, about):\n"
+        "    gc.callbacks.remove(collected); Dying().__del__()\n"
+        "def run():\n"
+        "    if sys.argv[1] == 'destructor':\n"
+        "        Dying()\n"
+        "    else:\n"
+        "        gc.callbacks.append(collected); gc.collect()\n"
+        "    print('went on', flush=True)\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('raised', flush=True)\n"
+        "sys.exit(guarded(run))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 143 and process.stdout == "went on\nraised\n"
+    assert process.stderr == "interrupted: stopped by SIGTERM\n"
