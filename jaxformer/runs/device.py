@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jaxformer.config_model import BIASED_SCORES
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
-from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, layout_of
+from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
 from jaxformer.plan.abstract import encoded_length
 from jaxformer.sharding import ACTIVATION_RULES, constrain
@@ -52,10 +53,10 @@ def check_kernel(
     dtype, source_length = compute_dtype(config), source_length or length
     worst, leaked = np.zeros(4), 0.0
     for kind in kinds_of_attention(config, length, source_length):
-        arrays, sides = _case(config, rows, kind)
+        arrays, segments = _case(config, rows, kind)
         compare = functools.partial(_errors, name, config, kind)
         compiled = jax.jit(compare, compiler_options=compiler_options())
-        *errors, leak = compiled([array.astype(dtype) for array in arrays], sides)
+        *errors, leak = compiled([array.astype(dtype) for array in arrays], segments)
         worst, leaked = np.maximum(worst, np.array(errors)), max(leaked, float(leak))
     if leaked:
         raise RuntimeError(
@@ -96,16 +97,24 @@ def _errors(
     config: ModelConfig,
     kind: AttentionKind,
     arrays: list[jax.Array],
-    sides: tuple[TokenLayout, TokenLayout],
+    segments: Sequence[jax.Array | None],
 ) -> list[jax.Array]:
     """The errors of the output and of the gradients of q, k and v, each relative to the largest
     element of the reference, and the largest gradient by keys and values of the first text that
     outputs of other texts and of padding have.
 
+    `arrays` and `segments` are those of `_case`; the arrays are placed as a step places them.
     Scores have what the model's have: a scale, a cap, sinks, a bias.
     """
+    arrays = [constrain(array, ("batch", None, "heads", None)) for array in arrays]
+    queries, keys = (
+        layout_of(array[:, :, 0, 0], None, ids)
+        for array, ids in zip(arrays[:2], segments, strict=True)
+    )
     window = config.window if kind.relative else 0
-    mask = AttentionMask(*sides, kind.causal, window, Scoring(), kind.relative, config.max_segments)
+    mask = AttentionMask(
+        queries, keys, kind.causal, window, Scoring(), kind.relative, config.max_segments
+    )
     mask = mask._replace(scoring=_scoring(config, mask))
     kernel = functools.partial(kernels.attend, name)
     found = _with_gradients(kernel, mask, arrays)
@@ -148,10 +157,10 @@ def _scoring(config: ModelConfig, mask: AttentionMask) -> Scoring:
 
 def _case(
     config: ModelConfig, rows: int, kind: AttentionKind
-) -> tuple[list[jax.Array], tuple[TokenLayout, TokenLayout]]:
-    """Random [q, k, v, cotangent], each [B, T, N, H], placed on the mesh in force as a step places
-    them, and the layouts of queries and keys. There are as many rows as REFERENCE_BYTES allows, but
-    one for each device that holds different ones."""
+) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+    """Random [q, k, v, cotangent], each [B, T, N, H], and the segments [B, T] of queries and of
+    keys. There are as many rows as REFERENCE_BYTES allows, but one for each device that holds
+    different ones."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
     # 16 bytes for each score [B, N, T, S].
@@ -159,25 +168,23 @@ def _case(
     rows = max(min(rows, fitting) // devices, 1) * devices
     q_shape = (rows, kind.queries, config.n_heads, config.head_width)
     k_shape = (rows, kind.keys, config.kv_heads, config.head_width)
-    shapes = [q_shape, k_shape, (*k_shape[:3], config.value_width)]
+    widths = (config.value_width,)
     rng = np.random.default_rng(0)
-    arrays = []
-    for shape in [*shapes, (*q_shape[:3], config.value_width)]:
-        array = jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
-        arrays.append(constrain(array, ("batch", None, "heads", None)))
-    queries, keys = (
-        _layout(rows, length, config.max_segments) for length in (kind.queries, kind.keys)
-    )
-    return arrays, (queries, keys)
+    arrays = [
+        rng.standard_normal(shape, dtype=np.float32)
+        for shape in (q_shape, k_shape, k_shape[:3] + widths, q_shape[:3] + widths)
+    ]
+    return arrays, [
+        _segments(rows, length, config.max_segments) for length in (kind.queries, kind.keys)
+    ]
 
 
-def _layout(rows: int, length: int, segments: int) -> TokenLayout:
-    """Texts of equal size, as many as MOST_SEGMENTS allows, and an eighth of padding."""
-    ids = None
-    if segments:
-        number = min(segments, kernels.MOST_SEGMENTS)
-        part = np.arange(length) * 8 * number // (7 * length)
-        one = np.where(part < number, part + 1, 0).astype(np.int32)
-        ids = jnp.broadcast_to(jnp.asarray(one), (rows, length))
-    tokens = jnp.zeros((rows, length), jnp.int32)
-    return layout_of(tokens, None, ids)
+def _segments(rows: int, length: int, segments: int) -> np.ndarray | None:
+    """Texts of equal size, as many as MOST_SEGMENTS allows, and an eighth of padding; None for one
+    text that fills the row."""
+    if not segments:
+        return None
+    number = min(segments, kernels.MOST_SEGMENTS)
+    part = np.arange(length) * 8 * number // (7 * length)
+    one = np.where(part < number, part + 1, 0).astype(np.int32)
+    return np.broadcast_to(one, (rows, length))
