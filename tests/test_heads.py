@@ -16,8 +16,8 @@ from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden, specs
 from jaxformer.params import rows
 
-# XLA's own default, in place of that of tests/conftest.py.
-OPTIMIZED = {"xla_backend_optimization_level": 3}
+# The level of programs on a CPU outside of tests, in place of that of tests/conftest.py.
+OPTIMIZED = {"xla_backend_optimization_level": 1}
 HEADS = {
     "language": {},
     "language, tied, scaled, capped": {
