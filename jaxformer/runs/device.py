@@ -168,15 +168,13 @@ def _case(
     rows = max(min(rows, fitting) // devices, 1) * devices
     q_shape = (rows, kind.queries, config.n_heads, config.head_width)
     k_shape = (rows, kind.keys, config.kv_heads, config.head_width)
-    widths = (config.value_width,)
+    v_shape = (*k_shape[:3], config.value_width)
+    out_shape = (*q_shape[:3], config.value_width)
     rng = np.random.default_rng(0)
-    arrays = [
-        rng.standard_normal(shape, dtype=np.float32)
-        for shape in (q_shape, k_shape, k_shape[:3] + widths, q_shape[:3] + widths)
-    ]
-    return arrays, [
-        _segments(rows, length, config.max_segments) for length in (kind.queries, kind.keys)
-    ]
+    shapes = (q_shape, k_shape, v_shape, out_shape)
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    lengths = (kind.queries, kind.keys)
+    return arrays, [_segments(rows, length, config.max_segments) for length in lengths]
 
 
 def _segments(rows: int, length: int, segments: int) -> np.ndarray | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 BURST = 1.0  # seconds within which a repeated signal is the same request, as `timeout` sends two
 PATIENCE = 5.0  # seconds in which what can be ended at once has to end
-SOON = 0.01  # seconds after which a signal comes again whose exception was lost
+RESEND_DELAY = 0.01  # seconds after which a signal whose exception was dropped is sent again
 
 
 class Stopped(KeyboardInterrupt):
@@ -103,13 +103,15 @@ class StopRequest:
             self.obey()
 
     def send_again(self, number: int) -> None:
-        """Forgets a signal whose exception was lost and sends it to the main thread once more."""
+        """Forgets a signal whose exception was dropped, and sends it to this process again after
+        RESEND_DELAY. If that code still runs then, its exception is dropped and it is sent again.
+        """
         self.signal = None
 
         def send() -> None:
-            time.sleep(SOON)
+            time.sleep(RESEND_DELAY)
             if _current is self:
-                signal.pthread_kill(threading.main_thread().ident or 0, number)
+                os.kill(os.getpid(), number)
 
         threading.Thread(target=send, daemon=True).start()
 
@@ -181,17 +183,18 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def _resending(request: StopRequest) -> Iterator[None]:
-    """Within this block a signal comes again whose exception Python drops: one that is raised in a
-    destructor or in a callback of the garbage collector, such as JAX's, is only printed."""
+    """Within this block a signal is sent again if Python drops its exception. Python prints and
+    drops what is raised in a destructor or in a callback of the garbage collector, such as JAX's.
+    """
     report = sys.unraisablehook
 
-    def send_again(found: Any) -> None:
+    def resend(found: Any) -> None:
         if isinstance(found.exc_value, Stopped):
             request.send_again(found.exc_value.signal)
         else:
             report(found)
 
-    sys.unraisablehook = send_again
+    sys.unraisablehook = resend
     try:
         yield
     finally:
