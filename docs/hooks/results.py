@@ -82,7 +82,7 @@ def decode_cpu(result: Result) -> tuple[list[str], Iterable[list[str]]]:
         strict=True,
     )
     return header, (
-        [name, f"{whole:.2f}", f"{first:.2f}", f"{rate:.1f}", f"{share:.0%}"]
+        [name, f"{whole:.2f}", f"{first:.2f}", f"{rate:.1f}", f"{share['median']:.0%}"]
         for name, whole, first, rate, share in sides
     )
 
