@@ -17,7 +17,8 @@ from jaxformer.layers.kernels import KERNELS, Case
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs, inputs_of
-from jaxformer.models.transformer import hidden
+from jaxformer.models.transformer import hidden, specs
+from jaxformer.params import map_specs, ones
 
 HINTS = get_type_hints(jf.ModelConfig)
 FAMILIES, POSITIONS = get_args(HINTS["family"]), get_args(HINTS["positions"])
@@ -137,13 +138,16 @@ def pairwise():
 
 @functools.cache
 def params_of(config):
-    """Params well away from their initial values; a leaf depends on its path and shape alone."""
+    """Params well away from their initial values; a leaf depends on its path and shape alone.
 
-    def moved(path, leaf):
-        key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return leaf + 0.3 * jax.random.normal(key, leaf.shape)
+    NumPy draws them: JAX would compile a program for each shape.
+    """
 
-    return jax.tree.map_with_path(moved, jf.init(config, jax.random.key(0)))
+    def moved(path, spec):
+        noise = np.random.default_rng(zlib.crc32(path.encode())).standard_normal(spec.shape)
+        return jnp.asarray((spec.init is ones) + 0.3 * noise, spec.dtype)
+
+    return map_specs(moved, specs(config))
 
 
 DOCUMENT = 6  # the length of all documents and sources: calls of few shapes are few small programs
