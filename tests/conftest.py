@@ -54,6 +54,17 @@ CHECKED = (
     "positions",
     "standalone",
 )
+# Files of half a minute and more.
+LONGEST = (
+    "test_benchmarks.py",
+    "test_family_invariants.py",
+    "test_fused_kernels.py",
+    "test_lowering.py",
+    "test_model_invariants.py",
+    "test_quantized.py",
+    "test_replay.py",
+    "test_virtual_tokens.py",
+)
 jaxtyped = jaxtyping.jaxtyped
 
 
@@ -86,9 +97,10 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """One worker runs all tests of a file, so that its fixtures and programs are made once. Tests
-    with a group of their own (`xdist_group`) come first: some of these groups take minutes."""
+    with a group of their own (`xdist_group`) come first: some of these groups take minutes. Then
+    come the files that take longest, so that both workers end at about the same time."""
     alone = {item for item in items if item.get_closest_marker("xdist_group")}
-    items.sort(key=lambda item: item not in alone)
+    items.sort(key=lambda item: (item not in alone, item.path.name not in LONGEST))
     for item in items:
         if item not in alone:
             item.add_marker(pytest.mark.xdist_group(item.path.name))

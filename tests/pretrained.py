@@ -27,10 +27,13 @@ logging.disable_progress_bar()
 HOME = tempfile.TemporaryDirectory(prefix="pretrained-")
 
 
-def each(names):
-    """`names` as parameters of a test, those of one model on one worker."""
+def each(names, slow=()):
+    """`names` as parameters of a test, those of one model on one worker; which of them are slow."""
+    marks = {name: [pytest.mark.xdist_group(name)] for name in names}
+    for name in slow:
+        marks[name].append(pytest.mark.slow)
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+        "name", [pytest.param(name, marks=marks[name]) for name in names]
     )
 
 

@@ -33,6 +33,8 @@ from jaxformer.plan.abstract import run_specs
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
+pytestmark = pytest.mark.slow
+
 BASE = PLAIN | {"train.steps": 4, "train.eval_every": 0}
 ADAPTER = PLAIN | {
     "adapter.kind": "lora",

@@ -160,6 +160,21 @@ def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     )
 
 
+def test_pytest_alone_runs_the_tests_of_the_claims_of_the_readme() -> None:
+    claims = re.findall(r"`(tests/\w+\.py)::(\w+)`", PAGES[0].read_text())
+    assert len(claims) >= 8
+    for path, name in claims:
+        tree = ast.parse((ROOT / path).read_text())
+        found = [node for node in tree.body if isinstance(node, Function) and node.name == name]
+        assert found, f"{path} has no {name}"
+        marks = [ast.unparse(mark) for mark in found[0].decorator_list]
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                marks.append(ast.unparse(node.value))
+        for mark in marks:
+            assert not re.search(r"mark\.(slow|faults|docs|compile)\b", mark), (path, name, mark)
+
+
 def test_the_readme_links_to_every_page() -> None:
     linked = {
         (ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES[0].read_text())

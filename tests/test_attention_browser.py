@@ -12,6 +12,8 @@ from test_attention_page import HOSTILE
 from test_commands_families import page_data, printed, write_run
 from walked_page import LENS, MASKS, example
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:

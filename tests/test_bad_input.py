@@ -258,6 +258,7 @@ def test_a_tokenizer_that_is_not_there_or_is_none_is_named(tmp_path: Path, capsy
     )
 
 
+@pytest.mark.slow
 def test_a_run_directory_of_another_config_is_left_alone_and_the_fields_are_named(
     trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:

@@ -48,6 +48,7 @@ def test_the_benchmarks_are_found() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_in_small(name: str) -> None:
     for package in NEEDS.get(name, ()):

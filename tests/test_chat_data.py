@@ -269,6 +269,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @by_heart
 def test_a_run_of_conversations_answers_and_ends_its_turn(
     trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
@@ -280,6 +281,7 @@ def test_a_run_of_conversations_answers_and_ends_its_turn(
     assert asked(capsys, run_dir, "--chat", "--prompt", "go", "--beams", "2") == "one\n"
 
 
+@pytest.mark.slow
 @by_heart
 def test_a_conversation_keeps_its_turns(
     trained: tuple[Path, list[str]],
@@ -291,6 +293,7 @@ def test_a_conversation_keeps_its_turns(
     assert asked(capsys, run_dir, "--chat") == "one\ntwo\n"
 
 
+@pytest.mark.slow
 @by_heart
 def test_the_run_directory_keeps_the_template_for_whatever_is_made_of_it(
     trained: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -311,6 +314,7 @@ def test_the_run_directory_keeps_the_template_for_whatever_is_made_of_it(
         assert asked(capsys, folder, "--chat", "--prompt", "go") == "one\n"
 
 
+@pytest.mark.slow
 @by_heart
 def test_a_run_is_not_continued_with_another_template(
     trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
@@ -338,6 +342,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.slow
 @by_heart
 def test_what_is_no_conversation_is_one_message(
     case: str, trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
@@ -347,6 +352,7 @@ def test_what_is_no_conversation_is_one_message(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @by_heart
 def test_input_that_cannot_be_a_turn_is_refused(
     trained: tuple[Path, list[str]],

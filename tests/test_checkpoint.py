@@ -102,6 +102,7 @@ def test_a_state_of_another_optimizer_is_refused_with_both_sides_named(
     assert contents(run_dir / "checkpoints") == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(
     trained: Path, tmp_path: Path

@@ -25,6 +25,8 @@ from jaxformer.runs.directory import check_data, claim
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer, train_bpe_tokenizer
 from jaxformer.training.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 TEXT = "the cat sees a dog under the tall tree and the dog likes a small cat by the river"
 PAIRS = [(f"{a} {b}", f"{b} {a}") for a, b in itertools.pairwise(TEXT.split())]

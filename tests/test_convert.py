@@ -17,7 +17,7 @@ import jaxformer as jf
 from jaxformer.cli import convert, main
 from jaxformer.interop import verify
 
-pytestmark = pytest.mark.xdist_group("convert")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("convert")]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """A leaf that is no array is used wherever a weight is, and is the array that it stands for."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from custom_leaves import LowRank, Rounded, low_rank, made, rounded
 from families import SIZES, alone
 from flax import nnx
 from jax.sharding import PartitionSpec
+from products import covering
 
 import jaxformer as jf
 from jaxformer import losses
@@ -100,8 +102,7 @@ def test_decoding_casts_what_the_leaf_casts():
     assert {part.dtype for part in jax.tree.leaves(layer["down"])} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, tiled", covering(itertools.product(MODELS, [False, True]), 1))
 def test_loss_and_gradients_are_those_of_the_arrays(name, tiled, monkeypatch):
     _, params, config, batch = case(name)
     targets = jnp.asarray(batch["tokens"][:, ::-1])

@@ -11,6 +11,8 @@ from tiny_run import line, write_text
 from jaxformer.cli import main
 from jaxformer.layers import kernels
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 

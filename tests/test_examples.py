@@ -36,6 +36,7 @@ def example(name):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, most", [("own_loss", 40), ("own_model", 40)])
 def test_an_example_is_short_trains_and_is_resumed_bitwise(name, most, tmp_path, monkeypatch):
     module = example(name)

@@ -19,6 +19,8 @@ from jaxformer.data.templates import Template, joined
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.objectives import OBJECTIVES, Objective
 
+pytestmark = pytest.mark.slow
+
 SIDES = ("chosen", "rejected")
 
 

@@ -34,6 +34,7 @@ from families import (
     params_of,
     where,
 )
+from products import covering
 
 import jaxformer as jf
 
@@ -110,7 +111,8 @@ def test_every_activation_serves_every_family(family, activation):
         small(family, "rope", activation=other) for other in ACTIVATIONS if other != activation
     ]
     same = [other for other in others if other.gated == config.gated]
-    assert all(jnp.abs(logits_alone(config) - logits_alone(other)).max() > 1e-3 for other in same)
+    # The two forms of GELU are 5e-4 apart at most. `close` allows rounding 1e-4 of these logits.
+    assert all(jnp.abs(logits_alone(config) - logits_alone(other)).max() > 3e-4 for other in same)
 
 
 def test_the_pairs_are_all_there():
@@ -260,9 +262,10 @@ def value_and_gradient(config):
     )
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-@pytest.mark.parametrize("loop", ["unroll", "scan"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, loop, remat",
+    covering(itertools.product(FAMILIES, ["unroll", "scan"], ["dots", "full"])),
+)
 def test_remat_changes_no_value_and_no_gradient(family, loop, remat):
     config = small(
         family,
@@ -292,7 +295,7 @@ def test_padding_is_no_length_that_stretches_dynamic_rope(family):
         assert_documents_are_as_alone(config, layout, "full")
 
 
-@pytest.mark.parametrize("family, positions", list(itertools.product(WRITERS, POSITIONS)))
+@pytest.mark.parametrize("family, positions", covering(itertools.product(WRITERS, POSITIONS), 1))
 def test_generation_is_the_full_forward_again_and_again(family, positions):
     config = small(family, positions)
     params = params_of(config)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pallas_kernels
+from products import covering
 
 from jaxformer.layers import blocked, pallas
 from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
@@ -97,8 +98,10 @@ def interpreted(monkeypatch):
 TOGETHER = [(0, 0, 1), (1, 20, 1), (0, 20, 2), (1, 0, 2), (0, 0, 4), (1, 20, 4)]
 
 
-@pytest.mark.parametrize("packed, window, kv_heads", TOGETHER)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, packed, window, kv_heads",
+    covering((kind, *together) for together in TOGETHER for kind in KINDS),
+)
 def test_splash_attention_is_plain_attention(kind, packed, window, kv_heads):
     assert_same("tpu", *the_case(kind, packed, window, kv_heads, "plain"))
 
@@ -189,6 +192,7 @@ def test_the_dropout_of_blocked_attention_follows_its_key(monkeypatch):
         assert abs(float((a == b).mean()) - (RATE**2 + (1 - RATE) ** 2)) < 0.05
 
 
+@pytest.mark.slow
 def test_the_dropout_of_blocked_attention_changes_no_mean():
     (q, k, v, _), mask = the_case("decoder", True, 0, 2, "plain")
     whole = KERNELS["blocked"].run(q, k, v, mask)

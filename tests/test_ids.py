@@ -293,6 +293,7 @@ def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path:
         prepare(run_of(made, raw(b"ids", "b.npy.gz")(tmp_path), tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_ids_and_is_evaluated_on_others(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,8 @@ from tiny_run import SETTINGS, write_text
 import jaxformer as jf
 from jaxformer.runs.config import load_config
 
+pytestmark = pytest.mark.slow
+
 SMALL = SETTINGS | {
     "optimizer.name": "adamw",
     "optimizer.warmup_steps": 0,

@@ -133,6 +133,7 @@ def test_a_launch_is_no_fact_of_a_run() -> None:
     assert differences(RunConfig(), asked) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_counts_others_is_refused_and_named() -> None:
     port, errors = free_port(), []
 

@@ -20,6 +20,8 @@ from jaxformer.objectives import objective_of
 from jaxformer.runs.config import load_config
 from jaxformer.runs.setup import make_setup
 
+pytestmark = pytest.mark.slow
+
 WARMUP = "3; 2: 6; 5: 12"
 SIZES = st.lists(st.integers(1, 80), min_size=8, max_size=12)
 

@@ -95,12 +95,14 @@ def expected(hf, tasks):
     return answered(hf, tasks)
 
 
+@pytest.mark.slow
 def test_every_answer_equals_that_of_the_harness_s_own_hugging_face_model(
     directory, tasks, expected
 ):
     assert_equal(answered(JaxformerLM(directory, batch_size=3), tasks), expected)
 
 
+@pytest.mark.slow
 @one_directory
 def test_the_batch_size_changes_no_answer(directory, tasks, expected):
     assert_equal(answered(JaxformerLM(directory, batch_size=1), tasks, ["tiny_choices"]), expected)
@@ -347,6 +349,7 @@ def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, 
         JaxformerLM("run")
 
 
+@pytest.mark.slow
 @one_directory
 def test_the_command_evaluates_a_directory(directory, tasks, expected, tmp_path):
     line = [

@@ -2,6 +2,7 @@
 kernel, packed or not, without any such device."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from products import covering
 
 from jaxformer.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from jaxformer.mesh import MESH_AXES
@@ -66,7 +68,7 @@ def test_the_steps_hold_every_pair_packed_and_not():
         assert found == {(x, y, not packed) for x, y, packed in found}
 
 
-@pytest.mark.parametrize("sizes, platform, kernel, family, packed", STEPS)
+@pytest.mark.parametrize("sizes, platform, kernel, family, packed", covering(STEPS))
 def test_the_step_lowers_on_every_mesh(sizes, platform, kernel, family, packed):
     mesh = mesh_of(platform, SIZES[sizes])
     step, state, batch = abstract_run(a_run(family, kernel), mesh, packed)
@@ -91,22 +93,26 @@ def test_dropout_stores_no_array_of_all_weights(platform, family):
     assert "x384x384x" not in step_with("auto")
 
 
+@functools.cache
+def calls(platform, kernel, remat):
+    """How often a step runs the kernel."""
+    mesh = mesh_of(platform, (2, 2, 2))
+    step, state, batch = abstract_run(a_run("decoder", kernel, remat), mesh)
+    text = step.lower(state, batch).as_text()
+    return text.count(CALLS.get(kernel, "stablehlo.exponential"))
+
+
 @pytest.mark.parametrize("remat", ["names", "dots", "full"])
 @pytest.mark.parametrize("platform, kernel", KERNELS[:3])
 def test_remat_computes_fused_attention_no_more_often(platform, kernel, remat):
     """A step runs each kernel as often with remat as without."""
-    mesh = mesh_of(platform, (2, 2, 2))
-
-    def calls(remat):
-        step, state, batch = abstract_run(a_run("decoder", kernel, remat), mesh)
-        text = step.lower(state, batch).as_text()
-        return text.count(CALLS.get(kernel, "stablehlo.exponential"))
-
-    assert calls(remat) == calls("none") > 0
+    found = calls(platform, kernel, remat)
+    assert found == calls(platform, kernel, "none") > 0
     if platform == "tpu":
-        assert calls(remat) == 3  # forward, and the gradients of queries and of keys and values
+        assert found == 3  # forward, and the gradients of queries and of keys and values
 
 
+@pytest.mark.slow
 def test_the_step_lowers_with_cudnn_on_every_mesh():
     """cuDNN's calls are divided by JAX for devices that are there, so eight are forced."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"

@@ -17,6 +17,8 @@ from jaxformer.runs.out_of_memory import is_out_of_memory, shortage_of
 from jaxformer.runs.remedies import is_volatile
 from jaxformer.training.program import Step
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 GIB = 2**30
 # As libtpu 0.0.42 raises it, an older libtpu, and jaxlib on a GPU and on a CPU.

@@ -76,7 +76,7 @@ def without_base(held):
     return {name: tensor for name, tensor in held.items() if "base_layer" not in name}
 
 
-@each(FAMILY.values())
+@each(FAMILY.values(), slow=[*FAMILY.values()][::2])
 def test_an_adapter_computes_what_it_does_in_peft_and_is_written_back_as_it_was(name):
     model, place = everywhere(name)
     batch, found = inputs(name), jf.load(place)

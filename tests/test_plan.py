@@ -66,11 +66,13 @@ def test_the_state_takes_the_bytes_that_it_takes(name: str, optimizer: str) -> N
     found = plan(name, "cpu", 0, f"optimizer.name={optimizer}")
     run = found.planned.run
     schedule = make_schedule(run.optimizer, run.train.steps)
-    state = init_state(
-        found.planned.specs, make_optimizer(run.optimizer, schedule, found.planned.specs)
-    )
-    params = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
-    rest = sum(leaf.nbytes for leaf in jax.tree.leaves((state.step, state.optimizer)))
+    optimizer = make_optimizer(run.optimizer, schedule, found.planned.specs)
+    state = jax.eval_shape(lambda: init_state(found.planned.specs, optimizer))
+
+    def bytes_of(tree: Any) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    params, rest = bytes_of(state.params), bytes_of((state.step, state.optimizer))
     assert held(found)["parameters"] == params and held(found)["optimizer state"] == rest
 
 

@@ -31,6 +31,8 @@ from jaxformer.report import read_metrics
 from jaxformer.run_evaluation import evaluate_run
 from jaxformer.runs.config import load_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 CHANGES = {
     "data.objective": "dpo",

@@ -12,6 +12,7 @@ import optax
 import pytest
 from corpora import prepare
 from custom_leaves import LowRank, low_rank
+from products import slow_but
 
 import jaxformer as jf
 from jaxformer.config import DataConfig, RunConfig, TokenizerConfig, TrainConfig
@@ -152,7 +153,7 @@ def test_rows_in_tiles_equal_rows_at_once_in_value_and_gradient(custom):
     np.testing.assert_allclose(at_once, (plain * weights).sum(1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", slow_but(OBJECTIVES, "dpo", "orpo"))
 def test_a_pair_is_never_split_so_an_accumulated_step_equals_the_big_one(name, models):
     batch = a_batch(8) | scored(models[1], CONFIG, a_batch(8))
 

@@ -104,7 +104,7 @@ def our_step(name, batch):
     )
 
 
-@each([*FAMILY.values(), *MORE])
+@each([*FAMILY.values(), *MORE], slow=[*[*FAMILY.values()][::2], *MORE])
 def test_a_step_of_training_moves_each_tensor_by_torchs_gradient_and_those_without_one_not_at_all(
     name,
 ):

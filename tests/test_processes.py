@@ -14,7 +14,7 @@ import pytest
 from several import SMALL, ends, free_port, launch_all
 from tiny_run import ROOT, copy_until, finish, fork, line, logged, saved, write_text
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 MESHES = {
     "two processes": (2, 1, {}),

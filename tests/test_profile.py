@@ -217,6 +217,7 @@ def test_steps_that_are_none_are_refused(steps: str) -> None:
         check(run)
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_table_and_the_command_that_opens_the_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

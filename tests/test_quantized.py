@@ -3,6 +3,7 @@ half a byte a weight; and nothing holds the whole model while it is quantized.""
 
 import functools
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import optax
 import pytest
 from custom_leaves import made
 from families import SIZES, VARIANTS, alone
+from products import covering
 from test_commands_families import TOKENIZER, printed, write_run
 
 import jaxformer as jf
@@ -153,8 +155,7 @@ def test_a_weight_takes_a_byte_or_half_of_one():
     assert 0.5 + 1 / 64 < bytes_of(to_nf4(weight, spec, double=True)) < 0.517
 
 
-@each_kind
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, kind", covering(itertools.product(MODELS, KINDS), 1))
 def test_logits_are_those_of_the_arrays_bit_for_bit(name, kind):
     params, config, batch = case(name, kind)
     expected = forward(made(params), config, **batch)
@@ -184,8 +185,10 @@ def test_a_scan_over_layers_holds_the_arrays_of_one_layer(kind):
     assert backward.memory_analysis().temp_size_in_bytes < arrays / 2
 
 
-@each_kind
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "encoder"])
+@pytest.mark.parametrize(
+    "name, kind",
+    covering(itertools.product([name for name in MODELS if name != "encoder"], KINDS), 1),
+)
 def test_the_new_tokens_are_those_of_the_arrays(name, kind):
     params, config, batch = case(name, kind)
     prompt, source = batch["tokens"], batch.get("source")
@@ -362,8 +365,7 @@ def alive():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@each_kind
-@pytest.mark.parametrize("source", ["hf", "run"])
+@pytest.mark.parametrize("source, kind", covering(itertools.product(["hf", "run"], KINDS), 1))
 def test_a_model_is_quantized_leaf_by_leaf_while_it_is_read(source, kind, directories, monkeypatch):
     path, module = directories[source]
     seen, quantized = [], module.quantized_leaf
@@ -392,6 +394,7 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("commands") / "run", "decoder")
 
 
+@pytest.mark.slow
 @each_kind
 def test_sample_writes_what_the_quantized_model_writes(run, kind, capsys):
     model = jf.load(run, quantize=kind)
@@ -404,6 +407,7 @@ def test_sample_writes_what_the_quantized_model_writes(run, kind, capsys):
     assert printed(capsys, *line, "--quantize", kind) == text + "\n"
 
 
+@pytest.mark.slow
 @each_kind
 def test_evaluate_prints_the_loss_beside_that_of_the_unquantized_model(run, kind, capsys):
     text = run.with_name("text.txt")
@@ -459,6 +463,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("eight devices")
 def test_sharded_params_are_quantized_where_they_are_and_give_the_same_logits(tmp_path):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"

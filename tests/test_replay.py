@@ -16,6 +16,8 @@ from jaxformer.config import ConfigError
 from jaxformer.report import read_metrics
 from jaxformer.runs.replay import replay
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 

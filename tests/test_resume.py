@@ -41,6 +41,7 @@ def test_a_run_killed_at_any_moment_and_run_again_is_bitwise_the_run_never_inter
     assert_same_run(run_dir, expected)
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_a_checkpoint_is_being_written_continues_from_the_one_before(
     whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_raising_the_number_of_steps_trains_on(
     assert_same_run(run_dir, expected)
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_one(
     whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_run_continues_on_another_mesh_and_what_eight_devices_saved_loads_on_o
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_torn_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from families import FAMILIES, POSITIONS, SIZES
+from products import covering
 
 import jaxformer as jf
 from jaxformer.cli import main
@@ -58,7 +59,7 @@ def each(rows: list[ShapeRow]) -> dict[str, ShapeRow]:
 
 
 @pytest.mark.parametrize(
-    "family, positions, heads", [*itertools.product(FAMILIES, POSITIONS, HEADS)]
+    "family, positions, heads", covering(itertools.product(FAMILIES, POSITIONS, HEADS))
 )
 def test_the_rows_are_what_inspect_captures_and_their_sums_what_is_counted(
     family: str, positions: str, heads: str

@@ -286,7 +286,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stream_has_the_ids_of_the_whole_text(
     special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from hard_text import characters, hard_text
 from pretrained_tokenizers import TEXTS, saved
+from products import slow_but
 
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer import (
@@ -241,7 +242,12 @@ def all_characters() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "most"), [("gpt2", fast.MOST_WORDS), ("llama3", fast.MOST_WORDS), ("gpt2", 20)]
+    ("pattern", "most"),
+    slow_but(
+        [("gpt2", fast.MOST_WORDS), ("llama3", fast.MOST_WORDS), ("gpt2", 20)],
+        ("llama3", fast.MOST_WORDS),
+        ("gpt2", 20),
+    ),
 )
 def test_without_tiktoken_ids_are_the_same(
     pattern: str, most: int, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ from jaxformer.plan.abstract import encoded_length, run_specs, with_kernel
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
+pytestmark = pytest.mark.slow
+
 BASE = PLAIN | {"train.steps": 2, "train.eval_every": 0}
 VIRTUAL = PLAIN | {
     "adapter.tokens": 3,

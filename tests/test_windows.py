@@ -147,6 +147,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_random_windows_continues_bitwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

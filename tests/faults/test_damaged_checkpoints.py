@@ -34,6 +34,8 @@ from jaxformer.digests import digests
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 NEWEST = STEPS - EVERY
 
 

@@ -22,6 +22,8 @@ from tiny_run import contents, finish, fork, line, write_text
 
 import jaxformer
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 20
 MEMORY = 12 << 30  # of one command, in bytes: more is a fault, too
 SHOWN = 6000

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_run import assert_same_run, finish, fork, launch, line, lines_logged, wait_until
 
+pytestmark = pytest.mark.slow
+
 KILL = pytest.mark.fault(
     "SIGKILL at random moments of a run: 22 in 5 runs, each continued after each",
     kept="The newest finished checkpoint is whole. Continued, the run is the uninterrupted one.",

@@ -9,7 +9,7 @@ from several import SMALL, ends, finished, launch_all, uninterrupted
 from tiny_run import assert_same_run, finish, fork, line, lines_logged, logged, saved, wait_until
 from tiny_run import write_text as write_documents
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 STEPS = 80
 LONGER = SMALL | {

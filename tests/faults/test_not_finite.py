@@ -27,6 +27,8 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.loading import save_run
 
+pytestmark = pytest.mark.slow
+
 BAD = "§"  # its bytes are in no other document
 NAN_CONFIG = str(Path(__file__).parent / "nan_config.py")
 

@@ -30,6 +30,8 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.settings import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.fault(
     "tokenizer.json of a run altered after training",

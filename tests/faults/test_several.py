@@ -9,7 +9,7 @@ from tiny_run import assert_same_run, copy, logged, saved
 
 import jaxformer as jf
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 BAD = "§"  # its bytes are in no other document
 DAMAGED = """

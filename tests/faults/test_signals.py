@@ -27,6 +27,8 @@ from tiny_run import (
     write_text,
 )
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 10  # in which a run stops, of which the machine's other work takes a part
 STATUS = {
     number: 128 + number

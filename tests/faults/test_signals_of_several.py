@@ -9,7 +9,7 @@ import pytest
 from several import SMALL, ends, finished, launch_all, uninterrupted
 from tiny_run import assert_same_run, lines_logged, logged, saved, wait_until, write_text
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 SLOW = """
 import time

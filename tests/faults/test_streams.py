@@ -26,6 +26,8 @@ from tiny_run import (
 
 from jaxformer.report import read_metrics
 
+pytestmark = pytest.mark.slow
+
 KEPT = "Training goes on, with one warning. The run is the uninterrupted one."
 
 
