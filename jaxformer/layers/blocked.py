@@ -12,6 +12,9 @@ saves the log-sum-exp of each row instead of its weights; the backward pass reco
 from it (arXiv:2205.14135, arXiv:2307.08691). Dropout of the weights is drawn a block at a time, and
 again in the backward pass, from the key folded with the number of the block.
 
+The small step of benchmarks/train_cpu.py (rows of 256 tokens) is 1.04 times as fast as with plain
+attention (0.96 to 1.17, 14 samples in turn) on two cores of an AMD EPYC with AVX-512.
+
 Reverse mode only: `jax.jvp` and Hessian-vector products use the plain kernel.
 """
 

@@ -23,7 +23,9 @@ def gelu(x: jax.Array) -> jax.Array:
 @gelu.defjvp
 def _gelu_tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
     """The derivative Phi(x) + x phi(x), from x alone. Phi is written with erf(-x / sqrt(2)): for a
-    CPU, XLA would otherwise keep erf(x / sqrt(2)) of the forward pass."""
+    CPU, XLA would otherwise keep erf(x / sqrt(2)) of the forward pass. On two cores of an AMD EPYC
+    with AVX-512 the small step of benchmarks/train_cpu.py in 1 microbatch takes 1.69 GB, with
+    `jax.nn.gelu` 2.04 GB, and is 1.03 times as fast (0.98 to 1.11, 12 samples in turn)."""
     (x,), (tangent,) = primals, tangents
     phi = jnp.exp(-0.5 * jnp.square(x)) / math.sqrt(2 * math.pi)
     slope = 0.5 * (1 - jax.lax.erf(-x * math.sqrt(0.5))) + x * phi

@@ -278,8 +278,9 @@ def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int] | None:
     """The options that programs on the devices of a mesh are compiled with: on a CPU, LLVM's first
     level, unless XLA_FLAGS names one.
 
-    They run as fast as with its third; a step takes a quarter less time to compile, and the initial
-    values a fifth of the time.
+    They run as fast as with its third (1.00 times, 0.90 to 1.09, 14 samples in turn on two cores of
+    an AMD EPYC with AVX-512); a step takes a quarter less time to compile, and the initial values a
+    fifth of the time.
     """
     level = "xla_backend_optimization_level"
     if platform(mesh) != "cpu" or level in os.environ.get("XLA_FLAGS", ""):
