@@ -252,7 +252,7 @@ def test_a_block_that_is_neither_run_nor_skipped_with_a_reason_is_refused(page: 
         "jaxformer tokenizer trian a",
         "jaxformer plan configs/none.py",
         'pip install -e ".[tests]"',
-        "pytest -m slow",
+        "pytest -m solw",
         "python benchmarks/none.py",
         "python benchmarks/train_cpu.py --worklods small",
     ],
