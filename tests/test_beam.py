@@ -155,6 +155,7 @@ def test_more_beams_find_nothing_worse_here_and_something_better():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_steps_of_a_search_tell_how_its_texts_were_found(family):
     """Every candidate has the log-probability of the model; who follows the chosen ones finds the

@@ -107,6 +107,7 @@ def test_large_scores_stay_finite():
     )
 
 
+@pytest.mark.slow
 def test_it_needs_less_than_half_the_memory_of_the_plain_kernel(monkeypatch):
     monkeypatch.setattr(blocked, "QUERY_BLOCK", 128)
     monkeypatch.setattr(blocked, "MOST_BLOCKS", 16)

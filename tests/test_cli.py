@@ -194,6 +194,7 @@ def test_evaluating_on_other_text_reads_that_text_alone_with_the_tokenizer_of_th
     assert "gone.txt does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_the_smallest_kind_goes_from_text_to_sample(
     tmp_path: Path, capsys: Capture
 ) -> None:

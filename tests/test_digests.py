@@ -53,6 +53,7 @@ def test_a_digest_is_that_of_numpy_and_changes_with_every_bit(kind: str) -> None
         assert {a == b for a, b in zip(whole, digest_on_host(other), strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_a_digest_does_not_depend_on_the_sharding(kind: str) -> None:
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"

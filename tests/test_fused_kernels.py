@@ -109,6 +109,7 @@ def test_splash_attention_is_plain_attention(kind, packed, window, kv_heads):
 LONG = {"decoder": (256, 256), "encoder": (256, 256), "cross": (256, 128)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scoring", ["scale", "soft-cap", "sinks"])
 def test_splash_attention_scores_as_plain_attention_does_over_several_blocks(

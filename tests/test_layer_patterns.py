@@ -109,6 +109,7 @@ def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(fam
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4 * max(float(jnp.abs(b).max()), 1e-3))
 
 
+@pytest.mark.slow
 def test_the_layers_of_a_pattern_generate(widths):
     config = Patterned(**SIZES | WIDE)
     params, prompt = params_of(config), alone(config)["tokens"][:2]

@@ -94,6 +94,7 @@ def test_the_tables_that_the_readme_names_are_open() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_model_with_an_added_activation_learns(cubed: None) -> None:
     assert learned(jf.ModelConfig(**TINY, activation="cubed")) > 0.001
 

@@ -569,6 +569,7 @@ def told(tmp_path_factory):
     return home
 
 
+@pytest.mark.slow
 def test_the_commands_take_an_adapter_for_a_model(told, capsys):
     adapter, merged = str(told / "adapter"), str(told / "merged")
     assert main(["convert", adapter, merged, "--merge", "--verify"]) == 0

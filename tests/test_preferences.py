@@ -184,6 +184,7 @@ def test_rows_that_only_fill_a_batch_weigh_nothing(name, models):
     assert found[0] == pytest.approx(found[1], rel=1e-6, abs=4e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_without_adapters_is_that_of_the_arrays_and_gets_no_gradient(models):
     """`reference_of` gives the weights below the adapters, where the batch has no scores."""
     table = jf.adapt_specs(jf.specs(CONFIG), {"blocks.attention.*": low_rank})

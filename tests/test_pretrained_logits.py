@@ -54,7 +54,7 @@ GREEDY = [
     ),
 ]
 
-QUICK_GREEDY = {"gpt2", "llama", "gemma3 by its own pattern", "bloom", "t5", "bart"}
+QUICK_GREEDY = {"llama", "gemma3 by its own pattern", "bart"}
 
 
 @each(VARIANTS)

@@ -82,6 +82,7 @@ def test_an_operation_counts_for_its_innermost_scope(name: str, place: tuple[str
     assert place_of(name) == ScopedPass(*place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_of_a_step_has_a_scope(name: str) -> None:
     step, state = step_and_state(MODELS[name])

@@ -314,6 +314,7 @@ def test_a_step_leaves_quantized_leaves_as_they_are_and_trains_the_rest(kind):
         assert any(jax.tree.leaves(leaf)) != is_custom(leaf)
 
 
+@pytest.mark.slow
 @each_kind
 def test_vmap_takes_a_stack_of_quantized_params(kind):
     params, config, batch = case("decoder", kind)
@@ -365,6 +366,7 @@ def alive():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source, kind", covering(itertools.product(["hf", "run"], KINDS), 1))
 def test_a_model_is_quantized_leaf_by_leaf_while_it_is_read(source, kind, directories, monkeypatch):
     path, module = directories[source]

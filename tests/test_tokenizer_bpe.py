@@ -341,6 +341,7 @@ def test_special_tokens_that_lie_where_a_text_is_cut(pieces: list[str]) -> None:
             assert tokenizer.encode(text, special_tokens=True) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("letter", [" a", "字。", "x1"])
 def test_a_stream_takes_the_memory_of_a_few_blocks(letter: str) -> None:
     """Of one line of 6 million characters, with spaces or without."""

@@ -55,6 +55,7 @@ def test_cached_decoding_equals_the_full_forward(name, kind):
     assert_close(found[real], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kind", covering(itertools.product(["scores", "window", "encoder-decoder t5"], KINDS), 1)
 )
