@@ -105,14 +105,15 @@ ACTIVATIONS = get_args(HINTS["activation"])
 
 @pytest.mark.parametrize("family, activation", list(itertools.product(FAMILIES, ACTIVATIONS)))
 def test_every_activation_serves_every_family(family, activation):
-    config = small(family, "rope", activation=activation)
+    config = small(family, "rope", activation=activation, n_layers=4)
     assert_documents_are_as_alone(config, "packed and padded", "full")
     others = [
-        small(family, "rope", activation=other) for other in ACTIVATIONS if other != activation
+        small(family, "rope", activation=other, n_layers=4)
+        for other in ACTIVATIONS
+        if other != activation
     ]
     same = [other for other in others if other.gated == config.gated]
-    # The two forms of GELU are 5e-4 apart at most. `close` allows rounding 1e-4 of these logits.
-    assert all(jnp.abs(logits_alone(config) - logits_alone(other)).max() > 3e-4 for other in same)
+    assert all(jnp.abs(logits_alone(config) - logits_alone(other)).max() > 1e-3 for other in same)
 
 
 def test_the_pairs_are_all_there():
