@@ -62,11 +62,11 @@ def docstring_lines(node: Function) -> range:
 
 
 def test_the_tail_is_bounded() -> None:
-    """No file of 300 lines, no function of more than 50 lines of code, no more than 8 arguments."""
+    """No file of more than 450 lines, no function of more than 50 lines of code, no more than 8 arguments."""
     found = []
     for path in FILES:
         length, code = len(path.read_text().splitlines()), code_lines(path)
-        found += [f"{path}: {length} lines"] * (length >= 300)
+        found += [f"{path}: {length} lines"] * (length > 450)
         for node in functions(path):
             lines = set(range(node.lineno, (node.end_lineno or node.lineno) + 1)) & code - set(
                 docstring_lines(node)
