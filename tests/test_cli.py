@@ -14,6 +14,7 @@ import jaxformer as jf
 from jaxformer.cli import COMMANDS, main
 from jaxformer.models.cost import flops_per_token
 from jaxformer.report import read_metrics
+from jaxformer.runs.summary import peak_text
 
 Capture = pytest.CaptureFixture[str]
 
@@ -84,6 +85,12 @@ def test_the_run_shows_what_it_does_and_ends_with_the_next_command(
     for entry in logged:
         assert entry["mfu"] == pytest.approx(entry["tokens_per_second"] * flops / peak)
     assert len(logged) == 2 and logged[-1]["mfu"] > 0
+
+
+def test_nothing_is_said_of_the_peak_of_a_cpu() -> None:
+    assert peak_text("cpu", None) == ""
+    assert "unknown peak" in peak_text("gpu", None)
+    assert "peak 989 TFLOP/s" in peak_text("gpu", 989e12)
 
 
 def test_sampling_greedily_writes_what_generate_returns(

@@ -58,6 +58,7 @@ def test_every_config_is_planned(name: str, device: str) -> None:
     assert json.loads(json.dumps(plan_numbers(found)))["memory"]["peak"] == found.memory.peak
     known = found.bound.seconds is not None and found.mfu is not None
     assert known == (device != "cpu")
+    assert ("Least time" in plan_text(found, "")) == known and "unknown" not in text
 
 
 @pytest.mark.parametrize("name", ["quickstart", "bert_tiny", "t5_tiny"])

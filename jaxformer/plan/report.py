@@ -28,7 +28,7 @@ def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
         _changes(plan),
         _products(plan),
         _collectives(plan),
-        banner(_bound(plan, tokens), "Least time (bound)"),
+        _bound(plan, tokens),
         banner({"words": WORDS}, "How to read this"),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -43,7 +43,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
     pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
     head: dict[str, str | list[str]] = {
-        "devices": f"{planned.mesh.size} x {planned.device_name}: {_figures(planned.device)}",
+        "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
         "mesh": mesh,
         "model": (
             f"{model.family}, {human_count(count(planned.specs))} parameters, {layers} layers,"
@@ -66,11 +66,11 @@ def _loop(name: str) -> str:
 
 
 def _figures(device: Device) -> str:
-    """The published figures of a device in words."""
+    """The published figures of a device in words; nothing for a CPU, which has none."""
     if device.bfloat16 is None or device.memory is None:
-        return "unknown peak"
+        return "" if device.platform == "cpu" else ": unknown peak"
     return (
-        f"{device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
+        f": {device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
         f" {(device.bandwidth or 0) / 1e12:.3g} TB/s, links of {(device.link or 0) / 1e9:.3g} GB/s"
         f" one way ({device.source})"
     )
@@ -174,10 +174,14 @@ def _collectives(plan: Plan) -> str:
     return _titled("Collectives of a step, a device (estimate; bytes of all of them)", table)
 
 
-def _bound(plan: Plan, tokens: int) -> dict[str, str | list[str]]:
-    least = plan.bound
+def _bound(plan: Plan, tokens: int) -> str:
+    """The least time of a step, and of `tokens` if asked for; nothing for a CPU unless asked for,
+    because no peak of CPUs is published."""
+    title, least = "Least time (bound)", plan.bound
     if least.seconds is None:
-        return {"a step": "no bound, because the peak of this device is unknown"}
+        if plan.planned.device.platform == "cpu" and not tokens:
+            return ""
+        return banner({"a step": "no bound, because no peak of this device is published"}, title)
     counted = ", which counts masked scores too," if plan.products.skipped else ""
     mfu = f"MFU{counted} at most {plan.mfu or 0:.1%}"
     names = {"products": "products", "memory": "memory traffic", "links": "links"}
@@ -192,7 +196,7 @@ def _bound(plan: Plan, tokens: int) -> dict[str, str | list[str]]:
     if tokens:
         seconds = plan.seconds_for(tokens) or 0.0
         found[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
-    return found
+    return banner(found, title)
 
 
 def _titled(title: str, table: Iterable[Sequence[str]]) -> str:

@@ -28,7 +28,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
     return {
         "device": (
-            f"{jax.device_count()} x {device.device_kind} ({device.platform}), {_peak(setup.peak)}"
+            f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+            f"{peak_text(device.platform, setup.peak)}"
         ),
         "mesh": [mesh, *setup.undivided],
         "model": (
@@ -60,10 +61,11 @@ def _parameters(setup: RunSetup) -> str:
     return f"{found}, of which {human_count(sum(sizes))} learn"
 
 
-def _peak(flops: float | None) -> str:
-    if flops is None:
-        return "unknown peak (no MFU)"
-    return f"peak {flops / 1e12:.3g} TFLOP/s each"
+def peak_text(platform: str, flops: float | None) -> str:
+    """What follows the name of a device. None is published for CPUs, so nothing is said of them."""
+    if flops is not None:
+        return f", peak {flops / 1e12:.3g} TFLOP/s each"
+    return "" if platform == "cpu" else ", unknown peak (no MFU)"
 
 
 def _data(setup: RunSetup) -> dict[str, str | list[str]]:
