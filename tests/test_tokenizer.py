@@ -260,3 +260,42 @@ def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> Non
             getattr(endless, name)
     with pytest.raises(ConfigError, match="at least 257"):
         train_bpe_tokenizer(["a"], 100)
+
+
+def mistral_files(folder: Path, more: int = 0, **config: str) -> Path:
+    """A tokenizer.json that splits text by the pattern of Llama 3, with `more` tokens that no merge
+    makes, beside a config.json."""
+    vocab = {index: bytes([index]) for index in range(256)}
+    vocab |= {256 + index: f"more {index}".encode() for index in range(more)}
+    Tokenizer.from_bpe(vocab, [], ["[INST]"], "llama3").save(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_mistrals_wrong_pattern_is_said_with_its_remedy(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    written = {"model_type": "mistral", "transformers_version": "4.57.2"}
+    # transformers mends vocabularies of more than 100,000 tokens, as Mistral's are.
+    wrong = mistral_files(tmp_path / "a", 100_000, **written)
+    with pytest.warns(UserWarning, match=r"pattern of Llama 3.*fix_mistral_regex=True"):
+        Tokenizer.load(wrong)
+    with pytest.warns(UserWarning, match="pattern of Llama 3"):
+        Tokenizer.load(mistral_files(tmp_path / "b", model_type="mistral"))
+    recwarn.clear()
+    Tokenizer.load(mistral_files(tmp_path / "c", model_type="llama", transformers_version="4.57.2"))
+    Tokenizer.load(mistral_files(tmp_path / "d", model_type="mistral", transformers_version="5.0"))
+    assert not recwarn.list
+
+    # What the message says to do mends it: the words are then those of Mistral.
+    transformers.AutoTokenizer.from_pretrained(str(wrong), fix_mistral_regex=True).save_pretrained(
+        str(wrong)
+    )
+    recwarn.clear()
+    mended = Tokenizer.load(wrong)
+    assert not [warning for warning in recwarn if "pattern of Llama 3" in str(warning.message)]
+    backend = tokenizers.Tokenizer.from_file(str(wrong / "tokenizer.json"))
+    words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("eBay's 123")]
+    assert words == ["e", "Bay", "'s", "Ġ", "1", "2", "3"]
+    assert mended.decode(mended.encode("eBay's 123")) == "eBay's 123"

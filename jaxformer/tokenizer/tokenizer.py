@@ -23,6 +23,7 @@ from jaxformer.tokenizer.files import (
     guessed_roles,
     read_backend,
     tokenizer_file,
+    warn_of_wrong_pattern,
 )
 from jaxformer.tokenizer.pieces import Spelling
 from jaxformer.tokenizer.table import byte_level_bpe, from_files, is_gpt2
@@ -114,14 +115,16 @@ class Tokenizer:
         the settings in the files beside it.
 
         The role of a special token is that of tokenizer_config.json, special_tokens_map.json,
-        generation_config.json, config.json, in this order, or follows from its name. Raises
-        ConfigError for a missing or malformed file, and for a token that the vocabulary lacks.
+        generation_config.json, config.json, in this order, or follows from its name. Warns of
+        Mistral's files that split text by another model's pattern. Raises ConfigError for a missing
+        or malformed file, and for a token that the vocabulary lacks.
         """
         file = tokenizer_file(Path(os.path.expanduser(path)))
         backend = from_files(file) if file.name == VOCABULARY_FILE else read_backend(file)
         # A directory may hold many files of other names, whose settings are not in it.
         if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
             return cls(backend, str(file))
+        warn_of_wrong_pattern(file.parent, backend)
         return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
 
     @classmethod
