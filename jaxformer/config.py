@@ -154,7 +154,8 @@ class DataConfig(Section):
     span_length: Annotated[float, Bounds(1, most=1e6)] = 3.0
     """Mean length of a corrupted span in tokens."""
     mask_units: Literal["tokens", "words"] = "tokens"
-    """Unit that the objective mlm hides: single tokens, or whole words."""
+    """Unit that the objective mlm chooses, hides, replaces or keeps: single tokens, or whole words.
+    """
     undecodable: Undecodable = "refuse"
     """Handling of bytes that are not UTF-8: refuse stops with a message, replace inserts U+FFFD,
     skip omits the document."""

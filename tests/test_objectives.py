@@ -157,6 +157,44 @@ def test_whole_words_are_told_whole(tmp_path: Path) -> None:
     assert {(ids[begin - 1], ids[begin]) for begin in begins.tolist()} <= parted
 
 
+def test_words_are_chosen_and_masked_whole_however_long_they_are(tmp_path: Path) -> None:
+    spelled = train_bpe_tokenizer([WORDS], 275, MARKS)  # of up to 13 tokens a word
+    made = open_or_build(
+        tmp_path, lambda: [Piece(WORDS + "\n", str(index), True) for index in range(200)], spelled
+    )
+    run = run_of("encoder", sequence_length=64, mask_units="words")
+    rows = cut_rows(MaskedRows, made, run, spelled)
+    edges, mask = spelled.word_edges(), spelled.special("mask")
+    words: Counter[int] = Counter()  # by their numbers of tokens
+    chosen: Counter[int] = Counter()
+    fates: Counter[tuple[bool, str]] = Counter()  # by whether a word has several tokens
+    for row in drawn(rows):
+        text = np.flatnonzero(np.isin(row["targets"], spelled.ordinary()))
+        targets = row["targets"][text]
+        joined = edges[targets[1:], 0] & edges[targets[:-1], 1]
+        for word in np.split(text, np.flatnonzero(~joined) + 1):
+            words[len(word)] += 1
+            told = row["weights"][word] > 0
+            assert told.all() or not told.any()
+            if not told.any():
+                continue
+            chosen[len(word)] += 1
+            masked = row["tokens"][word] == mask
+            same = (row["tokens"][word] == row["targets"][word]).all()
+            assert masked.all() or not masked.any()
+            fate = "masked" if masked.all() else "same" if same else "other"
+            fates[len(word) > 1, fate] += 1
+    often = {length: number for length, number in words.items() if number > 5000}
+    assert len(often) > 5 and max(often) > 8
+    for length, number in often.items():
+        assert chosen[length] / number == pytest.approx(0.15, abs=0.02), length
+    for several in (False, True):
+        number = sum(count for (kind, _), count in fates.items() if kind == several)
+        assert fates[several, "masked"] / number == pytest.approx(0.8, abs=0.01)
+        # Another token is by chance the same.
+        assert fates[several, "same"] / number == pytest.approx(0.1, abs=0.01)
+
+
 def test_masked_documents_are_kept_apart(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKS)
     made = open_or_build(

@@ -22,9 +22,10 @@ class MaskedRows(TextRows):
     """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which some tokens
     are predicted.
 
-    `noise_density` of the ordinary tokens is chosen, singly or by whole words; 80 % of these become
-    [MASK], 10 % any ordinary token, 10 % stay. Half of the second texts are from another place.
-    The prediction of whether a second text follows weighs as much as the hidden tokens of its row.
+    `noise_density` of the ordinary tokens or of their words is chosen; of these 80 % become [MASK],
+    10 % any ordinary tokens, and 10 % stay, all tokens of a word alike. Half of the second texts
+    are from another place. The prediction of whether a second text follows weighs as much as the
+    hidden tokens of its row.
     """
 
     def __init__(
@@ -61,8 +62,7 @@ class MaskedRows(TextRows):
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         row = self._sentences(int(index), rng) if self.sentences else self._text(int(index))
         ids = row["tokens"]
-        chosen = self._chosen(ids, rng)
-        fate = rng.random(len(chosen))
+        chosen, fate = self._chosen(ids, row["segment_ids"], rng)
         hidden = ids.copy()
         hidden[chosen[fate < MASKED]] = self.mask
         changed = chosen[(fate >= MASKED) & (fate < CHANGED)]
@@ -117,20 +117,32 @@ class MaskedRows(TextRows):
         place = int(rng.integers(before + after))
         return place if place < before else start + self.stride + place - before
 
-    def _chosen(self, ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The places of the tokens to predict: `density` of the ordinary ones on average, at least
-        one."""
+    def _chosen(
+        self, ids: np.ndarray, segments: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The places of the tokens to predict, and for each a number in [0, 1) that decides what
+        becomes of it.
+
+        `density` of the tokens or words is chosen on average, at least one, each with the same
+        probability however long it is. All tokens of a word have the number of the word.
+        """
         places = np.flatnonzero(self.may_hide[ids])
-        wanted = min(len(places), max(1, int(self.density * len(places) + rng.random())))
         if not self.by_word:
-            return rng.permutation(places)[:wanted]
-        # A token continues a word where it begins, and the token before it ends, within a word; the
-        # cumulative sum over all other tokens numbers the words.
+            wanted = self._wanted(len(places), rng)
+            chosen = rng.permutation(places)[:wanted]
+            return chosen, rng.random(len(chosen))
+        # A token continues a word where it begins, and the token before it ends, within a word of
+        # the same text; the cumulative sum over all other tokens numbers the words.
         inside = self.begins_inside[ids] & np.roll(self.ends_inside[ids], 1)
-        words, sizes = np.unique(np.cumsum(~inside)[places], return_counts=True)
-        taken = np.zeros(len(words), bool)
-        for word in rng.permutation(len(words)).tolist():
-            if sizes[word] <= wanted:
-                taken[word] = True
-                wanted -= sizes[word]
-        return places[np.repeat(taken, sizes)]
+        inside &= segments == np.roll(segments, 1)
+        _, word_of = np.unique(np.cumsum(~inside)[places], return_inverse=True)  # [places]
+        words = int(word_of.max(initial=-1)) + 1
+        wanted = self._wanted(words, rng)
+        taken = np.zeros(words, bool)
+        taken[rng.permutation(words)[:wanted]] = True
+        is_chosen = taken[word_of]
+        return places[is_chosen], rng.random(words)[word_of[is_chosen]]
+
+    def _wanted(self, units: int, rng: np.random.Generator) -> int:
+        """How many of a row's tokens or words are chosen."""
+        return min(units, max(1, int(self.density * units + rng.random())))
