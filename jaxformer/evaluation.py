@@ -78,9 +78,13 @@ def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
 
 
 def corpus_of(
-    run: RunConfig, labels: tuple[str, ...] = (), log: Log = lambda line: None
+    run: RunConfig,
+    labels: tuple[str, ...] = (),
+    new_labels: bool = False,
+    log: Log = lambda line: None,
 ) -> data.Corpus:
-    """The data of a run as rows. Raises ConfigError as `data.prepare` does."""
+    """The data of a run as rows; for `labels` and `new_labels` see `data.prepare`, and for what is
+    raised."""
     return data.prepare(
         run.data,
         run.tokenizer,
@@ -88,6 +92,7 @@ def corpus_of(
         seed=run.run.seed,
         vocab_size=run.model.vocab_size,
         labels=labels,
+        new_labels=new_labels,
         log=log,
     )
 

@@ -205,6 +205,20 @@ def run_of(path: str | Path) -> RunConfig:
     )
 
 
+def labels_of(path: str | Path) -> tuple[str, ...]:
+    """The names of the classes or tags of a model directory, in the order of their numbers; empty
+    where it has or names none. Raises ConfigError as `run_of` does."""
+    folder = Path(path)
+    if is_adapter(folder):
+        place = base_of(folder)
+        return labels_of(place) if run_of(folder).model == run_of(place).model else ()
+    if not is_pretrained(folder):
+        return tuple(record_of(folder).get("labels", ()))
+    from jaxformer.interop.pretrained import pretrained_labels
+
+    return pretrained_labels(folder)
+
+
 def _model_of(folder: Path) -> ModelConfig | None:
     """The config of a model that says nothing of its training; None for a run."""
     if is_adapter(folder):

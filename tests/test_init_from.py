@@ -115,6 +115,41 @@ def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
     assert json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])["val_accuracy"] <= 1
 
 
+def test_a_classifier_that_is_tuned_again_keeps_its_labels_and_their_order(base, encoder, capsys):
+    """The base is {0: y, 1: n}, which is not the order of the alphabet."""
+    changes = {"model__head": "classes", "data__packing": "stream", "run__progress": "lines"}
+    changes |= under(STILL)
+    first = run(base, "yn", data__train=base / "labelled.tsv", run__init_from=encoder, **changes)
+    record = json.loads((first / "data.json").read_text())
+    (first / "data.json").write_text(json.dumps(record | {"labels": ["y", "n"]}))
+    (base / "more.tsv").write_text((base / "labelled.tsv").read_text() + "so so\tm\n" * 20)
+    (base / "others.tsv").write_text("text\tlabel\n" + "good\tred\nbad\tblue\n" * 20)
+    before = leaves(first)
+
+    capsys.readouterr()
+    again = run(base, "same", data__train=base / "labelled.tsv", run__init_from=first, **changes)
+    assert "new: none." in capsys.readouterr().out
+    assert jf.load(again).labels == ("y", "n")
+    for path, leaf in leaves(again).items():
+        np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+
+    more = run(base, "more", data__train=base / "more.tsv", run__init_from=first, **changes)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "New rows in head.weight, head.bias, after those of the base: 'm'." in said
+    assert jf.load(more).labels == ("y", "n", "m")
+    for path, leaf in leaves(more).items():
+        kept = leaf[:2] if path.startswith("head") else leaf
+        np.testing.assert_array_equal(kept, before[path], err_msg=path)
+    # The same command again goes on with the labels of the run.
+    run(base, "more", data__train=base / "more.tsv", run__init_from=first, **changes)
+    assert jf.load(more).labels == ("y", "n", "m")
+
+    capsys.readouterr()
+    others = run(base, "others", data__train=base / "others.tsv", run__init_from=first, **changes)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "new: head.weight, head.bias." in said and jf.load(others).labels == ("blue", "red")
+
+
 def test_a_trunk_is_fine_tuned_to_tell_classes(base, encoder):
     changes = {
         "model__head": "classes",

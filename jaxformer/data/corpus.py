@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -74,13 +74,15 @@ def prepare(
     seed: int,
     vocab_size: int = 0,
     labels: tuple[str, ...] = (),
+    new_labels: bool = False,
     log: Log = lambda line: None,
 ) -> Corpus:
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
     the tokenizer has to fit in; 0 takes any. `labels` are those of a model that has some already,
-    in place of the training data's. Raises ConfigError for data that cannot be used.
+    in place of the training data's; with `new_labels` the training data may have others, as
+    `joined_labels` says. Raises ConfigError for data that cannot be used.
     """
     cache = Path(os.path.expanduser(data.cache_dir))
     sides = find_sides(data, settings, task, cache / SCANS, log)
@@ -96,7 +98,8 @@ def prepare(
             for side, splits in sides.items()
         }
         met = {label for store in examples["train"] for label in store.labels}
-        labels = labels or in_order(met)
+        if new_labels or not labels:
+            labels = joined_labels(labels, met)
         for side, splits in sides.items():
             pairs = zip(splits, examples[side], strict=True)
             rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
@@ -196,6 +199,15 @@ def text_stores(
             size = f"{megabytes(store.bytes)} of text"
             log(f"{split.name}: {counts}, {size} of {source.spec} ({split.rule()})")
     return found
+
+
+def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
+    """The labels of a model that is trained further, in their order, and then those that only the
+    data has, in theirs. A model that shares no label with the data is for another task: then the
+    labels are those of the data alone."""
+    if met.isdisjoint(before):
+        return in_order(met)
+    return before + in_order(met - {*before})
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:

@@ -48,6 +48,12 @@ def pretrained_config(directory: Path) -> ModelConfig:
     return _opened(directory).config
 
 
+def pretrained_labels(directory: Path) -> tuple[str, ...]:
+    """The names of the classes of a model directory, in the order of their numbers; empty where it
+    has or names none. Raises ConfigError as `load_pretrained` does."""
+    return _opened(directory).labels
+
+
 def load_pretrained(
     directory: Path,
     mesh: Mesh | None = None,

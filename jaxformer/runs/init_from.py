@@ -13,6 +13,7 @@ from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
+from jaxformer.runs.directory import is_begun
 
 HEADS = ("head", "pooler", "next_sentence")
 LeafShapes = dict[str, tuple[int, ...]]
@@ -49,6 +50,19 @@ def check_base(run: RunConfig) -> RunConfig:
     )
 
 
+def labels_before(run: RunConfig) -> tuple[str, ...]:
+    """The labels that a run with run.init_from goes on with: those of its directory if it was
+    begun, else those of the base. Empty where the base has another head, or the run no labels."""
+    from jaxformer.loading import labels_of, run_of
+
+    if run.model.output not in ("classes", "tags"):
+        return ()
+    if is_begun(run) and not run.run.restart:
+        return labels_of(run.run.dir)
+    base = run.run.init_from
+    return labels_of(base) if run_of(base).model.output == run.model.output else ()
+
+
 def trunk_of(model: ModelConfig) -> LeafShapes:
     """The shape of each parameter outside of the heads, by its path."""
     known = dataclasses.replace(model, n_classes=model.n_classes or 2)  # 0: not known before data
@@ -76,14 +90,23 @@ def _apart(wanted: LeafShapes, found: LeafShapes) -> list[str]:
 
 
 class WarmStart(NamedTuple):
-    """Parameters on their mesh, and the paths of those that the model of run.init_from has not."""
+    """Parameters on their mesh, and the paths of those that the model of run.init_from has not. Of
+    some of these, in `grown`, the first rows are those of that model, and only `new_labels` are
+    new."""
 
     params: Params
     new: list[str]
+    grown: list[str]
+    new_labels: tuple[str, ...]
 
     def sentence(self, base: str) -> str:
         kept = len(jax.tree.leaves(self.params)) - len(self.new)
-        return f"{kept} tensors are those of {base}; new: {', '.join(self.new) or 'none'}."
+        new = [path for path in self.new if path not in self.grown]
+        line = f"{kept} tensors are those of {base}; new: {', '.join(new) or 'none'}."
+        if self.grown:
+            rows_of = ", ".join(map(repr, self.new_labels)) or "classes without a label"
+            line += f" New rows in {', '.join(self.grown)}, after those of the base: {rows_of}."
+        return line
 
 
 def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> WarmStart:
@@ -91,8 +114,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     seed, for its heads that are others.
 
     An adapter there is merged first, which virtual tokens cannot be. A head of classes is used only
-    if its labels are those of the data, in their order. Raises ConfigError if a leaf outside of the
-    heads does not fit.
+    if `labels` begin with its labels; rows for further labels are new. Raises ConfigError if a leaf
+    outside of the heads does not fit.
     """
     from jaxformer.loading import load_base
     from jaxformer.models.adapt import quantization_of
@@ -100,12 +123,15 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     table, found = model_specs(run.model), _leaves(base.params)
     wanted = rows(table)
-    other_head = base.config.output != run.model.output or (base.labels and base.labels != labels)
-    new = list[str]()
+    before = base.labels
+    same_head = base.config.output == run.model.output and labels[: len(before)] == before
+    new, grown = list[str](), list[str]()
     for path, spec in wanted.items():
-        renewed = other_head and path.partition(".")[0] == "head"
-        if path not in found or found[path].shape != spec.shape or renewed:
+        in_head = path.partition(".")[0] == "head"
+        if path not in found or found[path].shape != spec.shape or (in_head and not same_head):
             new.append(path)
+            if before and same_head and in_head and path in found:
+                grown.append(path)
     without_place = [*new, *(path for path in found if path not in wanted)]
     if lost := [path for path in without_place if path.partition(".")[0] not in HEADS]:
         raise ConfigError(
@@ -116,13 +142,22 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     if new:
         places = {path: _place(wanted[path], mesh) for path in new}
         table_of_new, key = {path: wanted[path] for path in new}, jax.random.key(run.run.seed)
-        drawn = jax.jit(lambda: init_params(table_of_new, key), out_shardings=places)()
+        kept = {path: found[path] for path in grown}
+
+        def first(kept: Params) -> Params:
+            drawn = init_params(table_of_new, key)
+            for path, leaf in kept.items():  # [classes, ...] of the base, and here
+                shared = min(len(leaf), len(drawn[path]))
+                drawn[path] = drawn[path].at[:shared].set(leaf[:shared])
+            return drawn
+
+        drawn = jax.jit(first, out_shardings=places)(kept)
 
     def leaf(path: str, spec: Spec) -> Any:
         own = drawn.get(path, found.get(path))
         return own if is_custom(own) else jax.device_put(own, _place(spec, mesh))
 
-    return WarmStart(map_specs(leaf, table), new)
+    return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :])
 
 
 def _leaves(params: Params) -> dict[str, Any]:

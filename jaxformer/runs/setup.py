@@ -144,16 +144,17 @@ class RunSetup:
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
     """Prepares text, tokenizer and optimizer, and selects the attention kernel. Raises ConfigError
     for settings or input that cannot work, or that are not those of the run directory."""
-    run = as_begun(check(run))
+    run, labels = as_begun(check(run)), tuple[str, ...]()
     if run.run.init_from:
-        from jaxformer.runs.init_from import check_base
+        from jaxformer.runs.init_from import check_base, labels_before
 
         run = check_base(run)
+        labels = labels_before(run)
     check_start(run)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
-    corpus = corpus_of(run, log=log)
+    corpus = corpus_of(run, labels, new_labels=True, log=log)
     if run.run.sample_tokens:
         corpus.tokenizer.encode(run.run.sample_prompt)  # raises now rather than at the end
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
@@ -263,8 +264,9 @@ def with_classes(run: RunConfig, labels: tuple[str, ...]) -> RunConfig:
         )
     if model.n_classes and model.n_classes < len(labels):
         raise ConfigError(
-            f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of the data:"
-            " set it to 0, which uses their number."
+            f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of the data"
+            f"{' and of run.init_from' * bool(run.run.init_from)}: set it to 0, which uses their"
+            " number."
         )
     classes = model.n_classes or len(labels)
     return dataclasses.replace(run, model=dataclasses.replace(model, n_classes=classes))
