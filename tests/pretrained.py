@@ -155,8 +155,22 @@ def outputs(model, batch):
 
 
 def logits(model, batch):
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        return logits_of_rows_alone(model, batch)
     found = outputs(model, batch)
     return getattr(found, "prediction_logits" if "prediction_logits" in found else "logits").numpy()
+
+
+def logits_of_rows_alone(model, batch):
+    """Those of each row without the others, of which transformers stretches all by the longest; it
+    also keeps the longest of earlier calls, until a call within the original length."""
+    found = []
+    for index in range(len(batch["input_ids"])):
+        outputs(model, {name: rows[index : index + 1, :1] for name, rows in batch.items()})
+        found.append(
+            outputs(model, {name: rows[index : index + 1] for name, rows in batch.items()})
+        )
+    return np.concatenate([each.logits.numpy() for each in found])
 
 
 def ours(batch, config):

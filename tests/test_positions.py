@@ -124,7 +124,7 @@ def test_stretched_rope_has_the_published_frequencies(name):
     found = jax.jit(FREQUENCIES[config.rope_scaling], static_argnums=0)(
         config, jnp.arange(200)[None]
     )
-    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    np.testing.assert_allclose(np.squeeze(found), expected, rtol=2e-6)
 
 
 def test_every_way_to_stretch_rope_is_held_against_published_numbers():
@@ -147,6 +147,31 @@ def test_dynamic_rope_is_plain_up_to_the_original_length_and_grows_its_base_beyo
     np.testing.assert_allclose(
         rotate(config, x, long), layers.rope(x, long, theta=theta), atol=2e-5
     )
+
+
+def test_dynamic_rope_goes_by_the_length_of_each_tokens_own_segment():
+    """Not by that of other rows, other segments, or padding."""
+    config = jf.ModelConfig(
+        **SMALL, n_layers=2, rope_scaling="dynamic", rope_factor=4.0, rope_original_length=4
+    )
+    params = jf.init(config, jax.random.key(0))
+    short, long = (jnp.arange(n)[None] % 8 for n in (6, 40))
+    expected = [jf.forward(params, config, tokens) for tokens in (short, long)]
+
+    def padded(tokens):
+        return jnp.pad(tokens, ((0, 0), (0, 40 - tokens.shape[1])))
+
+    rows = jnp.concatenate([padded(short), long])
+    segments = jnp.concatenate([padded(jnp.ones_like(short)), jnp.ones_like(long)])
+    beside = jf.forward(params, config, rows, segment_ids=segments)
+    np.testing.assert_allclose(beside[:1, :6], expected[0], atol=1e-6)
+    np.testing.assert_allclose(beside[1:], expected[1], atol=1e-6)
+
+    packed = jnp.concatenate([short, long], axis=1)
+    segments = jnp.concatenate([jnp.ones_like(short), jnp.full_like(long, 2)], axis=1)
+    together = jf.forward(params, config, packed, segment_ids=segments)
+    np.testing.assert_allclose(together[:, :6], expected[0], atol=1e-6)
+    np.testing.assert_allclose(together[:, 6:], expected[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("given, scale", [(0.0, 0.1 * math.log(4) + 1), (0.7, 0.7)])

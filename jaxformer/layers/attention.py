@@ -4,13 +4,13 @@ import math
 from dataclasses import replace
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxformer.config_model import ModelConfig
 from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
-from jaxformer.layers.masks import AttentionMask, Scoring
+from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
 from jaxformer.params import Params, Spec, Specs, scaled, zeros
@@ -61,15 +61,14 @@ def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax
 
 
 def keys_and_values(
-    params: Params,
-    config: ModelConfig,
-    x: Float[Array, "B S D"],
-    positions: Int[Array, "B S"] | None,
+    params: Params, config: ModelConfig, x: Float[Array, "B S D"], layout: TokenLayout | None
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K W"]]:
-    """[B, S, D] -> [B, S, K, H], [B, S, K, W]; RoPE is applied to keys if `positions` are given."""
+    """[B, S, D] -> [B, S, K, H], [B, S, K, W]; RoPE is applied to keys if `layout` is given."""
     k = _normed(params, config, "k", linear("BTD,DKH->BTKH", params, "k", x))
     v = linear("BTD,DKH->BTKH", params, "v", x)
-    return (k if positions is None else rotate(config, k, positions)), v
+    if layout is not None:
+        k = rotate(config, k, layout.positions, layout.segments)
+    return k, v
 
 
 def attention(
@@ -90,7 +89,7 @@ def attention(
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if mask.relative:
-        q = rotate(config, q, mask.queries.positions)
+        q = rotate(config, q, mask.queries.positions, mask.queries.segments)
     if mask.prefix:
         from jaxformer.layers.prefix import with_prefix  # only where there are virtual tokens
 

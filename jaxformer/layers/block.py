@@ -81,7 +81,7 @@ def block(
     def attend(h: jax.Array) -> tuple[jax.Array, Aux]:
         nonlocal written
         own = params["attention"]
-        seen = keys_and_values(own, config, h, mask.queries.positions)
+        seen = keys_and_values(own, config, h, mask.queries)
         if layer_cache is not None:
             written = layer_cache.write(*seen)
             seen = written.k, written.v

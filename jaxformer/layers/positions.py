@@ -26,8 +26,9 @@ def sinusoids(
     return jnp.stack(waves, axis=-1).reshape(*positions.shape, 2 * half)[..., :width]
 
 
-def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "W"]:
-    """theta^(-2i/width), i < width/2: the angle of each pair from one position to the next."""
+def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "*each W"]:
+    """theta^(-2i/width), i < width/2: the angle of each pair from one position to the next. theta
+    is a number, or [..., 1]."""
     return theta ** (-2 * jnp.arange(-(-width // 2), dtype=jnp.float32) / width)
 
 
@@ -36,16 +37,17 @@ def rope(
     positions: Int[Array, "... T"],
     theta: float = 10_000.0,
     pairing: str = "half",
-    frequencies: Float[Array, "W"] | None = None,
+    frequencies: Float[Array, "*each W"] | None = None,
 ) -> Float[Array, "... T N H"]:
     """Rotary position embedding (arXiv:2104.09864): [..., T, N, H], [..., T] -> [..., T, N, H].
 
-    Pair i is rotated by `position * frequencies[i]`, by default theta^(-2i/H), in float32.
+    Pair i is rotated by `position * frequencies[..., i]`, by default theta^(-2i/H), in float32;
+    frequencies are [W], or of each token [..., T, W].
     "interleaved" pairs dimensions (2i, 2i + 1), as in the paper; "half" pairs (i, i + W), as in
     Llama's published weights. With W < H/2 frequencies, the dimensions from 2W on stay as they are.
     """
     frequencies = rope_frequencies(x.shape[-1], theta) if frequencies is None else frequencies
-    width = 2 * frequencies.shape[0]
+    width = 2 * frequencies.shape[-1]
     angle = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     y = x[..., :width].astype(jnp.float32)
@@ -59,25 +61,34 @@ def rope(
     return jnp.concatenate([rotated, x[..., width:]], axis=-1) if width < x.shape[-1] else rotated
 
 
-def _plain(config: ModelConfig, positions: jax.Array) -> jax.Array:
+Segments = Int[Array, "B T"] | None
+
+
+def _plain(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
     return rope_frequencies(config.rotated_width, config.rope_theta)
 
 
-def _linear(config: ModelConfig, positions: jax.Array) -> jax.Array:
+def _linear(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
     """All frequencies divided by the factor (arXiv:2306.15595)."""
-    return _plain(config, positions) / config.rope_factor
+    return _plain(config, positions, segments) / config.rope_factor
 
 
-def _dynamic(config: ModelConfig, positions: jax.Array) -> jax.Array:
+def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
     """The base is theta (s n / L - s + 1)^(W / (W - 2)), with s the factor, L the original length,
-    and n the length of this call, at least L. Cached keys keep the base of their own call."""
+    and n the length of the token's own segment in this call, at least L, whatever stands beside it.
+    Cached keys keep the base of their own call. [B, T, W], or [B, 1, W] without segments."""
     original, width, s = config.original_length, config.rotated_width, config.rope_factor
-    length = jnp.maximum(jnp.max(positions) + 1, original)
+    if segments is None:
+        last = positions.max(axis=-1, keepdims=True)  # [B, 1]
+    else:  # [B, T, T]: the tokens of one segment, which a compiler fuses into the maximum
+        together = segments[..., :, None] == segments[..., None, :]
+        last = jnp.where(together, positions[..., None, :], 0).max(axis=-1)
+    length = jnp.maximum(last + 1, original)[..., None]
     growth = (s * length / original - s + 1) ** (width / max(width - 2, 1))
     return rope_frequencies(width, config.rope_theta * growth)
 
 
-def _yarn(config: ModelConfig, positions: jax.Array) -> jax.Array:
+def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
     """Frequencies of more than beta_fast rotations within the original length stay, those of fewer
     than beta_slow are divided by the factor, and between them both are mixed, linearly in the index
     of the pair (arXiv:2309.00071)."""
@@ -90,35 +101,39 @@ def _yarn(config: ModelConfig, positions: jax.Array) -> jax.Array:
     low = max(math.floor(index(config.rope_beta_fast)), 0)
     high = min(math.ceil(index(config.rope_beta_slow)), width - 1)
     scaled = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
-    plain = _plain(config, positions)
+    plain = _plain(config, positions, segments)
     return plain / config.rope_factor * scaled + plain * (1 - scaled)
 
 
-def _llama3(config: ModelConfig, positions: jax.Array) -> jax.Array:
+def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
     """As YaRN's, but mixed linearly in the number of rotations (Llama 3.1, arXiv:2407.21783)."""
-    plain = _plain(config, positions)
+    plain = _plain(config, positions, segments)
     rotations = config.original_length * plain / (2 * math.pi)
     low, high = config.rope_low_frequency, config.rope_high_frequency
     kept = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
     return plain * kept + plain / config.rope_factor * (1 - kept)
 
 
-FREQUENCIES: Table[Callable[[ModelConfig, jax.Array], jax.Array]] = Table(
+FREQUENCIES: Table[Callable[..., jax.Array]] = Table(
     RopeScaling,
     {"none": _plain, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3},
 )
 
 
 def rotate(
-    config: ModelConfig, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+    config: ModelConfig,
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    segments: Segments = None,
 ) -> Float[Array, "B T N H"]:
-    """Queries or keys after RoPE, if the config has it: [B, T, N, H], [B, T] -> [B, T, N, H]."""
+    """Queries or keys after RoPE, if the config has it: [B, T, N, H], [B, T] -> [B, T, N, H].
+    Without `segments` each row is one."""
     if config.positions != "rope":
         return x
-    frequencies = FREQUENCIES[config.rope_scaling](config, positions)
+    frequencies = FREQUENCIES[config.rope_scaling](config, positions, segments)
     rotated = rope(x, positions, pairing=config.rope_pairing, frequencies=frequencies)
     if config.rope_scaling != "yarn":
         return rotated
-    width = 2 * frequencies.shape[0]
+    width = 2 * frequencies.shape[-1]
     scaled = (config.rope_scale * rotated[..., :width]).astype(x.dtype)
     return jnp.concatenate([scaled, rotated[..., width:]], axis=-1)

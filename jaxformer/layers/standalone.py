@@ -40,7 +40,7 @@ def multi_head_attention(
     """
     check_params(attention_specs(config), params)
     mask = _mask(config, x, positions, segment_ids)._replace(window=config.window)
-    seen = keys_and_values(params, config, x, mask.queries.positions)
+    seen = keys_and_values(params, config, x, mask.queries)
     return attention(params, config, x, seen, mask)[0]
 
 
