@@ -203,6 +203,7 @@ def check(config: RunConfig) -> RunConfig:
             "train.on_nan='rollback' moves batches to other steps, and data.length_warmup sets the"
             " length of rows by the step: choose train.on_nan=skip, or no data.length_warmup."
         )
+    problems += _schedule_problems(config)
     trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)
     if trained and 0 < model.vocab_size < tokenizer.vocab_size:
         problems.append(
@@ -219,6 +220,33 @@ def check(config: RunConfig) -> RunConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    """A message for each setting of the schedule that no step of the run would follow."""
+    optimizer, steps = config.optimizer, config.train.steps
+    warmup, end, rewarm = optimizer.warmup_steps, optimizer.decay_steps, optimizer.rewarm_steps
+    if optimizer.schedule == "wsd" and not optimizer.wsd_decay_fraction:
+        yield (
+            "optimizer.wsd_decay_fraction=0.0 leaves no step to decay in: use a larger fraction, or"
+            " optimizer.schedule=constant."
+        )
+    if 0 < end <= warmup < steps:
+        yield (
+            f"optimizer.decay_steps={end} is the step at which the decay ends, and"
+            f" optimizer.warmup_steps={warmup} lasts until then or longer: end the decay later, or"
+            " the warm-up earlier."
+        )
+    if rewarm and not end:
+        yield (
+            f"optimizer.rewarm_steps={rewarm} follow optimizer.decay_steps, which is not set: set"
+            " it to the step after which the rate rises again."
+        )
+    elif rewarm and end < steps <= end + rewarm:
+        yield (
+            f"optimizer.rewarm_steps={rewarm} after optimizer.decay_steps={end} reach to the end of"
+            f" the run, train.steps={steps}, and leave no step to decay in: use fewer."
+        )
 
 
 def _virtual_problems(config: RunConfig) -> Iterator[str]:

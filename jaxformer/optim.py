@@ -17,8 +17,8 @@ Mask = dict[str, Any]
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from zero, then `config.schedule` until `decay_steps`
-    (default `steps`).
+    """Learning rate by step, from 0: linear warm-up from zero, then `config.schedule` until
+    `decay_steps` (default `steps`), as the table of docs/training.md says.
 
     With `rewarm_steps`, it rises from there to the peak again and decays until `steps`, as in
     continued pre-training (arXiv:2403.08763).
@@ -42,6 +42,20 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         return jnp.where(step < end, schedule(step), again)
 
     return rewarmed
+
+
+def schedule_text(config: OptimizerConfig, steps: int) -> str:
+    """What the learning rate does in the `steps` of a run, in words."""
+    schedule, peak, warmup = make_schedule(config, steps), config.learning_rate, config.warmup_steps
+    last = float(schedule(steps - 1))
+    if warmup >= steps:
+        return (
+            f"{last:.3g} in the last step, within the warm-up of {warmup:,} steps: the run never"
+            f" reaches its peak, {peak:.3g}"
+        )
+    rise = f"warm-up of {warmup:,} steps to {peak:.3g}" if warmup else f"{peak:.3g}"
+    again = f", rising again after step {config.decay_steps:,}" * bool(config.rewarm_steps)
+    return f"{rise}, then {config.schedule}{again}; {last:.3g} in the last step"
 
 
 def _linear(config: OptimizerConfig, steps: int) -> optax.Schedule:

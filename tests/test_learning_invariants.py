@@ -11,7 +11,8 @@ import pytest
 from shapes import LENGTH, VOCABULARY, model, tokens
 
 import jaxformer as jf
-from jaxformer.config import OptimizerConfig, RunConfig, TrainConfig
+from jaxformer.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig
+from jaxformer.config_file import check
 from jaxformer.mesh import make_mesh
 from jaxformer.models import transformer
 from jaxformer.objectives import loss_of
@@ -22,6 +23,7 @@ from jaxformer.optim import (
     decay_mask,
     make_optimizer,
     make_schedule,
+    schedule_text,
 )
 from jaxformer.params import rows
 from jaxformer.training.state import TrainState, compiler_options, init_state, state_shardings
@@ -240,6 +242,57 @@ def test_a_schedule_warms_up_peaks_once_and_ends_where_it_says(name):
         "inverse_sqrt": 2.0 * np.sqrt(10 / 60),
     }[name]
     assert np.isclose(rate[60], middle)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("w, e", [(0, 10), (3, 10), (3, 8)])
+def test_the_rate_of_each_step_is_that_of_the_table_in_the_docs(name, w, e):
+    f, steps = 0.1, 10
+    config = OptimizerConfig(
+        schedule=name,
+        learning_rate=1.0,
+        warmup_steps=w,
+        decay_steps=e,
+        final_fraction=f,
+        wsd_decay_fraction=0.2,
+    )
+    d = round(0.2 * (e - w))
+
+    def line(k, first, length):
+        return 1 + (f - 1) * min(max(k - first, 0) / length, 1)
+
+    after = {
+        "constant": lambda k: 1.0,
+        "linear": lambda k: line(k, w + 1, e - w),
+        "cosine": lambda k: f + (1 - f) * (1 + np.cos(np.pi * min((k - w - 1) / (e - w), 1))) / 2,
+        "wsd": lambda k: line(k, e - d + 1, d),
+        "inverse_sqrt": lambda k: (w / (k - 1)) ** 0.5 if w else k**-0.5,
+    }[name]
+    expected = [k / (w + 1) if k <= w else after(k) for k in range(1, steps + 1)]
+    schedule = make_schedule(config, steps)
+    np.testing.assert_allclose([schedule(k - 1) for k in range(1, steps + 1)], expected, rtol=1e-5)
+    assert schedule_text(config, steps).endswith(f"{expected[-1]:.3g} in the last step")
+
+
+def test_a_run_within_its_warm_up_says_that_the_peak_is_not_reached():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=20)
+    assert schedule_text(config, 10).startswith("0.476 in the last step")
+    assert "never reaches its peak, 1" in schedule_text(config, 10)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"schedule": "wsd", "wsd_decay_fraction": 0.0}, "optimizer.schedule=constant"),
+        ({"warmup_steps": 10, "decay_steps": 10}, "end the decay later"),
+        ({"warmup_steps": 1, "rewarm_steps": 5}, "decay_steps, which is not set"),
+        ({"warmup_steps": 1, "decay_steps": 50, "rewarm_steps": 50}, "no step to decay in"),
+    ],
+)
+def test_a_schedule_that_no_step_would_follow_is_refused(settings, message):
+    run = RunConfig(optimizer=OptimizerConfig(**settings), train=TrainConfig(steps=100))
+    with pytest.raises(ConfigError, match=message):
+        check(run)
 
 
 def test_gradients_are_clipped_by_their_global_norm():

@@ -7,7 +7,7 @@ import jax
 
 from jaxformer.config import ModelConfig
 from jaxformer.models.stack import compute_dtype
-from jaxformer.optim import decay_groups
+from jaxformer.optim import decay_groups, schedule_text
 from jaxformer.params import count
 from jaxformer.plan.abstract import counted_specs
 from jaxformer.report import human_bytes, human_count
@@ -37,6 +37,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
             f" layers, {model.d_model} wide, {model.n_heads} heads ({model.kv_heads} key-value),"
             f" {compute_dtype(model)} products"
         ),
+        "learning rate": schedule_text(run.optimizer, run.train.steps),
         "weight decay": "; ".join(
             f"{name}: {tensors} tensors, {human_count(size)} parameters"
             for name, (tensors, size) in groups
