@@ -11,7 +11,7 @@ from shapes import strong
 import jaxformer as jf
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import padded
-from jaxformer.generation.translate import bleu_metric, translate
+from jaxformer.generation.translate import bleu_metric, bleu_tokenizer, translate
 from jaxformer.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -89,6 +89,47 @@ def test_bleu_is_that_of_sacrebleu():
         0
     )
     assert "tok:13a" in str(metric.get_signature())
+
+
+@pytest.mark.parametrize(
+    "text, tokenizer",
+    [
+        ("A dog runs across the wide field .", "13a"),
+        ("Ein Hund läuft über das Feld und bellt.", "13a"),
+        ("Собака бежит по широкому полю .", "13a"),
+        ("一只狗跑过宽阔的田野。两个男人站在那里。", "zh"),
+        ("犬が広い野原を走っている。二人の男が立っている。", "ja-mecab"),
+        ("개가 넓은 들판을 가로질러 달린다.", "ko-mecab"),
+        ("สุนัขวิ่งข้ามทุ่งกว้าง", "char"),
+        ("用 Python 写的程序可以在这里运行", "zh"),
+        ("The word 狗 is Chinese for dog.", "13a"),
+        ("", "13a"),
+        ("12 + 34", "13a"),
+    ],
+)
+def test_the_tokenizer_of_bleu_is_that_of_the_script(text, tokenizer):
+    assert bleu_tokenizer([text]) == tokenizer
+    if not text:
+        return
+    pytest.importorskip("sacrebleu")
+    score = bleu_metric([text]).corpus_score([text] * 2, [[text] * 2]).score
+    # sacrebleu has no match of four words where a text is shorter.
+    assert score == pytest.approx(100) or len(text.split()) < 4
+
+
+def test_a_tokenizer_of_bleu_can_be_chosen_and_a_wrong_one_is_refused(monkeypatch):
+    pytest.importorskip("sacrebleu")
+    chinese = ["一只狗跑过宽阔的田野。"]
+    for chosen, used in (("auto", "zh"), ("char", "char")):
+        metric = bleu_metric(chinese, chosen)
+        assert metric.corpus_score(chinese, [chinese]).score == pytest.approx(100)
+        assert f"tok:{used}" in str(metric.get_signature())
+    assert bleu_metric(chinese, "13a").corpus_score(chinese, [chinese]).score == 0
+    with pytest.raises(jf.ConfigError, match=r"no BLEU tokenizer 'zhh': choose auto or one of 13a"):
+        bleu_metric(chinese, "zhh")
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    with pytest.raises(jf.ConfigError, match=r"'ja-mecab' cannot be used here"):
+        bleu_metric(chinese, "ja-mecab")
 
 
 def test_bleu_without_sacrebleu_says_how_to_get_it(monkeypatch):

@@ -43,6 +43,9 @@ class EvaluateArguments(ModelArguments):
     nothing."""
     length_penalty: float = 0.6
     """Length penalty of the beam search; 0 prefers short texts."""
+    bleu_tokenizer: str = "auto"
+    """Tokenizer of sacrebleu that splits translations and targets for BLEU, such as 13a, intl, zh,
+    ja-mecab, ko-mecab or char; auto chooses by the script of the targets."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Text file for the translations, one per line."""
 
@@ -91,13 +94,14 @@ def _translate(asked: EvaluateArguments) -> None:
     from jaxformer.generation.translate import bleu_metric
     from jaxformer.run_evaluation import translate_run
 
-    metric = bleu_metric()
+    bleu_metric((), asked.bleu_tokenizer)  # raises now rather than after the translation
     search: dict[str, Any] = {
         "quantize": asked.quantize,
         "beams": asked.beams,
         "length_penalty": asked.length_penalty,
     }
     made = translate_run(asked.path, asked.validation, asked.step, asked.cache_dir, **search)
+    metric = bleu_metric(made.references, asked.bleu_tokenizer)
     score = metric.corpus_score(made.outputs, [made.references]).score
     print(
         f"BLEU {score:.2f} of {len(made.outputs):,} texts with {asked.beams} beams"

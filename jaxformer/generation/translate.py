@@ -1,5 +1,7 @@
 """Texts to texts by an encoder-decoder, such as translations, and their BLEU."""
 
+import importlib.util
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,15 @@ from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.params import Params
 from jaxformer.tokenizer import Tokenizer
+
+# The letters of scripts that need another tokenizer of BLEU than 13a, by the name of that.
+SCRIPTS = {
+    "zh": "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]",  # Han
+    "ja-mecab": "[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]",  # kana
+    "ko-mecab": "[\u1100-\u11ff\u3130-\u318f\uac00-\ud7af]",  # Hangul
+    "char": "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff]",  # Thai to Khmer
+}
+MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # what these two import
 
 
 def translate(
@@ -54,11 +65,13 @@ def translate(
     return written
 
 
-def bleu_metric() -> Any:
+def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
     """sacrebleu's BLEU (Papineni et al. 2002, arXiv:1804.08771), with `corpus_score` and
     `get_signature`.
 
-    Raises ConfigError where it is not installed.
+    `tokenizer` is the name of one of sacrebleu's, which split texts into what BLEU counts; "auto"
+    is that of the script of the references. Raises ConfigError where sacrebleu is not installed,
+    and for a tokenizer that it does not know, or whose package or files are missing.
     """
     try:
         from sacrebleu.metrics import BLEU
@@ -66,4 +79,40 @@ def bleu_metric() -> Any:
         raise ConfigError(
             'BLEU needs sacrebleu, which is not installed: pip install "jaxformer[translation]".'
         ) from None
-    return BLEU()
+    if tokenizer == "auto":
+        name = bleu_tokenizer(references)
+        if name in MECAB and not _is_installed(MECAB[name]):
+            name = "char"
+        return BLEU(tokenize=name)
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise ConfigError(
+            f"there is no BLEU tokenizer {tokenizer!r}: choose auto or one of"
+            f" {', '.join(sorted(BLEU.TOKENIZERS))}."
+        )
+    try:
+        return BLEU(tokenize=tokenizer)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"the BLEU tokenizer {tokenizer!r} cannot be used here ({str(error).strip()}): install"
+            " what it needs, or choose another, such as char."
+        ) from None
+
+
+def bleu_tokenizer(references: Sequence[str]) -> str:
+    """The tokenizer of sacrebleu for the script that most letters of the references are in.
+
+    Chinese, Japanese and Korean have one each, and scripts without spaces between words are scored
+    by character; the tokenizer of the others, 13a, would take a whole sentence for a word.
+    """
+    text = "".join(references)
+    counts = {name: len(re.findall(letters, text)) for name, letters in SCRIPTS.items()}
+    # Japanese has kana between the characters that it shares with Chinese.
+    if counts["ja-mecab"] * 10 > counts["zh"]:
+        counts["ja-mecab"] += counts.pop("zh")
+    likeliest = max(counts, key=counts.__getitem__)
+    others = sum(character.isalpha() for character in text) - counts[likeliest]
+    return likeliest if counts[likeliest] > others else "13a"
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
