@@ -2,14 +2,12 @@
 special tokens."""
 
 import json
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.files import parse_object, read_object, read_text, write_text
 from jaxformer.settings import ConfigError
-from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.pieces import without_panic
 
 if TYPE_CHECKING:
@@ -49,11 +47,6 @@ IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
-
-# Values of model_type whose tokenizer.json may have been written with the pattern of Llama 3, and
-# the version of transformers from which on files are right.
-MISTRAL_TYPES = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
-MISTRAL_RIGHT_FROM = 5
 
 
 @dataclass(frozen=True)
@@ -177,31 +170,6 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
         raise ConfigError(
             f"{file} is not a tokenizer.json of the tokenizers library ({error}): {remedy}."
         ) from None
-
-
-def warn_of_wrong_pattern(folder: Path, backend: "tokenizers.Tokenizer") -> None:
-    """Warns where a tokenizer.json of Mistral's Tekken splits text by the pattern of Llama 3, as
-    transformers wrote it up to 4.57.2: digits stand in groups of three, and words with capital
-    letters and apostrophes are split at other places than the model was trained with.
-
-    Of files that do not say which version wrote them, those with Mistral's token [INST] count.
-    """
-    config = read_optional(folder / "config.json")
-    version = str(config.get("transformers_version") or "")
-    major = version.partition(".")[0]
-    written_before = int(major) < MISTRAL_RIGHT_FROM if major.isdecimal() else False
-    is_theirs = written_before or (not version and backend.token_to_id("[INST]") is not None)
-    if config.get("model_type") not in MISTRAL_TYPES or not is_theirs or not backend.pre_tokenizer:
-        return
-    if pattern_of({"pre_tokenizer": json.loads(backend.pre_tokenizer.__getstate__())}) == "llama3":
-        name = repr(str(folder))
-        warnings.warn(
-            f"{folder / TOKENIZER_FILE} splits text by the pattern of Llama 3, which transformers"
-            " wrote for Mistral's models by mistake, so that the model reads other tokens than it"
-            " was trained on. Write the right pattern with transformers: AutoTokenizer"
-            f".from_pretrained({name}, fix_mistral_regex=True).save_pretrained({name}).",
-            stacklevel=3,
-        )
 
 
 def without_tokenizer(folder: Path | str) -> ConfigError:

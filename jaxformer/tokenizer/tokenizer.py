@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxformer.files import write_text
 from jaxformer.settings import ConfigError
+from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.encoding import Encoder, as_list
 from jaxformer.tokenizer.files import (
     IDS,
@@ -22,8 +24,8 @@ from jaxformer.tokenizer.files import (
     TokenizerMetadata,
     guessed_roles,
     read_backend,
+    read_optional,
     tokenizer_file,
-    warn_of_wrong_pattern,
 )
 from jaxformer.tokenizer.pieces import Spelling
 from jaxformer.tokenizer.table import byte_level_bpe, from_files, is_gpt2
@@ -35,6 +37,11 @@ IdSequence = Sequence[int] | np.ndarray
 
 # What loses its space when decoded text is cleaned up, as tokenizer_config.json may ask for.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+# Values of model_type whose tokenizer.json may have been written with the pattern of Llama 3, and
+# the version of transformers from which on files are right.
+MISTRAL_TYPES = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
+MISTRAL_RIGHT_FROM = 5
 
 
 class Tokenizer:
@@ -124,7 +131,7 @@ class Tokenizer:
         # A directory may hold many files of other names, whose settings are not in it.
         if file.name not in (TOKENIZER_FILE, VOCABULARY_FILE):
             return cls(backend, str(file))
-        warn_of_wrong_pattern(file.parent, backend)
+        _warn_of_wrong_pattern(file.parent, backend)
         return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
 
     @classmethod
@@ -299,3 +306,28 @@ class Tokenizer:
         ends = [end, self._roles.get("start", end), self.forced_token]
         said = "" if ends == [guess, guess, None] else json.dumps(ends)
         return hashlib.blake2b((settings + said).encode(), digest_size=16).hexdigest()
+
+
+def _warn_of_wrong_pattern(folder: Path, backend: "tokenizers.Tokenizer") -> None:
+    """Warns where a tokenizer.json of Mistral's Tekken splits text by the pattern of Llama 3, as
+    transformers wrote it up to 4.57.2: digits stand in groups of three, and words with capital
+    letters and apostrophes are split at other places than the model was trained with.
+
+    Of files that do not say which version wrote them, those with Mistral's token [INST] count.
+    """
+    config = read_optional(folder / "config.json")
+    version = str(config.get("transformers_version") or "")
+    major = version.partition(".")[0]
+    written_before = int(major) < MISTRAL_RIGHT_FROM if major.isdecimal() else False
+    is_theirs = written_before or (not version and backend.token_to_id("[INST]") is not None)
+    if config.get("model_type") not in MISTRAL_TYPES or not is_theirs or not backend.pre_tokenizer:
+        return
+    if pattern_of({"pre_tokenizer": json.loads(backend.pre_tokenizer.__getstate__())}) == "llama3":
+        name = repr(str(folder))
+        warnings.warn(
+            f"{folder / TOKENIZER_FILE} splits text by the pattern of Llama 3, which transformers"
+            " wrote for Mistral's models by mistake, so that the model reads other tokens than it"
+            " was trained on. Write the right pattern with transformers: AutoTokenizer"
+            f".from_pretrained({name}, fix_mistral_regex=True).save_pretrained({name}).",
+            stacklevel=3,
+        )
