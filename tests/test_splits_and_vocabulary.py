@@ -129,6 +129,17 @@ def test_the_last_records_of_few_are_held_out(tmp_path: Path) -> None:
     assert ["".join(str(piece.record[0]) for piece in side) for side in sides] == ["01234567", "89"]
 
 
+def test_the_bytes_of_a_cut_text_are_said_to_be_an_estimate(tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("a few words, and ünïcödé\n" * 400)
+    for name, text in (("several", str(written(tmp_path))), ("one", str(one))):
+        lines: list[str] = []
+        prepare(run_of(tmp_path, text), log=lines.append)
+        sizes = [line for line in lines if "of text of" in line]
+        assert len(sizes) == 2, lines
+        assert all(("about" in line) == (name == "one") for line in sizes), sizes
+
+
 def test_a_tokenizer_that_is_named_goes_before_that_of_prepared_text(tmp_path: Path) -> None:
     text = written(tmp_path)
     for name, size in (("a", 270), ("b", 280)):

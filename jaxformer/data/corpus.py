@@ -196,7 +196,7 @@ def text_stores(
             store = split.of(whole[key])
             found[side].append(store)
             counts = f"{store.tokens:,} tokens, {store.documents:,} documents"
-            size = f"{megabytes(store.bytes)} of text"
+            size = f"{'about ' * store.is_cut}{megabytes(store.bytes)} of text"
             log(f"{split.name}: {counts}, {size} of {source.spec} ({split.rule()})")
     return found
 
@@ -239,7 +239,8 @@ def _example_store(
     began = time.perf_counter()
     found = ExampleStore.open(directory)
     if not found:
-        log(f"{split.name}: tokenizing {megabytes(split.bytes)} of {split.source} ({split.rule()})")
+        size = f"{'about ' * (split.side != 'all')}{megabytes(split.bytes)}"
+        log(f"{split.name}: tokenizing {size} of {split.source} ({split.rule()})")
     store = found or open_or_encode(directory, split.pieces, template.encode, log)
     how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
     counts = f"{store.tokens:,} tokens, {store.documents:,} examples"

@@ -32,6 +32,7 @@ class TokenStore:
         self._take(np.zeros(1, np.int64), self._begins[-1:])
         self.documents = sum(shard.documents for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
+        self.is_cut = False  # whether a text was cut at a token, so that `bytes` is an estimate
 
     @classmethod
     def open(cls, directory: Path, thorough: bool = False) -> "TokenStore | None":
@@ -125,7 +126,9 @@ class TokenStore:
         size = round(self.bytes * (stop - start) / max(1, self.tokens))
         starts, stops = np.array([[start], [stop]], np.int64)
         rule = f"{'after' if after else 'before'} {fraction:g}"
-        return self._part(starts, stops, (documents, size), rule)
+        part = self._part(starts, stops, (documents, size), rule)
+        part.is_cut = True
+        return part
 
     def _part(
         self, starts: np.ndarray, stops: np.ndarray, counts: tuple[int, int], rule: str
