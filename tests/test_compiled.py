@@ -1,15 +1,19 @@
 """Compiling for devices that are not here: targets, reports, and, started by `-m compile`, the real
 steps of the configs through the compilers of TPUs and GPUs."""
 
+import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxformer as jf
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, RunConfig
+from jaxformer.hardware import DEVICES
+from jaxformer.models.cost import parameter_count
 from jaxformer.plan import compiled, targets
-from jaxformer.plan.compiled import compiled_report, too_large
+from jaxformer.plan.compiled import compile_on, compiled_report, too_large
 from jaxformer.plan.compiler_report import CompiledReport, MemoryUse, report_of
 from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import GPU_MODELS, TPU_AXES, cudnn_of, parse_target, require_compiler
@@ -108,6 +112,35 @@ def test_a_report_says_whether_it_fits() -> None:
     assert "all-reduce 1 x 0.00 MiB" in lines
     lines = "\n".join(report(fits=False, needed=60 * GIB, memory=None, counts=None).lines())
     assert "does not fit: 60.00 GiB of 16.00 GiB a device" in lines
+
+
+def of_pairs(kind: str) -> RunConfig:
+    """A tiny run of dpo, of the whole model ("none") or of an adapter."""
+    sizes = {"d_model": 64, "n_layers": 2, "n_heads": 2, "d_ff": 128, "vocab_size": 256}
+    model = jf.ModelConfig(**sizes, layer_loop="scan", attention_kernel="xla")
+    run = RunConfig(model=model)
+    return dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, objective="dpo", sequence_length=32),
+        train=dataclasses.replace(run.train, batch_size=2, microbatches=1),
+        run=dataclasses.replace(run.run, init_from="base"),
+        adapter=dataclasses.replace(run.adapter, kind=kind),
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_the_products_of_dpo_are_those_of_its_program(kind: str) -> None:
+    """The reference of a whole model scores batches in a program of its own, and that below an
+    adapter in the step, without the adapter."""
+    found = compile_on(of_pairs(kind), jax.devices()[:1], DEVICES["cpu"], "cpu")
+    assert found.counts is not None and found.memory is not None
+    assert found.model_flops == found.counts.flops
+    # The reference is held beside the step, which does not read it.
+    parameters = 4 * parameter_count(of_pairs(kind).model) if kind == "none" else 0
+    assert found.needed == found.memory.peak + parameters
+    assert report_of(json.loads(json.dumps(found.as_json()))) == found
+    said = "the parameters of the reference are in the memory" in "\n".join(found.lines())
+    assert said == (kind == "none")
 
 
 def test_settings_that_a_run_refuses_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,26 +20,26 @@ def flops_per_token(
 ) -> int:
     """FLOPs of a forward and backward pass per token of sequences of `length`: 6 for each parameter
     of a matrix (4 where it does not learn, and so has no gradient), plus attention. `table` are the
-    parameters where they are not those of the config, as with an adapter. With a `reference` those
-    of its forward pass too: 2 more.
+    parameters where they are not those of the config, as with an adapter. With a `reference`, which
+    has the parameters of the config, those of its forward pass too: 2 for each.
 
     As in appendix B of PaLM (arXiv:2204.02311), lookups are free, and masked attention scores count
     too. In an encoder-decoder the token is one of the target, with its share of the source.
     """
     source_length = source_length or length
     share = source_length / length  # source tokens a target token
-    total, again = 0.0, 1 / 3 if reference else 0.0
+    total = flops_per_token(config, length, source_length) / 18 if reference else 0.0
     found = rows(table or specs(config))
     for spec in found.values():
         if spec.is_matrix and not spec.lookup:
-            passes = again + (1.0 if spec.trainable else 2 / 3)
+            passes = 1.0 if spec.trainable else 2 / 3
             total += passes * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
     if config.tied_head and config.output in ("language", "masked"):
         embedding = found.get("embed.tokens")  # None where it is below an adapter
-        passes = again + (1.0 if embedding is not None and embedding.trainable else 2 / 3)
+        passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
         total += passes * config.vocab_size * config.d_model
     width = config.n_heads * (config.head_width + config.value_width)
-    total += (1 + again) * config.n_layers * length * width
+    total += config.n_layers * length * width
     if config.family == "encoder_decoder":
         total += config.encoder_layers * source_length * width * share  # its own attention
         total += config.n_layers * source_length * width  # cross-attention

@@ -41,6 +41,10 @@ SIZE = r"([\d.]+)([KMGT]?)"
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
 # A warning or error that the compiler logs; the group is what it says.
 LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
+REFERENCE_APART = (
+    "the parameters of the reference are in the memory that is needed; the program in which they"
+    " score each batch was not compiled: its products and its time are not in these figures"
+)
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 
@@ -95,15 +99,17 @@ def compiled_report(
 
 
 def model_flops(run: RunConfig) -> float:
-    """FLOPs of the model in a step over all devices, as MFU counts them."""
+    """FLOPs of the model in the program of a step over all devices, as MFU counts them: without the
+    forward pass of a reference that scores batches in a program of its own."""
     from jaxformer.models.cost import flops_per_token
     from jaxformer.objectives import OBJECTIVES, objective_of
-    from jaxformer.plan.abstract import counted_specs, encoded_length
+    from jaxformer.plan.abstract import compares_with_start, counted_specs, encoded_length
 
     objective = OBJECTIVES[objective_of(run.model, run.data)]
     length = run.data.sequence_length
     source = encoded_length(run, run.model.max_segments)
-    per_token = flops_per_token(run.model, length, source, counted_specs(run), objective.reference)
+    reference = objective.reference and not compares_with_start(run)
+    per_token = flops_per_token(run.model, length, source, counted_specs(run), reference)
     return float(per_token * run.train.batch_size * objective.sequences * length)
 
 
@@ -149,6 +155,7 @@ def compile_on(
         counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
         if hlo:
             write_text(Path(hlo), text)
+    beside, notes = reference_beside(run, state)
     return CompiledReport(
         target=target,
         device_kind=devices[0].device_kind,
@@ -156,9 +163,9 @@ def compile_on(
         packed="segment_ids" in batch,
         dtype=ready.model.dtype,
         kernel=kernel,
-        fits=memory is not None and (needed <= capacity or not capacity),
+        fits=memory is not None and (needed + beside <= capacity or not capacity),
         capacity=capacity,
-        needed=needed,
+        needed=needed + beside,
         memory=memory,
         counts=counts,
         model_flops=model_flops(ready) / mesh.size,
@@ -166,7 +173,19 @@ def compile_on(
         lower_seconds=lowered_at - begin,
         compile_seconds=time.perf_counter() - lowered_at,
         versions=versions(),
+        notes=notes,
     )
+
+
+def reference_beside(run: RunConfig, state: Any) -> tuple[int, tuple[str, ...]]:
+    """The bytes of a device that hold the reference beside a step that does not read it, and what
+    to say of it; 0 and nothing without such a reference."""
+    from jaxformer.plan.abstract import compares_with_start
+    from jaxformer.plan.planned import tree_bytes
+
+    if not compares_with_start(run):
+        return 0, ()
+    return tree_bytes(state.params), (REFERENCE_APART,)
 
 
 def too_large(error: Exception) -> tuple[int, int]:

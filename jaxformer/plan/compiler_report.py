@@ -37,7 +37,8 @@ class CompiledReport:
     `needed` and `capacity` are bytes of a device, the latter those that JAX takes of it. Where the
     compiler refuses a program that is too large, both are its own figures, and `memory` and
     `counts` are None. `model_flops` are those of a step by `models.cost`, and `peak_flops` the
-    published FLOP/s (0: unknown), both of one device. `warnings` are the compiler's own lines.
+    published FLOP/s (0: unknown), both of one device. `warnings` are the compiler's own lines;
+    `notes` say what the figures leave out.
     """
 
     target: str
@@ -57,6 +58,7 @@ class CompiledReport:
     compile_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def mfu_bound(self) -> float:
@@ -83,6 +85,7 @@ class CompiledReport:
             parts |= {"in the memory of the host": m.host} if m.host else {}
             found.append(", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()))
         found += [] if self.counts is None else self._count_lines(self.counts)
+        found += self.notes
         found += [f"the compiler warns: {line}" for line in self.warnings]
         seconds = f"lowered in {self.lower_seconds:.1f} s, compiled in {self.compile_seconds:.1f} s"
         return [*found, seconds + ", nothing was run and no tokens/s are promised"]
@@ -114,7 +117,7 @@ class CompiledReport:
 
 def report_of(record: dict[str, Any]) -> CompiledReport:
     """The inverse of `CompiledReport.as_json`."""
-    changes: dict[str, Any] = {"warnings": tuple(record["warnings"])}
+    changes: dict[str, Any] = {name: tuple(record.get(name, ())) for name in ("warnings", "notes")}
     if record["memory"] is not None:
         changes["memory"] = MemoryUse(**record["memory"])
     if record["counts"] is not None:
