@@ -349,6 +349,15 @@ def test_kernels_are_counted_by_target_with_the_products_inside() -> None:
     assert counted(*arrays, attention.replace("CAUSAL", "NO_MASK")).kernels == 4 * scores * 64
     backward = attention.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
     assert counted(*arrays, backward).kernels == 5 * scores * 64
+    # A window of 100 tokens hides what is further to the left.
+    square = attention.replace("%k, %k", "%s, %s").replace(
+        '"CAUSAL"', '"CAUSAL","sliding_window_length": 100'
+    )
+    keys = (*arrays, "%s = bf16[2,128,2,64]{3,2,1,0} parameter(2)")
+    seen = sum(min(token + 1, 100) for token in range(128))
+    assert counted(*keys, square).kernels == 2 * 2 * 2 * 4 * seen * 64
+    every = square.replace(": 100", ": 0")
+    assert counted(*keys, every).kernels == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2
     pallas = (
         '%o = bf16[8,8]{1,0} custom-call(%q), custom_call_target="tpu_custom_call",'
         ' backend_config={"custom_call_config":{"body":"TUz","cost_estimate":'

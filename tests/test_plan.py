@@ -99,6 +99,43 @@ def test_products_are_those_of_the_cost_model() -> None:
     assert 0 < full.recomputed < full.model / 3
 
 
+def seen_pairs(length: int, window: int, causal: bool) -> int:
+    """Counted one by one."""
+    return sum(
+        (not causal or key <= query) and abs(query - key) < (window or length)
+        for query in range(length)
+        for key in range(length)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "windows", "settings"),
+    [
+        ("llama_1b", "h100", [0, 0], []),
+        ("llama_1b", "h100", [48, 48], ["model.window=48"]),
+        ("llama_1b", "h100", [48, 0], ["model.window=48", "model.window_pattern=wf"]),
+        ("llama_1b", "v5e", [48, 48], ["model.window=48"]),
+        # Blocked attention computes the keys beyond a window.
+        ("llama_1b", "h100", [0, 0], ["model.window=48", "model.attention_kernel=blocked"]),
+        ("bert_base", "v5e", [48, 48], ["model.window=48", "model.dropout=0.0"]),
+        ("bert_base", "v5e", [0, 0], ["model.dropout=0.0"]),
+    ],
+)
+def test_what_windows_hide_is_no_product(
+    name: str, device: str, windows: list[int], settings: list[str]
+) -> None:
+    sizes = ["model.n_layers=2", "data.sequence_length=128", "model.max_length=128"]
+    found = plan(name, device, 0, *sizes, *settings)
+    model, rows = found.planned.model, found.planned.sequences
+    pairs = [seen_pairs(128, window, model.family == "decoder") for window in windows]
+    hidden = sum(128**2 - of_layer for of_layer in pairs)
+    # Six products of a number of each score: with keys and values, forward, and twice backward.
+    assert found.products.skipped == rows * hidden * 12 * model.n_heads * model.head_width
+    assert found.bound.products is not None
+    peak = DEVICES[device].bfloat16
+    assert found.bound.products == pytest.approx(found.products.done / peak)
+
+
 def test_the_bound_is_the_largest_of_its_parts_and_falls_with_devices() -> None:
     one, eight = plan("llama_1b"), plan("llama_1b", "h100", 8, "mesh.fsdp=8")
     for found in (one, eight):

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.cost import flops_per_token
 from jaxformer.params import rows
 from jaxformer.plan.abstract import counted_specs
@@ -16,11 +17,15 @@ from jaxformer.plan.memory import (
     tile_length,
 )
 from jaxformer.plan.planned import PlannedRun
+from jaxformer.plan.scores import visible_pairs
+
+# Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
+WINDOWED = ("cudnn", "tpu")
 
 
 class Products(NamedTuple):
     """FLOPs of a step over all devices: `model` as MFU counts them, `recomputed` what remat adds,
-    and `skipped` the half of causal scores that a fused kernel does not compute."""
+    and `skipped` the masked scores that a fused kernel does not compute."""
 
     per_token: int
     model: float
@@ -62,9 +67,7 @@ def products(planned: PlannedRun) -> Products:
         counted_specs(planned.run),
         planned.objective.reference,
     )
-    repeated = repeated_flops(planned)
-    fused = model.attention_kernel not in ("auto", "xla")
-    skipped = causal_flops(planned) * (1 - visible_fraction(planned)) if fused else 0.0
+    repeated, skipped = repeated_flops(planned), skipped_flops(planned)
     return Products(per_token, per_token * tokens, repeated * tokens, skipped * tokens)
 
 
@@ -78,16 +81,21 @@ def attention_flops(planned: PlannedRun) -> float:
     return 6 * width * total
 
 
-def causal_flops(planned: PlannedRun) -> float:
-    """The part of `attention_flops` that is causal."""
-    model = planned.model
-    width = model.n_heads * (model.head_width + model.value_width)
-    return 0.0 if model.family == "encoder" else 6.0 * width * model.n_layers * planned.length
-
-
-def visible_fraction(planned: PlannedRun) -> float:
-    """The fraction of causal scores that are not masked."""
-    return (planned.length + 1) / (2 * planned.length)
+def skipped_flops(planned: PlannedRun) -> float:
+    """FLOPs a token of the masked scores of self-attention that a fused kernel does not compute."""
+    model, length = planned.model, planned.length
+    kernel = model.attention_kernel
+    if kernel in ("auto", "xla"):
+        return 0.0
+    stacks = [(model.n_layers, length, model.family != "encoder")]
+    if model.family == "encoder_decoder":
+        stacks.append((model.encoder_layers, planned.source_length, False))
+    hidden = 0
+    for depth, tokens, causal in stacks:
+        for layer in layer_configs(model, depth):
+            window = layer.window if kernel in WINDOWED else 0
+            hidden += tokens**2 - visible_pairs(tokens, window, causal)
+    return 6 * model.n_heads * (model.head_width + model.value_width) * hidden / length
 
 
 def repeated_flops(planned: PlannedRun) -> float:

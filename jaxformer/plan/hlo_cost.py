@@ -12,6 +12,7 @@ import re
 import numpy as np
 
 from jaxformer.plan.hlo import Computation, Instruction, Program
+from jaxformer.plan.scores import visible_pairs
 
 # Instructions that move nothing by themselves: those that only name or hand on values, and those
 # whose computations are counted in their place.
@@ -46,8 +47,9 @@ def product_flops(computation: Computation, row: Instruction) -> int:
 
 def kernel_flops(computation: Computation, row: Instruction) -> int:
     """FLOPs inside a custom call: those that a Pallas kernel states as its cost estimate, and those
-    of cuDNN and splash attention, where the half that a causal mask hides is not done; 0 for
-    others. What windows and the limits of packed texts hide besides is not known here."""
+    of cuDNN and splash attention, where the half that a causal mask hides is not done, and of cuDNN
+    what a window hides; 0 for others. What windows of splash attention and the limits of packed
+    texts hide besides is not known here."""
     if row.opcode != "custom-call":
         return 0
     if stated := row.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)'):
@@ -61,6 +63,10 @@ def kernel_flops(computation: Computation, row: Instruction) -> int:
         (batch, length, heads, width), (_, keys, *_) = shapes
         products = 5 if "Backward" in target_of(row) else 2
         part = 2 if "CAUSAL" in row.attributes else 1
+        window = int(row.attribute(r'"sliding_window_length":\s*"?(\d+)') or 0)
+        if 0 < window < length == keys:
+            pairs = visible_pairs(length, window)
+            return 2 * products * batch * heads * width * pairs
     elif kernel := SPLASH.match(row.name):  # [B, N, T, H] and [B, K, S, H], without B for one row
         floats = [array.shape for array in arrays if array.dtype in ("bf16", "f32")]
         sides = [shape for shape in floats if len(shape) in (3, 4)][:2]
