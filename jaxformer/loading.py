@@ -183,14 +183,14 @@ def has_adapter(folder: Path) -> bool:
     return run_of(folder).adapter.kind != "none"
 
 
-def run_of(path: str | Path) -> RunConfig:
+def run_of(path: str | Path, weights: bool = True) -> RunConfig:
     """The settings of a run directory, or those with which a Hugging Face directory or an adapter
-    is evaluated.
+    is evaluated; with weights=False the weights of a Hugging Face directory need not be there.
 
     Raises ConfigError if `path` is none of these.
     """
     folder = Path(path)
-    model = _model_of(folder)
+    model = _model_of(folder, weights)
     if model is None:
         return read_config(folder / "config.json")
     length = min(model.max_length, MOST_EVALUATION_TOKENS)
@@ -219,17 +219,28 @@ def labels_of(path: str | Path) -> tuple[str, ...]:
     return pretrained_labels(folder)
 
 
-def _model_of(folder: Path) -> ModelConfig | None:
+def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
     """The config of a model that says nothing of its training; None for a run."""
     if is_adapter(folder):
         from jaxformer.interop.peft_read import adapted_config
 
-        return adapted_config(folder, run_of(base_of(folder)).model)
+        return adapted_config(folder, run_of(base_of(folder), weights).model)
     if not is_pretrained(folder):
         return None
     from jaxformer.interop.pretrained import pretrained_config
 
-    return pretrained_config(folder)
+    return pretrained_config(folder, weights)
+
+
+def lacks_weights(path: str | Path) -> bool:
+    """Whether `path` is a Hugging Face directory, or an adapter over one, whose weights are not
+    there."""
+    folder = Path(path)
+    if is_adapter(folder):
+        return lacks_weights(base_of(folder))
+    from jaxformer.interop.safetensors import has_tensors
+
+    return is_pretrained(folder) and not has_tensors(folder)
 
 
 def text_directory(path: str | Path) -> Path:

@@ -73,10 +73,10 @@ def parse(kind: type[ArgumentsT], command: str, arguments: Sequence[str]) -> Arg
 
 
 def parse_with_config(
-    kind: type[ConfigArgumentsT], program: str, arguments: Sequence[str]
+    kind: type[ConfigArgumentsT], program: str, arguments: Sequence[str], weights: bool = True
 ) -> tuple[ConfigArgumentsT, RunConfig]:
     """The arguments of a command, and its config with the overrides among them. Exits as `parse`
-    does."""
+    does. A command with weights=False does without the weights of the model of run.init_from."""
     from jaxformer.config_file import read_config
     from jaxformer.runs.config import parse_arguments
 
@@ -84,7 +84,7 @@ def parse_with_config(
     options = OPTIONS | {"add_help": not named, "return_unknown_args": True}
     asked, overrides = tyro.cli(kind, prog=program, args=arguments, **options)
     program = f"{program} {asked.config}"
-    return asked, parse_arguments(read_config(asked.config), overrides, program)
+    return asked, parse_arguments(read_config(asked.config), overrides, program, weights)
 
 
 def check_output(path: Path | None) -> None:

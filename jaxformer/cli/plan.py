@@ -4,7 +4,8 @@ it starts."""
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -33,7 +34,7 @@ class PlanArguments(ConfigArguments):
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked, config = parse_with_config(PlanArguments, "jaxformer plan", arguments)
+    asked, config = parse_with_config(PlanArguments, "jaxformer plan", arguments, weights=False)
     if asked.tokens < 0:
         raise ConfigError(f"--tokens {asked.tokens}: give a number of tokens, at least 1.")
     from jaxformer.plan.make import make_plan
@@ -46,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         name, devices = target.kind, asked.devices or target.size
     else:
         name, devices = device_of(asked.device, asked.devices, config)
-    plan = make_plan(planned_run(config, name, devices))
+    planned = planned_run(config, name, devices)
+    plan = make_plan(replace(planned, notes=planned.notes + _of_base(config)))
     tokens = asked.tokens or config.train.steps * plan.planned.tokens_per_step
     compiled = _compiled(config, asked.compile, plan.planned.packed) if asked.compile else None
     if asked.json:
@@ -59,6 +61,20 @@ def run(arguments: Sequence[str]) -> int:
     if compiled is not None:
         print("\n".join(["", *compiled.lines()]))
     return 0
+
+
+def _of_base(config: RunConfig) -> tuple[str, ...]:
+    """A sentence where the weights of the model of run.init_from are not there."""
+    base = config.run.init_from
+    from jaxformer.runs.config import origin_of
+
+    if not base or origin_of(Path(config.run.dir), Path(base)) != Path(base):
+        return ()
+    from jaxformer.loading import lacks_weights
+
+    if not lacks_weights(base):
+        return ()
+    return (f"the model is that of config.json in {base}, which has no weights; a run needs them",)
 
 
 def device_of(name: str, devices: int, config: RunConfig) -> tuple[str, int]:

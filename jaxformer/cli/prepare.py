@@ -32,7 +32,9 @@ class PrepareArguments(ConfigArguments):
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked, config = parse_with_config(PrepareArguments, "jaxformer prepare", arguments)
+    asked, config = parse_with_config(
+        PrepareArguments, "jaxformer prepare", arguments, weights=False
+    )
     if asked.output is not None and not asked.output.strip():
         raise ConfigError("--output is empty: name a directory, or leave the option out.")
     output = None if asked.output is None else Path(asked.output).expanduser()

@@ -26,7 +26,7 @@ class ShapesArguments(ConfigArguments):
 
 
 def run(arguments: Sequence[str]) -> int:
-    asked, config = parse_with_config(ShapesArguments, "jaxformer shapes", arguments)
+    asked, config = parse_with_config(ShapesArguments, "jaxformer shapes", arguments, weights=False)
     from jaxformer.models.shapes import SYMBOLS, shapes_of
     from jaxformer.plan.abstract import encoded_length
     from jaxformer.plan.planned import with_known_sizes

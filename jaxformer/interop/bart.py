@@ -40,7 +40,9 @@ def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
         fields.Key("max_position_embeddings", "max_length", 1024),
         fields.Choice("activation_function", "activation", fields.PLAIN, "gelu"),
         fields.Choice("scale_embedding", "embedding_scale", {False: "none", True: "sqrt"}, False),
-        fields.Present("final_logits_bias", "head_bias"),
+        fields.Present(
+            "final_logits_bias", "head_bias", ("BartForConditionalGeneration", "MarianMTModel")
+        ),
         fields.tied(True),
         fields.Dropout("dropout attention_dropout"),
         fields.IgnoredKeys(

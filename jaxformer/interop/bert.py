@@ -92,6 +92,7 @@ def masked_copies(head: str, embedding: str) -> Copies:
     return copies
 
 
+WITH_POOLER = ("BertForPreTraining", "BertForSequenceClassification", "BertModel")
 BERT = Family(
     "bert",
     {
@@ -105,8 +106,8 @@ BERT = Family(
         *shared_fields(30522),
         fields.Key("max_position_embeddings", "max_length", 512),
         fields.Choice("hidden_act", "activation", fields.PLAIN, "gelu"),
-        fields.Present("bert.pooler.dense.weight", "pooler"),
-        fields.Present("cls.seq_relationship.weight", "next_sentence"),
+        fields.Present("bert.pooler.dense.weight", "pooler", WITH_POOLER),
+        fields.Present("cls.seq_relationship.weight", "next_sentence", ("BertForPreTraining",)),
     ),
     rows,
     prefix="bert.",

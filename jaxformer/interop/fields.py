@@ -213,13 +213,18 @@ class DivisibleHeads(KeyMapping):
 
 @dataclass(frozen=True)
 class Present(KeyMapping):
-    """A field that is True where the files have a tensor."""
+    """A field that is True where the files have a tensor. Where it is not known what they have, it
+    is True for the architectures `of`, which have that tensor in transformers."""
 
     tensor: str
     field: str
+    of: tuple[str, ...]
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {self.field: self.tensor in hf.names}
+        if hf.names is not None:
+            return {self.field: self.tensor in hf.names}
+        named = hf.get("architectures") or []
+        return {self.field: any(architecture in self.of for architecture in named)}
 
 
 @dataclass(frozen=True)

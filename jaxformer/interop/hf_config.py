@@ -45,10 +45,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]  # of weights that are stored 
 @dataclass
 class HFConfig:
     """The keys of one config.json; `names` are the tensors beside it, which some settings depend
-    on, and `asked` the keys read so far."""
+    on (None: not known, because the files are not there), and `asked` the keys read so far."""
 
     values: Mapping[str, Any]
-    names: Collection[str] = ()
+    names: Collection[str] | None = ()
     asked: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -20,7 +20,7 @@ from jaxformer.files import first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
-from jaxformer.interop.safetensors import TensorFiles
+from jaxformer.interop.safetensors import TensorFiles, has_tensors, names_in_index
 from jaxformer.interop.shards import write_tensors
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.mesh import parameter_sharding
@@ -43,8 +43,14 @@ class Pretrained(NamedTuple):
     labels: tuple[str, ...]
 
 
-def pretrained_config(directory: Path) -> ModelConfig:
-    """The config of a model directory. Raises ConfigError as `load_pretrained` does."""
+def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
+    """The config of a model directory. Raises ConfigError as `load_pretrained` does.
+
+    With weights=False the files of weights need not be there: then config.json says what the model
+    is, with the names in the index of the weights if that is there.
+    """
+    if not weights and not has_tensors(directory):
+        return _described(directory)
     return _opened(directory).config
 
 
@@ -107,6 +113,23 @@ def _opened(directory: Path) -> Opened:
     family, architecture = stated_architecture(path, values)
     files = TensorFiles(directory)
     hf = HFConfig(values, family.named(files.entries))
+    config = _config_of(path, hf, family, architecture)
+    _check_size(directory, config, files)
+    labels = _labels(values, path) if config.output in ("classes", "tags") else ()
+    return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
+
+
+def _described(directory: Path) -> ModelConfig:
+    """The config of a model directory without weights."""
+    path, values = directory / "config.json", read_config_json(directory)
+    family, architecture = stated_architecture(path, values)
+    names = names_in_index(directory)
+    hf = HFConfig(values, None if names is None else family.named(names))
+    return _config_of(path, hf, family, architecture)
+
+
+def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:
+    """The config that a config.json at `path` describes. Raises ConfigError."""
     try:
         config = family.read(hf, architecture)
         model_specs(config)
@@ -114,9 +137,7 @@ def _opened(directory: Path) -> Opened:
         said = str(error)
         keys = [f"model.{f} is {key} there" for f, key in family.keys().items() if f"{f}=" in said]
         raise ConfigError(f"{path}: {said}" + (f"\n({', '.join(keys)})" if keys else "")) from None
-    _check_size(directory, config, files)
-    labels = _labels(values, path) if config.output in ("classes", "tags") else ()
-    return Opened(family, _untied(family, config, files), labels, files, hf.unknown())
+    return config
 
 
 def _check_size(directory: Path, config: ModelConfig, files: TensorFiles) -> None:

@@ -54,7 +54,7 @@ ROBERTA = Family(
         OffsetPositions(),
         FixedKey("hidden_act", ("gelu",)),  # the masked head always has this one
         Constant(activation="gelu"),
-        Present("roberta.pooler.dense.weight", "pooler"),
+        Present("roberta.pooler.dense.weight", "pooler", ("RobertaModel",)),
     ),
     rows,
     prefix="roberta.",

@@ -99,6 +99,24 @@ class TensorFiles:
             return np.asarray(file.get_slice(name)[start:stop])
 
 
+def has_tensors(directory: Path) -> bool:
+    """Whether the files of weights of a model directory are there, and not only their index, or
+    what git leaves where they were not fetched."""
+    index = directory / INDEX
+    if (directory / SINGLE).is_file() or not index.is_file():
+        files = [*directory.glob("*.safetensors")]
+    else:
+        files = [directory / name for name in set(_read_index(index).values())]
+    return bool(files) and all(file.is_file() and not _is_pointer(file) for file in files)
+
+
+def names_in_index(directory: Path) -> list[str] | None:
+    """The names of the tensors by the index of a model directory, None where it has none. Raises
+    ConfigError for a damaged index."""
+    index = directory / INDEX
+    return [*_read_index(index)] if index.is_file() and not _is_pointer(index) else None
+
+
 def _only_file(directory: Path, only: str) -> str:
     """The file of weights in a directory without an index."""
     if (directory / (only or SINGLE)).is_file():
@@ -206,12 +224,16 @@ def _diagnosis(path: Path, error: Exception) -> str:
     return f"is damaged: it has {size:,} bytes where its header promises {ends[-1][0]:,}{first}"
 
 
-def _refuse_pointer(path: Path) -> None:
-    """ConfigError for the text file that git leaves where a large file was not fetched."""
+def _is_pointer(path: Path) -> bool:
     start = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         start = file.read(len(POINTER))
-    if start == POINTER:
+    return start == POINTER
+
+
+def _refuse_pointer(path: Path) -> None:
+    """ConfigError for the text file that git leaves where a large file was not fetched."""
+    if _is_pointer(path):
         raise ConfigError(
             f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in"
             f" {path.parent}."

@@ -35,11 +35,12 @@ FEED_FORWARD = by_hf_name(
 class T5Head(KeyMapping):
     """tie_word_embeddings ties the output layer, whose input is then divided by sqrt(d_model) (T5
     1.0). In transformers 5 it means only the division, and the layer is tied where no other is
-    stored."""
+    stored; where it is not known what is stored, the key decides."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
         scaled = hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
-        tied = hf.get("tie_word_embeddings") is not False or "lm_head.weight" not in hf.names
+        lacks = hf.names is not None and "lm_head.weight" not in hf.names
+        tied = hf.get("tie_word_embeddings") is not False or lacks
         return {"tied_head": tied, "logit_scale": "rsqrt" if scaled else "none"}
 
     def write(self, config: ModelConfig) -> Keys:

@@ -43,14 +43,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(message.getvalue().strip()) from stop
 
 
-def parse_arguments(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
+def parse_arguments(
+    config: RunConfig, arguments: Sequence[str], program: str, weights: bool = True
+) -> RunConfig:
     """`config` with `--section.field value` arguments applied. Exits with status 0 after --help, 2
-    after a mistake."""
+    after a mistake. With weights=False the weights of a Hugging Face model to start from need not
+    be there."""
     stated = settings_in(arguments)
     if base := stated.get("run.init_from", config.run.init_from):
         run_dir = Path(stated.get("run.dir", config.run.dir))
         names = {name.removeprefix("model.") for name in stated}
-        config = with_base(config, Path(base), run_dir, names)
+        config = with_base(config, Path(base), run_dir, names, weights)
     return check(with_vocabulary(parse_fields(config, arguments, program)))
 
 
@@ -61,13 +64,18 @@ def origin_of(run_dir: Path, base: Path) -> Path:
 
 
 def with_base(
-    config: RunConfig, base: Path, run_dir: Path, stated: AbstractSet[str] = frozenset()
+    config: RunConfig,
+    base: Path,
+    run_dir: Path,
+    stated: AbstractSet[str] = frozenset(),
+    weights: bool = True,
 ) -> RunConfig:
     """`config` with the model settings and the tokenizer of `base` where it sets none itself.
 
     A config sets a model setting if it is not the default of `ModelConfig` and not among those
     `stated` on the command line, which are applied later; those of `OWN` are always the config's. A
-    run that was begun already in `run_dir` keeps its settings. Raises ConfigError if neither
+    run that was begun already in `run_dir` keeps its settings. `weights` is that of
+    `loading.run_of`. Raises ConfigError if neither
     directory has a model, or if the settings contradict those of the base.
     """
     origin = origin_of(run_dir, base)
@@ -82,7 +90,7 @@ def with_base(
     changed = {name for name, value in own.items() if value != default[name]}
     asked = {name: own[name] for name in {*OWN, *changed} - stated}
     try:
-        model = dataclasses.replace(run_of(origin).model, **asked)
+        model = dataclasses.replace(run_of(origin, weights).model, **asked)
     except ConfigError as error:
         raise ConfigError(
             f"{error}\nThe config sets these on top of the model of run.init_from={str(base)!r}."
