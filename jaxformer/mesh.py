@@ -78,12 +78,21 @@ def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
 def undivided(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> list[str]:
     """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257
     by tensor 2"."""
+    left = lengths_left(mesh, shape, axes)
+    return [f"{axis} {length} by {target} {size}" for axis, length, target, size in left]
+
+
+def lengths_left(
+    mesh: AnyMesh, shape: Sequence[int], axes: Axes
+) -> list[tuple[str, int, str, int]]:
+    """(axis, its length, the axis of the mesh, its size) for each axis of a parameter that the mesh
+    would split if it divided its length."""
     found = []
     for length, axis in zip(shape, axes, strict=True):
         target = PARAMETERS.get(axis or "", ())
         size = math.prod(mesh.shape[name] for name in target)
         if size > 1 and length % size:
-            found.append(f"{axis} {length} by {' x '.join(target)} {size}")
+            found.append((str(axis), length, " x ".join(target), size))
     return found
 
 

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxformer as jf
 from jaxformer.mesh import MESH_AXES, parameter_sharding, place_batch
-from jaxformer.runs.setup import check_split
+from jaxformer.plan.split import check_split
 
 pytestmark = pytest.mark.fast
 

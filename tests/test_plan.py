@@ -24,6 +24,7 @@ from jaxformer.plan.changes import changed
 from jaxformer.plan.make import Plan, make_plan
 from jaxformer.plan.planned import PlannedRun, planned_run, replanned
 from jaxformer.plan.report import parameters_by_part, plan_numbers, plan_text
+from jaxformer.plan.undivided import undivided_axes
 from jaxformer.training.state import init_state
 
 ROOT = Path(__file__).parent.parent
@@ -146,6 +147,58 @@ def test_the_bound_is_the_largest_of_its_parts_and_falls_with_devices() -> None:
     assert one.bound.links == 0 < eight.bound.links
     assert one.bound.seconds / 8 <= eight.bound.seconds < one.bound.seconds
     assert one.bound.products == pytest.approx(one.products.done / DEVICES["h100"].bfloat16)
+
+
+def test_what_the_mesh_leaves_undivided_is_named_and_computed_by_each_device() -> None:
+    left = plan("bert_base", "h100", 4, "mesh.tensor=4")
+    (axis,) = left.undivided
+    assert axis[:4] == ("vocab", 30_522, "tensor", 4)
+    assert axis.paths == ("embed.tokens", "head.bias")
+    planned, tokens = left.planned, left.planned.tokens_per_step
+    output = 6 * 30_522 * planned.model.d_model * tokens
+    assert left.products.undivided == 3 * output
+    assert left.mfu == pytest.approx(left.products.model / (left.products.model + 3 * output))
+    text = " ".join(plan_text(left, "").split())
+    assert "vocab 30,522 by mesh.tensor 4" in text and "--model.vocab_size 30528 is divided" in text
+    assert "37% of the products are repeated (vocab 30,522)" in text
+    assert plan_numbers(left)["undivided"][0]["remedy"] == axis.remedy
+    name, value = axis.remedy.removeprefix("--").split()[:2]
+    padded = plan("bert_base", "h100", 4, "mesh.tensor=4", f"{name}={value}")
+    assert not padded.undivided and not padded.products.undivided
+    assert padded.mfu == pytest.approx(1.0, abs=0.01) and "not divided" not in plan_text(padded, "")
+    # A model to start from has the rows that it has.
+    (as_it_is,) = undivided_axes(planned.specs, planned.mesh, may_be_longer=False)
+    assert as_it_is.remedy == "--mesh.tensor 2 divides it"
+    # The look-ups and the output layer of a whole vocabulary exchange nothing.
+    purposes = {one.purpose for one in left.collectives}
+    assert not purposes & {"table of tokens", "gradient of the output layer's input"}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "settings", "axes"),
+    [
+        ("gpt2_124m", 8, ["mesh.tensor=8"], {"heads", "kv_heads"}),
+        ("llama_1b", 8, ["mesh.tensor=8"], {"kv_heads"}),
+        ("quickstart", 5, ["mesh.fsdp=5", "model.d_ff=1000", "train.batch_size=40"], None),
+        ("llama_1b", 4, ["mesh.tensor=4"], set()),
+    ],
+)
+def test_every_axis_that_is_left_has_a_remedy(
+    name: str, devices: int, settings: list[str], axes: set[str] | None
+) -> None:
+    if axes is None:
+        with pytest.raises(jf.ConfigError, match=r"mesh.fsdp=5 splits no parameter"):
+            plan(name, "h100", devices, *settings)
+        return
+    found = plan(name, "h100", devices, *settings)
+    assert {one.axis for one in found.undivided} == axes
+    for one in found.undivided:
+        setting, value = one.remedy.removeprefix("--").split()[:2]
+        mesh = [s for s in settings if not s.startswith(f"{setting}=")]
+        other = plan(name, "h100", devices, *mesh, f"{setting}={value}")
+        assert one.axis not in {left.axis for left in other.undivided}
+    # Compilers divide the products with keys and values by the width of a head.
+    assert bool(found.products.undivided) == ("heads" in axes)
 
 
 def test_less_is_stored_with_remat_and_with_microbatches() -> None:

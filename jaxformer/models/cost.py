@@ -28,19 +28,28 @@ def flops_per_token(
     """
     source_length = source_length or length
     share = source_length / length  # source tokens a target token
-    total = flops_per_token(config, length, source_length) / 18 if reference else 0.0
-    found = rows(table or specs(config))
-    for spec in found.values():
+    width = config.n_heads * (config.head_width + config.value_width)
+    keys = float(config.n_layers * length)  # that a token is multiplied with, in all layers
+    if config.family == "encoder_decoder":
+        keys += config.encoder_layers * source_length * share  # its own attention
+        keys += config.n_layers * source_length  # cross-attention
+    total = sum(matrix_flops(config, share, table or specs(config)).values()) + 6 * width * keys
+    if reference:
+        total += flops_per_token(config, length, source_length) / 3
+    return round(total)
+
+
+def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, float]:
+    """The part of `flops_per_token` that is of each matrix of a table, by its path; that of a tied
+    output layer is the embedding's. `share` is the number of source tokens a token."""
+    found, leaves = {}, rows(table)
+    for path, spec in leaves.items():
         if spec.is_matrix and not spec.lookup:
             passes = 1.0 if spec.trainable else 2 / 3
-            total += passes * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
+            found[path] = 6 * passes * math.prod(spec.shape)
+            found[path] *= share if spec.reads == "source" else 1
     if config.tied_head and config.output in ("language", "masked"):
-        embedding = found.get("embed.tokens")  # None where it is below an adapter
+        embedding = leaves.get("embed.tokens")  # None where it is below an adapter
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
-        total += passes * config.vocab_size * config.d_model
-    width = config.n_heads * (config.head_width + config.value_width)
-    total += config.n_layers * length * width
-    if config.family == "encoder_decoder":
-        total += config.encoder_layers * source_length * width * share  # its own attention
-        total += config.n_layers * source_length * width  # cross-attention
-    return round(6 * total)
+        found["embed.tokens"] = 6 * passes * config.vocab_size * config.d_model
+    return found

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxformer.layers.pattern import layer_configs
-from jaxformer.models.cost import flops_per_token
+from jaxformer.models.cost import flops_per_token, matrix_flops
 from jaxformer.params import rows
 from jaxformer.plan.abstract import counted_specs
 from jaxformer.plan.activations import activations, array_names, stored_names
@@ -18,6 +18,7 @@ from jaxformer.plan.memory import (
 )
 from jaxformer.plan.planned import PlannedRun
 from jaxformer.plan.scores import visible_pairs
+from jaxformer.plan.undivided import REPEATED_AXES, undivided_axes
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
 WINDOWED = ("cudnn", "tpu")
@@ -25,16 +26,18 @@ WINDOWED = ("cudnn", "tpu")
 
 class Products(NamedTuple):
     """FLOPs of a step over all devices: `model` as MFU counts them, `recomputed` what remat adds,
-    and `skipped` the masked scores that a fused kernel does not compute."""
+    `skipped` the masked scores that a fused kernel does not compute, and `undivided` what devices
+    compute once more each, because the mesh does not divide it."""
 
     per_token: int
     model: float
     recomputed: float
     skipped: float
+    undivided: float
 
     @property
     def done(self) -> float:
-        return self.model + self.recomputed - self.skipped
+        return self.model + self.recomputed - self.skipped + self.undivided
 
 
 class Bound(NamedTuple):
@@ -67,8 +70,8 @@ def products(planned: PlannedRun) -> Products:
         counted_specs(planned.run),
         planned.objective.reference,
     )
-    repeated, skipped = repeated_flops(planned), skipped_flops(planned)
-    return Products(per_token, per_token * tokens, repeated * tokens, skipped * tokens)
+    others = (repeated_flops(planned), skipped_flops(planned), undivided_flops(planned))
+    return Products(per_token, per_token * tokens, *(flops * tokens for flops in others))
 
 
 def attention_flops(planned: PlannedRun) -> float:
@@ -96,6 +99,24 @@ def skipped_flops(planned: PlannedRun) -> float:
             window = layer.window if kernel in WINDOWED else 0
             hidden += tokens**2 - visible_pairs(tokens, window, causal)
     return 6 * model.n_heads * (model.head_width + model.value_width) * hidden / length
+
+
+def undivided_flops(planned: PlannedRun) -> float:
+    """FLOPs a token, over all devices, of matrices and of attention that mesh.tensor would divide
+    and does not: all its devices but one compute them once more."""
+    model, tensor = planned.model, planned.size("tensor")
+    table = counted_specs(planned.run)
+    whole = {
+        path
+        for one in undivided_axes(table, planned.mesh)
+        if one.axis in REPEATED_AXES
+        for path in one.paths
+    }
+    share = planned.source_length / planned.length
+    total = sum(flops for path, flops in matrix_flops(model, share, table).items() if path in whole)
+    if model.n_heads % tensor:
+        total += attention_flops(planned) - skipped_flops(planned)
+    return (tensor - 1) * total
 
 
 def repeated_flops(planned: PlannedRun) -> float:

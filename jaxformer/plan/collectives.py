@@ -254,5 +254,5 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     if table.elements < whole:
         shards = planned.size("fsdp") if table.divided else 1
         yield one("all-gather", "table of tokens", [4 * whole / shards])
-    if model.output in ("language", "masked"):
+    if model.output in ("language", "masked") and model.vocab_size % planned.size("tensor") == 0:
         yield one("all-reduce", "gradient of the output layer's input", [wide * planned.length])

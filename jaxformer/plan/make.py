@@ -8,12 +8,14 @@ from jaxformer.plan.collectives import collectives_of
 from jaxformer.plan.links import Collective
 from jaxformer.plan.memory import MemoryPlan, cache_bytes, memory_plan
 from jaxformer.plan.planned import PlannedRun
+from jaxformer.plan.undivided import UndividedAxis, undivided_axes
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is known of a run before it starts.
 
+    undivided: what the mesh would divide and does not.
     cache: bytes of the key-value cache of one row of model.max_length tokens, on one device.
     mfu: the most that the bound allows, None where a rate of the device is unknown.
     changes: the smallest changes of settings with which it fits; None where it fits as it is, or
@@ -22,6 +24,7 @@ class Plan:
 
     planned: PlannedRun
     memory: MemoryPlan
+    undivided: list[UndividedAxis]
     cache: float
     products: Products
     collectives: list[Collective]
@@ -43,6 +46,7 @@ def make_plan(planned: PlannedRun) -> Plan:
     return Plan(
         planned,
         memory,
+        undivided_axes(planned.specs, planned.mesh, planned.run.run.init_from == ""),
         cache_bytes(planned),
         products(planned),
         collectives,

@@ -24,6 +24,7 @@ from jaxformer.plan.abstract import (
     run_specs,
     with_kernel,
 )
+from jaxformer.plan.split import check_split
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState, abstract_state
 
@@ -139,6 +140,7 @@ def planned_run(
     batch = abstract_batch(run, mesh, packed)
     run, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
     specs, optimizer = _specs_and_optimizer(run)
+    check_split(specs, mesh)
     state = abstract_state(specs, optimizer, mesh)
     return PlannedRun(run, device_name, device, mesh, kernel, specs, optimizer, state, batch, notes)
 
@@ -152,6 +154,7 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
         mesh, state, batch = planned.mesh, planned.state, planned.batch
     else:
         mesh = abstract_mesh(sizes, planned.device_name)
+        check_split(planned.specs, mesh)
         state = abstract_state(planned.specs, planned.optimizer, mesh)
         place = batch_sharding(mesh)
         batch = {

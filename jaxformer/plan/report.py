@@ -9,6 +9,7 @@ from jaxformer.params import count, rows
 from jaxformer.plan.changes import Change, shown
 from jaxformer.plan.make import Plan
 from jaxformer.plan.planned import PlannedRun
+from jaxformer.plan.undivided import REPEATED_AXES, sentence
 from jaxformer.report import banner, human_bytes, human_count, human_time
 from jaxformer.report.banner import INDENT
 
@@ -58,6 +59,8 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
             f" {planned.rows:,} rows of a device at a time"
         ),
     }
+    if left := [*map(sentence, plan.undivided)]:
+        head["not divided"] = left
     return head | ({"assumed": [*planned.notes]} if planned.notes else {})
 
 
@@ -149,6 +152,8 @@ def _products(plan: Plan) -> str:
         table.append(("recomputed", _flops(found.recomputed), "estimate"))
     if found.skipped:
         table.append(("skipped, masked scores", _flops(found.skipped), "estimate"))
+    if found.undivided:
+        table.append(("repeated, not divided by the mesh", _flops(found.undivided), "estimate"))
     return _titled("Products, over all devices", table)
 
 
@@ -193,6 +198,10 @@ def _bound(plan: Plan, tokens: int) -> str:
             ", ".join(parts),
         ]
     }
+    if plan.products.undivided:
+        share = plan.products.undivided / plan.products.done
+        left = [f"{one.axis} {one.length:,}" for one in plan.undivided if one.axis in REPEATED_AXES]
+        found["not divided"] = f"{share:.0%} of the products are repeated ({', '.join(left)})"
     if tokens:
         seconds = plan.seconds_for(tokens) or 0.0
         found[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
@@ -237,6 +246,7 @@ def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
             "capacity": memory.capacity,
             "fits": memory.fits,
         },
+        "undivided": [one._asdict() for one in plan.undivided],
         "cache": plan.cache,
         "changes": None if plan.changes is None else [*map(_change_numbers, plan.changes)],
         "flops": plan.products._asdict(),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +16,12 @@ from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import check, with_vocabulary
 from jaxformer.evaluation import corpus_of
 from jaxformer.layers.kernels import MOST_SEGMENTS
-from jaxformer.mesh import (
-    check_batch_size,
-    held_blocks,
-    make_mesh,
-    parameter_sharding,
-    place_batch,
-    undivided,
-)
+from jaxformer.mesh import check_batch_size, held_blocks, make_mesh, place_batch
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.objectives import OBJECTIVES
 from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.params import Specs, rows
+from jaxformer.params import Specs
 from jaxformer.plan.abstract import (
     check_start,
     compares_with_start,
@@ -40,7 +32,7 @@ from jaxformer.plan.abstract import (
     with_kernel,
     with_rows_of,
 )
-from jaxformer.report import human_bytes
+from jaxformer.plan.split import check_split
 from jaxformer.runs.directory import ROLLBACKS, as_begun, check_data
 from jaxformer.settings import Log
 from jaxformer.sharding import platform
@@ -270,31 +262,3 @@ def with_classes(run: RunConfig, labels: tuple[str, ...]) -> RunConfig:
         )
     classes = model.n_classes or len(labels)
     return dataclasses.replace(run, model=dataclasses.replace(model, n_classes=classes))
-
-
-def check_split(specs: Specs, mesh: Mesh) -> list[str]:
-    """A line for each parameter that the mesh should split but cannot, because none of its axes is
-    divisible, with its bytes.
-
-    Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
-    """
-    used, whole = set[str](), dict[str, list[str]]()
-    for path, spec in rows(specs).items():
-        if found := undivided(mesh, spec.shape, spec.axes):
-            whole[path] = found
-        for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
-            used |= {entry} if isinstance(entry, str) else {*(entry or ())}
-    for name in ("fsdp", "tensor"):
-        if mesh.shape[name] > 1 and name not in used:
-            reasons = [f"{path}: {', '.join(found)}" for path, found in whole.items()]
-            listed = "\n  ".join(reasons[:8])
-            raise ConfigError(
-                f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, because it"
-                " divides none of their axes; every device would hold all of them:\n "
-                f" {listed}\nChoose a mesh.{name} that divides them, or leave it at 1."
-            )
-    sizes = {path: human_bytes(4 * math.prod(spec.shape)) for path, spec in rows(specs).items()}
-    return [
-        f"{path}, {sizes[path]}, is not split along {', '.join(found)}"
-        for path, found in whole.items()
-    ]
