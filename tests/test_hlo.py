@@ -213,6 +213,62 @@ def test_a_fusion_moves_what_it_touches() -> None:
     assert counted(*arguments, near, fusion, more=FUSED).bytes == 64 * 64 * 4 + 4
 
 
+def test_what_runs_beside_others_counts_as_what_it_is() -> None:
+    """As XLA's GPU compiler of jax 0.12 writes it: the type of a start has its operands too."""
+    layers, layer = "bf16[22,2048,512]{2,1,0}", "bf16[1,2048,512]{2,1,0}"
+    fused = f"""
+%fused (layers: bf16[22,2048,512], i: s32[]) -> bf16[1,2048,512] {{
+  %layers = {layers} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = {layer} dynamic-slice(%layers, %i, %zero, %zero), dynamic_slice_sizes={{1,2048,512}}
+}}
+"""
+    start = (f"%p = {layers} parameter(0)", "%n = s32[] parameter(1)")
+    plain = counted(
+        *start, f"ROOT %f = {layer} fusion(%p, %n), kind=kLoop, calls=%fused", more=fused
+    )
+    assert plain.bytes == 2 * 2048 * 512 * 2 + 4  # a layer is read and written, and its number
+    beside = counted(
+        *start,
+        f"%f = (({layers}, s32[]), {layer}, u32[]) fusion-start(%p, %n), kind=kLoop, calls=%fused",
+        f'ROOT %done = {layer} fusion-done(%f), metadata={{op_name="jit(f)/dynamic_slice"}}',
+        more=fused,
+    )
+    assert (beside.bytes, beside.seconds) == (plain.bytes, plain.seconds)
+
+
+def test_products_that_run_beside_others_are_counted() -> None:
+    start = ("%p = bf16[128,64]{1,0} parameter(0)", "%q = bf16[64,256]{1,0} parameter(1)")
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    body = f"""
+%fused (a: bf16[128,64], b: bf16[64,256]) -> f32[128,256] {{
+  %a = bf16[128,64]{{1,0}} parameter(0)
+  %b = bf16[64,256]{{1,0}} parameter(1)
+  ROOT %dot.1 = f32[128,256]{{1,0}} dot(%a, %b), {dims}
+}}
+"""
+    result, operands = "f32[128,256]{1,0}", "(bf16[128,64]{1,0}, bf16[64,256]{1,0})"
+    target = '"__cublas$gemm"'
+    config = 'backend_config={"lhs_contracting_dimensions":["1"]}'
+    for name, attributes in (
+        ("fusion", "kind=kCustom, calls=%fused"),
+        ("dot", dims),
+        ("custom-call", f"custom_call_target={target}, {config}"),
+        ("call", "to_apply=%fused"),
+    ):
+        plain = counted(*start, f"ROOT %o = {result} {name}(%p, %q), {attributes}", more=body)
+        beside = counted(
+            *start,
+            f"%o = ({operands}, {result}, u32[]) {name}-start(%p, %q), {attributes}",
+            f"%u = ({operands}, {result}, u32[]) {name}-update(%o)",
+            f"ROOT %d = {result} {name}-done(%o)",
+            more=body,
+        )
+        assert plain.flops == 2 * 128 * 64 * 256, name
+        assert beside == plain, name
+
+
 def test_copies_between_the_memories_of_a_tpu_count_on_the_side_of_the_main_memory() -> None:
     far, near = "f32[12,256]{1,0:T(8,128)}", "f32[12,256]{1,0:T(8,128)S(1)}"
     part = "f32[1,256]{1,0:T(1,128)S(1)}"

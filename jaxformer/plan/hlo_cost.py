@@ -8,6 +8,7 @@ a TPU's vector memory as nothing.
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +21,8 @@ FREE = {
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
     *("after-all", "partition-id", "replica-id", "while", "conditional", "call", "async-start"),
 }
+# Starts whose value says what they move, beside those of collectives; see `synchronous`.
+STARTS = ("async-start", "copy-start", "slice-start", "dynamic-slice-start")
 SLICES = ("dynamic-slice", "slice", "gather")
 SAME_DATA = ("bitcast", "reshape", "copy")
 COLLECTIVE = re.compile(
@@ -31,6 +34,18 @@ ATTENTION = re.compile(r"^__cudnn\$fmha")
 SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 MOST_PAIRS = 4_000_000  # pairs of output and kernel position that are counted one by one
+
+
+def synchronous(computation: Computation, row: Instruction) -> Instruction:
+    """An instruction that runs beside others as the one that it starts: `fusion-start`, whose value
+    is (operands, results, context), as the `fusion` with the results of its `fusion-done`. Any
+    other is returned as it is."""
+    opcode = row.opcode.removesuffix("-start")
+    if opcode == row.opcode or row.opcode in STARTS or COLLECTIVE.match(row.opcode):
+        return row
+    ends = (user for user in computation.users[row.name] if user.opcode == f"{opcode}-done")
+    done = next(ends, None)
+    return replace(row, opcode=opcode, types=done.types if done else row.types)
 
 
 def product_flops(computation: Computation, row: Instruction) -> int:
@@ -150,7 +165,11 @@ def _valid_pairs(
 def moved_bytes(program: Program, computation: Computation, row: Instruction) -> int:
     """Bytes that an instruction outside of fusions reads from main memory and writes to it.
     Collectives are counted elsewhere and here as 0."""
-    if row.opcode in FREE or COLLECTIVE.match(row.opcode) or row.opcode.endswith("-done"):
+    if (
+        row.opcode in FREE
+        or COLLECTIVE.match(row.opcode)
+        or row.opcode.endswith(("-update", "-done"))
+    ):
         return 0
     if row.opcode in SLICES:
         return 2 * _main(row)

@@ -15,6 +15,7 @@ from jaxformer.plan.hlo_cost import (
     moved_bytes,
     operand_dtypes,
     product_flops,
+    synchronous,
     target_of,
 )
 
@@ -150,7 +151,7 @@ class _Counter:
         if (name, fused) not in self.known:
             computation, total = self.program.computations[name], _Total()
             for row in computation.instructions.values():
-                total.add(*self.row(computation, row, fused))
+                total.add(*self.row(computation, synchronous(computation, row), fused))
             self.known[name, fused] = total
         return self.known[name, fused]
 
