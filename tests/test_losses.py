@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
+from jaxformer.adapters.low_rank import LowRank
 from jaxformer.losses import cross_entropy
+from jaxformer.row_loss import row_nats
 
 B, T, D, V = 3, 10, 8, 23
 EXTRAS = [
@@ -138,6 +141,44 @@ def test_half_precision_tiles_keep_float32_sums():
     np.testing.assert_allclose(sums, expected, rtol=1e-4)
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
     for grad, wanted in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad.astype(jnp.float32), wanted, rtol=0.05, atol=0.05)
+
+
+def products_of(jaxpr):
+    """The dtypes of the operands of every product in a program."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append({str(operand.aval.dtype) for operand in eqn.invars})
+        for inner in jaxprs_in_params(eqn.params):
+            found += products_of(inner)
+    return found
+
+
+HEADS = {
+    "learns": lambda head: head,
+    "does not learn": jax.lax.stop_gradient,
+    "below an adapter": lambda head: LowRank(
+        jax.lax.stop_gradient(head), head[:2].T, head[:, :2].T, jnp.float32(0.5), inputs=(-1,)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", [lambda *a, **o: cross_entropy(*a, **o)[0], row_nats])
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("tile", [None, 4])
+def test_an_output_layer_of_16_bits_has_no_float32_product(loss, kind, tile):
+    """Accelerators compute these several times slower."""
+    x, head, targets, weights = inputs(jnp.bfloat16)
+
+    def total(x, head):
+        return loss(x, HEADS[kind](head), targets, weights, tile=tile).sum()
+
+    gradient = jax.grad(total, argnums=(0, 1))
+    found = products_of(jax.make_jaxpr(gradient)(x, head).jaxpr)
+    assert found and set(map(frozenset, found)) == {frozenset({"bfloat16"})}
+    exact = gradient(x.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32))
+    for grad, wanted in zip(gradient(x, head), exact, strict=True):
         np.testing.assert_allclose(grad.astype(jnp.float32), wanted, rtol=0.05, atol=0.05)
 
 
