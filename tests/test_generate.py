@@ -122,6 +122,31 @@ def test_top_p_keeps_the_fewest_that_reach_p(p, kept):
     assert finite.sum() == kept and set(np.flatnonzero(finite)) == set([1, 3, 0, 2][:kept])
 
 
+SMALLEST = [1e-7, 1e-30, 1e-38, 1e-45, 5e-324]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"temperature": value} for value in SMALLEST]
+    + [{"top_p": value} for value in SMALLEST]
+    + [{"temperature": 1e-38, "top_p": 1e-45, "top_k": 2}, {"temperature": 1e308, "top_k": 1}],
+)
+def test_the_least_temperature_and_probability_draw_the_likeliest_token(rules):
+    """They are numbers that float32 rounds to 0, or whose quotients it rounds to infinity."""
+    logits = jnp.array([[1.0, 4.0, 3.0, -2.0], [-9.0, -8.0, -8.5, -7.0], [900.0, 0.0, 901.0, 1.0]])
+    for compiled in (draw, jax.jit(draw, static_argnums=2)):
+        found = compiled(logits, KEY, Sampling(vocab_size=4, **rules))
+        np.testing.assert_array_equal(found, [1, 3, 2])
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e39, 1e308])
+def test_the_largest_temperatures_draw_every_token_alike_and_no_padding(temperature):
+    logits = jnp.broadcast_to(jnp.array([0.0, 50.0, -50.0, 9.0, 99.0]), (40_000, 5))
+    rules = Sampling(temperature=temperature, vocab_size=4)
+    share = np.bincount(np.asarray(jax.jit(draw, static_argnums=2)(logits, KEY, rules))) / 40_000
+    np.testing.assert_allclose(share, [0.25] * 4, atol=0.01)
+
+
 def test_padding_ids_of_the_table_are_never_drawn():
     params, config, prompt = weights_and_tokens("llama")
     drawn = jf.generate(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.config import ConfigError
 
@@ -73,12 +74,23 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
-    """[B, V] with a token at -inf where the likelier ones have probability p together."""
+    """[B, V] with a token at -inf where the likelier ones have probability p together; the
+    likeliest stays, however small p is."""
     ranked = jnp.sort(logits, axis=-1, descending=True)
     shares = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares  # the probability of all likelier tokens
-    least = jnp.min(jnp.where(before < p, ranked, jnp.inf), axis=-1, keepdims=True)
+    likeliest = jnp.arange(ranked.shape[-1]) == 0  # nothing is before it, and p may round to 0
+    least = jnp.min(jnp.where((before < p) | likeliest, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def tempered(logits: jax.Array, temperature: float) -> jax.Array:
+    """[B, V] over a temperature above 0, less the largest of each row, so that its quotient is 0
+    at any temperature. One that float32 rounds to 0 or to infinity is replaced by the nearest that
+    it has, of which the reciprocal is one of its numbers too."""
+    least = float(np.finfo(np.float32).tiny)
+    bounded = min(max(temperature, least), 1 / least)
+    return (logits - logits.max(axis=-1, keepdims=True)) / bounded
 
 
 def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
@@ -86,7 +98,7 @@ def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     logits = within(logits, sampling.vocab_size)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    logits = tempered(logits, sampling.temperature)
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
