@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 import transformers as tf
+from transformers.models.auto import configuration_auto
 
 import jaxformer as jf
 from jaxformer.interop import table
-from jaxformer.interop.architectures import HF_FAMILIES, stated_architecture
+from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, stated_architecture
 from jaxformer.interop.compare import resolved
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.pretrained import load_pretrained
@@ -167,6 +168,45 @@ def test_a_model_type_names_its_architecture_where_it_has_one_and_else_asks_for_
     )
     with pytest.raises(jf.ConfigError, match="BertForMaskedLM"):
         stated_architecture(Path("config.json"), {"model_type": "bert"})
+
+
+def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
+    """The tensors of near relatives (Gemma and Llama, OLMo and OLMo 2) have the same names."""
+    kinds = [*configuration_auto.CONFIG_MAPPING_NAMES]
+    assert {*FAMILY, "gemma", "olmo", "phi3", "xlm-roberta", "mbart", "mt5"} <= {*kinds}
+    types = {name: family.model_type for name, family in ARCHITECTURES.items()}
+    types |= {base: types[name] for base, name in BASES.items()}
+    for kind in kinds:
+        for name, expected in types.items():
+            keys = {"model_type": kind, "architectures": ["NoSuchModel", name]}
+            if kind == expected:
+                assert stated_architecture(Path(), keys)[0].model_type == kind
+                continue
+            with pytest.raises(jf.ConfigError, match=r"Download config\.json again") as told:
+                stated_architecture(Path(), keys)
+            assert f'model_type="{kind}"' in str(told.value) and name in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "llama"])
+def test_no_message_proposes_to_write_another_class_into_config_json(kind):
+    named = {"model_type": kind, "architectures": ["GemmaForCausalLM"]}
+    with pytest.raises(jf.ConfigError, match="not a supported architecture") as told:
+        stated_architecture(Path("config.json"), named)
+    assert 'in "architectures"' not in str(told.value)
+    assert ("save_pretrained" in str(told.value)) == (kind == "llama")
+
+
+def test_gemma_1_under_the_name_of_llama_is_refused(tmp_path):
+    """It was computed with other norms, another activation and without the scale of its
+    embeddings."""
+    sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    config = tf.GemmaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    tf.GemmaForCausalLM(config).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(jf.ConfigError, match='model_type="gemma" and architectures='):
+        jf.load(tmp_path)
 
 
 def test_of_many_tensors_that_do_not_fit_the_first_are_named_and_the_rest_counted(tmp_path):

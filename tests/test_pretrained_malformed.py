@@ -156,8 +156,12 @@ MALFORMED = {
     ),
     "no architecture": (keys(architectures=None, model_type=None), [CONFIG, "architectures"]),
     "an architecture of another model": (
-        keys(architectures=["GPT2LMHeadModel"]),
+        keys(architectures=["GPT2LMHeadModel"], model_type="gpt2"),
         [CONFIG, "transformer.wte.weight"],
+    ),
+    "an architecture of another model_type": (
+        keys(architectures=["GPT2LMHeadModel"]),
+        [CONFIG, 'model_type="llama"', "GPT2LMHeadModel", "Download config.json again"],
     ),
     "no config": (without_config, [CONFIG]),
     "a config that is no JSON": (config_of("{'hidden_size': 42"), [CONFIG]),

@@ -31,7 +31,7 @@ NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6
 
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
     """The architecture as which a model is read, from the keys of its config.json. Raises
-    ConfigError where there is none."""
+    ConfigError where there is none, or model_type is that of another one."""
     kind, named = values.get("model_type"), values.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         told = "and must be a list of names: download the file again"
@@ -39,17 +39,42 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
     alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
     known = [BASES.get(name, name) for name in named or alike if name in (*ARCHITECTURES, *BASES)]
     if known and (named or len(known) == 1):
-        return ARCHITECTURES[known[0]], known[0]
-    stated = f"architectures={json.dumps(named)}"
-    if not named:
+        family = ARCHITECTURES[known[0]]
+        if kind not in (None, family.model_type):
+            raise ConfigError(_disagreement(path, kind, named, family.model_type))
+        return family, known[0]
+    if named:
+        stated, way = f"architectures={json.dumps(named)}", ""
+        if alike:
+            way = (
+                " If transformers loads the directory as one of these, what that model's"
+                " save_pretrained writes is read here."
+            )
+    else:
         stated = f'no "architectures", and model_type={json.dumps(kind)}'
-    supported = f"{kind} has {', '.join(alike)}"
-    if not alike:
-        kinds = [f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES]
-        supported = f"supported model types are {', '.join(kinds)}"
+        way = ' Name the one that the model is in "architectures".' if alike else ""
     raise ConfigError(
-        f"{path} has {stated}, which is not a supported architecture: {supported}. If the model is"
-        ' one of them, name it in "architectures".'
+        f"{path} has {stated}, which is not a supported architecture: {_supported(kind)}.{way}"
+    )
+
+
+def _supported(kind: Any) -> str:
+    """The architectures of a model_type, or else the supported model types."""
+    alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
+    if alike:
+        return f"{kind} has {', '.join(alike)}"
+    kinds = [f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES]
+    return f"supported model types are {', '.join(kinds)}"
+
+
+def _disagreement(path: Path, kind: Any, named: list[str], expected: str) -> str:
+    """What is said where a config.json names a class of another model_type than its own. The
+    tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so nothing
+    later would notice."""
+    return (
+        f"{path} has model_type={json.dumps(kind)} and architectures={json.dumps(named)}, a class"
+        f" of model_type={json.dumps(expected)}: the model would be computed as another than it"
+        f" is. Download config.json again, without edits; {_supported(kind)}."
     )
 
 
