@@ -15,13 +15,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxformer.digests import Altered
+from jaxformer.digests import Altered, altered_files
+from jaxformer.files import first_of
 from jaxformer.settings import ConfigError, Log
 
-# TensorStore's status for files that are truncated, altered or missing, and a part of its message,
-# under another status, for a chunk that cannot be decoded.
-DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT")
-UNDECODABLE = ("compressed stream", "Error decoding")
+# TensorStore's statuses, and a part of its messages, that speak of the machine and not of a file.
+OF_MACHINE = (
+    "ABORTED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+)
+OF_SYSTEM = "[OS error"
+MISSING = "NOT_FOUND"
 STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")
 
 # What Python code raises where the content of a file is not what the code expects.
@@ -88,14 +97,26 @@ def quiet_reads() -> Iterator[None]:
 
 
 def failure_of(place: Path, error: Exception, own: bool) -> Altered | ConfigError:
-    """The error of a read in one sentence: Altered where it shows that the checkpoint is damaged,
-    else ConfigError.
+    """The error of a read in one sentence: Altered where the checkpoint is damaged, else
+    ConfigError.
 
-    `own`: this version of Orbax wrote the checkpoint and can therefore read its metadata, unless
-    they were altered.
+    The digests of its files decide, and what the error says only where there are none. `own`: this
+    version of Orbax wrote the checkpoint and can therefore read its metadata, unless they were
+    altered.
     """
-    if _shows_damage(error, own):
-        return Altered(in_short(error))
+    if isinstance(error, Altered):
+        return error
+    try:
+        altered = altered_files(place)
+        if altered:
+            listed = first_of(altered, 5, ", ")
+            return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
+        if altered is None and _shows_damage(error, own):
+            return Altered(in_short(error))
+    except Altered as problem:  # of the digests
+        return problem
+    except OSError:  # a file that is there and cannot be read
+        pass
     return ConfigError(
         f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
         " that it is damaged; nothing was changed. Check memory, file system and permissions,"
@@ -117,11 +138,14 @@ def _shows_damage(error: BaseException, own: bool) -> bool:
     messages = [str(one) for one in chain if isinstance(one, ValueError)]
     statuses = [text for text in messages if STATUS.match(text)]
     if statuses:
-        return any(
-            text.startswith(DAMAGE) or any(part in text for part in UNDECODABLE)
-            for text in statuses
-        )
+        return not any(_speaks_of_the_machine(text) for text in statuses)
     return own and isinstance(chain[-1], UNEXPECTED)
+
+
+def _speaks_of_the_machine(text: str) -> bool:
+    if text.startswith(MISSING):
+        return False
+    return text.startswith(OF_MACHINE) or OF_SYSTEM in text
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -1,7 +1,7 @@
 """What the files of a checkpoint hold, verified before anything uses it.
 
 Its manifest lists the path, shape, dtype and digest of every array, the run that saved it, and the
-versions of the packages that did.
+versions of the packages that did. Beside it are the digests of the bytes of all these files.
 """
 
 import functools
@@ -18,13 +18,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxformer.checkpoint_faults import failure_of, in_short, quiet_reads
-from jaxformer.digests import Altered, as_text, digest_on_host, digests
+from jaxformer.digests import FILES, Altered, altered_files, as_text, digest_on_host, digests
 from jaxformer.files import first_of
 from jaxformer.params import dotted
 from jaxformer.settings import ConfigError, Log
 from jaxformer.versions import versions
 
-LATEST = 2  # of the manifest; format 1 was the table of shapes and dtypes alone
+# Of the manifest. Format 1 was the table of shapes and dtypes alone; format 2 had no digests of the
+# files beside it.
+LATEST = 3
 ORBAX = "orbax-checkpoint"  # whose version tells whether its metadata can be read
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
@@ -101,7 +103,8 @@ def _read(
     else:  # of several processes, one may find damage where another finds none
         from jaxformer.processes import together
 
-        found, manifest = together(read, Altered)
+        share = jax.process_index(), jax.process_count()
+        found, manifest = together(functools.partial(read, share), Altered)
     if manifest["format"] == 1:
         return found, False
     sums = jax.device_get(digests(found))
@@ -110,10 +113,15 @@ def _read(
 
 
 def _read_files(
-    place: Path, wanted: dict[str, Any], whole: bool, run: Mapping[str, Any]
+    place: Path,
+    wanted: dict[str, Any],
+    whole: bool,
+    run: Mapping[str, Any],
+    share: tuple[int, int] = (0, 1),
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """The leaves as this process's devices hold them, and the manifest. Raises Altered for any
-    damage."""
+    damage. The bytes of the files are compared too where the whole state is read; `share` are the
+    index and number of the processes that do so together."""
     for entry in place.rglob("*"):
         if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
             raise Altered(f"{entry.name} is no regular file")
@@ -128,6 +136,8 @@ def _read_files(
             manifest = read_manifest(place, reader)
             _compare(place, manifest["leaves"], shapes_of(wanted), whole)
             _require_run(place, manifest["run"], run)
+            if whole and manifest["format"] > 2:
+                _require_files(place, share)
             own = manifest["versions"].get(ORBAX) == versions()[ORBAX]
             leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
         return {path: leaves[path] for path in wanted}, manifest
@@ -162,7 +172,7 @@ def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
         return {"format": 1, "run": {}, "versions": {}, "leaves": saved}
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
-    if saved["format"] != LATEST:
+    if saved["format"] not in (2, LATEST):
         raise ConfigError(
             f"the checkpoint {place} was saved by jaxformer {saved['versions']['jaxformer']}, whose"
             f" manifest has format {saved['format']}; this one reads formats 1 to {LATEST}. Upgrade"
@@ -176,6 +186,14 @@ def _require_digests(manifest: Mapping[str, Any], found: Mapping[str, str]) -> N
     if wrong:
         listed = first_of(wrong, 5, ", ")
         raise Altered(f"the values of {listed} are not those that were saved (digests differ)")
+
+
+def _require_files(place: Path, share: tuple[int, int]) -> None:
+    altered = altered_files(place, *share)
+    if altered is None:
+        raise Altered(f"{FILES} is missing")
+    if altered:
+        raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
 
 
 def read_back(place: Path) -> None:

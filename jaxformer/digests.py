@@ -1,21 +1,35 @@
-"""Digests of arrays: 64 bits for each, whatever devices hold it and however it is split.
+"""Digests of arrays and of files.
 
-A digest is a pair of sums, modulo 2^32, over the words of an array. Each word is mixed with its
-flat index by a function that is a bijection of the word for every index (xor, multiplication by odd
-numbers and shifted xor, as in the finalizer of MurmurHash3). The change of a single word therefore
-always changes both sums; other damage goes unseen with a probability of about 2^-64. The order of
-the sum does not matter, so that a mesh of any shape gives the same digest.
+That of an array has 64 bits, whatever devices hold it and however it is split. It is a pair of
+sums, modulo 2^32, over the words of the array. Each word is mixed with its flat index by a function
+that is a bijection of the word for every index (xor, multiplication by odd numbers and shifted xor,
+as in the finalizer of MurmurHash3). The change of a single word therefore always changes both sums;
+other damage goes unseen with a probability of about 2^-64. The order of the sum does not matter, so
+that a mesh of any shape gives the same digest.
+
+That of a file is its size and the CRC-32 of its bytes, which differs wherever all changed bits lie
+within 32 bits, and else with a probability of 1 - 2^-32.
 """
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 WORD = np.uint32
+FILES = "files.json"  # in a checkpoint: the digests of the files of these folders in it
+FOLDERS = ("state", "manifest")
+READ_AT_ONCE = 2**20  # bytes
+READERS = 4  # files that are read at once
+
+FileDigest: TypeAlias = list[int]  # size and CRC-32
 
 
 class Altered(ValueError):
@@ -58,6 +72,71 @@ def digest_on_host(array: np.ndarray[Any, Any]) -> str:
         index = np.arange(begin, begin + piece.size, dtype=np.uint64).astype(WORD)
         sums += np.array([part.sum(dtype=WORD) for part in _mixed(piece, index)])
     return as_text(sums)
+
+
+def file_digest(path: Path) -> FileDigest:
+    """The size and the CRC-32 of a file. Raises OSError where it cannot be read."""
+    size, crc = 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(READ_AT_ONCE):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def write_file_digests(checkpoint: Path) -> None:
+    """Writes the digests of all files of a checkpoint that a read needs to its FILES."""
+    paths = [
+        path for folder in FOLDERS for path in (checkpoint / folder).rglob("*") if path.is_file()
+    ]
+    with ThreadPoolExecutor(READERS) as pool:
+        sums = pool.map(file_digest, paths)
+    names = [path.relative_to(checkpoint).as_posix() for path in paths]
+    table = dict(sorted(zip(names, sums, strict=True)))
+    content = {"files": table, "sha256": _checksum(table)}
+    (checkpoint / FILES).write_text(json.dumps(content), encoding="utf-8")
+
+
+def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str] | None:
+    """The files of a checkpoint whose bytes are not those that were saved, as paths relative to it;
+    None where it has no digests of them. Of `count` processes each compares its own share.
+
+    Raises Altered where the digests themselves were altered, and OSError where a file is there and
+    cannot be read, which says nothing about its bytes.
+    """
+    try:
+        content = (checkpoint / FILES).read_bytes()
+    except FileNotFoundError:
+        return None
+    table = _parsed(content)
+
+    def is_altered(name: str) -> bool:
+        try:
+            return file_digest(checkpoint / name) != table[name]
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    names: Sequence[str] = sorted(table)[process::count]
+    with ThreadPoolExecutor(READERS) as pool:
+        answers = pool.map(is_altered, names)
+    return [name for name, altered in zip(names, answers, strict=True) if altered]
+
+
+def _parsed(content: bytes) -> dict[str, FileDigest]:
+    """The table in FILES. Raises Altered where it is not what was saved."""
+    try:
+        saved = json.loads(content)
+        table: dict[str, FileDigest] = saved["files"]
+        is_intact = saved["sha256"] == _checksum(table)
+        inside = all(name.split("/")[0] in FOLDERS and ".." not in name for name in table)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        is_intact = inside = False
+    if not (is_intact and inside):
+        raise Altered(f"{FILES} is not what was saved")
+    return table
+
+
+def _checksum(table: Mapping[str, FileDigest]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def as_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.checkpoint_faults import quiet_threads
+from jaxformer.digests import write_file_digests
 from jaxformer.files import read_object, sync
 from jaxformer.settings import ConfigError
 
@@ -22,11 +23,14 @@ class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """A directory that Orbax writes and then renames, with an fsync before and after: its content
     is on the disk when it gets its name, and the name is before an older checkpoint is deleted.
 
-    TensorStore syncs arrays alone, and Orbax nothing. All this is done on the thread that saves.
+    TensorStore syncs arrays alone, and Orbax nothing. A whole checkpoint also gets the digests of
+    its files. All this is done on the thread that saves.
     """
 
     async def finalize(self) -> None:
         draft, place = Path(self.get()), Path(self.get_final())
+        if place.name.isdecimal():  # a checkpoint, and not one of the folders in it
+            write_file_digests(draft)
         sync(draft, *draft.rglob("*"))
         await super().finalize()  # which writes the marker of a complete checkpoint
         sync(*place.glob("*"), place, place.parent)

@@ -15,9 +15,19 @@ import pytest
 
 import jaxformer.files
 import jaxformer.retention
+from jaxformer.checkpoint_faults import failure_of
 from jaxformer.checkpoint_reading import read_back
 from jaxformer.checkpoints import Checkpoints, NotSaved
-from jaxformer.digests import Altered, as_text, digest_on_host, digests
+from jaxformer.digests import (
+    FILES,
+    Altered,
+    altered_files,
+    as_text,
+    digest_on_host,
+    digests,
+    write_file_digests,
+)
+from jaxformer.settings import ConfigError
 
 KINDS = ("float32", "bfloat16", "float16", "int32", "int8", "uint16", "bool", "float8_e4m3fn")
 MESHES = """
@@ -91,6 +101,66 @@ def test_the_first_save_is_read_back(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"w"', '"v"'))
     with pytest.raises(Altered):
         read_back(place)
+
+
+def test_a_change_of_any_byte_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"w": jnp.arange(6.0), "b": jnp.ones((2, 3), jnp.bfloat16)}, 1)
+    place = tmp_path / "checkpoints/1"
+    assert altered_files(place) == []
+    files = [path for folder in ("state", "manifest") for path in (place / folder).rglob("*")]
+    for path in filter(Path.is_file, files):
+        content = path.read_bytes()
+        name = path.relative_to(place).as_posix()
+        for index in range(0, len(content), 7):
+            changed = bytearray(content)
+            changed[index] ^= 1 << index % 8
+            path.write_bytes(changed)
+            assert altered_files(place) == [name]
+        path.unlink()
+        assert altered_files(place) == [name]
+        path.write_bytes(content)
+    shares = [altered_files(place, index, 3) for index in range(3)]
+    assert shares == [[], [], []]
+    content = (place / FILES).read_bytes()
+    for other in (b"", b"[]", content[:-9], content.replace(b"state/d/", b"state/../")):
+        (place / FILES).write_bytes(other)
+        with pytest.raises(Altered, match="is not what was saved"):
+            altered_files(place)
+
+
+ZSTD = "Error reading from field: ZSTD_decompressStream() failed: "
+
+
+@pytest.mark.parametrize(
+    "status, is_damage",
+    [
+        (f"FAILED_PRECONDITION: {ZSTD}Data corruption", True),
+        (f"FAILED_PRECONDITION: {ZSTD}Unknown frame descriptor", True),
+        ("DATA_LOSS: Error reading local file", True),
+        ("NOT_FOUND: No such file [OS error 2: ENOENT]", True),
+        ("INTERNAL: the size of a chunk is wrong", True),
+        ("RESOURCE_EXHAUSTED: Too many open files", False),
+        ("PERMISSION_DENIED: Error opening file [OS error 13: EACCES]", False),
+        ("UNAVAILABLE: the bucket does not answer", False),
+        ("DEADLINE_EXCEEDED: 10 s", False),
+        ("CANCELLED: by the caller", False),
+        ("UNKNOWN: Error reading file [OS error 5: EIO Input/output error]", False),
+    ],
+)
+def test_the_digests_of_files_decide_what_is_damage_and_without_them_the_status_does(
+    status: str, is_damage: bool, tmp_path: Path
+) -> None:
+    error = ValueError(status)
+    assert isinstance(failure_of(tmp_path, error, True), Altered if is_damage else ConfigError)
+    path = tmp_path / "state/d/values"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"as it was saved")
+    write_file_digests(tmp_path)
+    assert isinstance(failure_of(tmp_path, error, True), ConfigError)
+    path.write_bytes(b"as it Was saved")
+    found = failure_of(tmp_path, error, True)
+    assert isinstance(found, Altered) and "state/d/values" in str(found)
 
 
 def test_best_regular_and_newest_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from tiny_run import (
 )
 
 import jaxformer as jf
-from jaxformer.checkpoint_reading import Damaged, read_checkpoint
+from jaxformer.checkpoint_reading import Damaged, _checksum, read_checkpoint
 from jaxformer.checkpoints import Checkpoints
-from jaxformer.digests import digests
+from jaxformer.digests import FILES, digests
 from jaxformer.settings import ConfigError
 from jaxformer.training.state import TrainState
 
@@ -52,6 +52,17 @@ def flip(path: Path, seed: int = 0) -> None:
 
 def empty(path: Path) -> None:
     path.write_bytes(b"")
+
+
+def zero(path: Path) -> None:
+    """As a file system does that put the size of a file on the disk and not its content."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def swap(path: Path) -> None:
+    """Exchanges the halves of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[len(content) // 2 :] + content[: len(content) // 2])
 
 
 def array_files(checkpoint: Path) -> list[Path]:
@@ -159,6 +170,11 @@ def small_state(step: int) -> TrainState:
     return TrainState(jnp.int32(step), {"w": w, "b": {"c": c}}, moments)
 
 
+def target_like(state: TrainState) -> TrainState:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), state)
+
+
 def bits_of(state: TrainState) -> list[bytes]:
     leaves = dict(enumerate(jax.tree.leaves(state)))
     return [np.asarray(digest).tobytes() for digest in digests(leaves).values()]
@@ -179,8 +195,7 @@ def test_damage_of_metadata_leads_to_the_checkpoint_before(
         checkpoints.save(older, 1)
         checkpoints.save(newer, 2)
     place, aside = tmp_path / "checkpoints/2", tmp_path / "checkpoints/damaged-2"
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), newer)
+    target = target_like(newer)
     changes: list[Callable[[Path], None]] = [cut, empty, Path.unlink]
     changes += [functools.partial(flip, seed=seed) for seed in range(flips)]
     fallen = set[str]()
@@ -201,6 +216,80 @@ def test_damage_of_metadata_leads_to_the_checkpoint_before(
         path.write_bytes(content)
     assert {"_METADATA", "process_0", "metadata", "manifest.ocdbt"} <= fallen
     assert not capfd.readouterr().err
+
+
+def as_format_2(place: Path) -> None:
+    """Makes a checkpoint one of an earlier version, without digests of its files."""
+    (place / FILES).unlink()
+    saved = json.loads(manifest(place).read_text()) | {"format": 2}
+    del saved["sha256"]
+    manifest(place).write_text(json.dumps(saved | {"sha256": _checksum(saved)}))
+
+
+@pytest.mark.fault(
+    "newest checkpoint with any file of its arrays or its manifest zeroed, swapped in halves, cut,"
+    " removed, or with one bit flipped anywhere",
+    kept="It is set aside as `damaged-<step>` with the name of the file, also where nothing reads"
+    " the changed bytes, and the checkpoint before it is read.",
+    status="0",
+)
+def test_every_change_of_a_file_is_damage_whatever_reads_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = small_state(1), small_state(2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(older, 1)
+        checkpoints.save(newer, 2)
+    place, aside = tmp_path / "checkpoints/2", tmp_path / "checkpoints/damaged-2"
+    changes: list[Callable[[Path], None]] = [zero, swap, cut, Path.unlink, flip]
+    names = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.is_file()]
+    names = [name for name in names if name.parts[0] in ("state", "manifest", FILES)]
+    assert len(names) > 10
+    for name, change in itertools.product(names, changes):
+        content = (place / name).read_bytes()
+        change(place / name)
+        with Checkpoints(tmp_path) as checkpoints:
+            found = checkpoints.restore(target_like(newer), lambda line: None)
+        assert bits_of(found) == bits_of(older), f"{name} {change}"
+        reason = (aside / "damage.txt").read_text()
+        assert str(name) in reason or name.parts[0] == "manifest", reason
+        (aside / "damage.txt").unlink()
+        aside.rename(place)
+        (place / name).write_bytes(content)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore(target_like(newer), lambda line: None)
+    assert bits_of(found) == bits_of(newer)
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flips", [10, pytest.param(100, marks=LONG)])
+def test_damage_of_a_checkpoint_without_digests_of_its_files_does_not_stop_a_run(
+    flips: int, tmp_path: Path
+) -> None:
+    """What TensorStore says of the bytes decides: it names some damage FAILED_PRECONDITION."""
+    older, newer = small_state(1), small_state(2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(older, 1)
+        checkpoints.save(newer, 2)
+    place, aside = tmp_path / "checkpoints/2", tmp_path / "checkpoints/damaged-2"
+    as_format_2(place)
+    changes: list[Callable[[Path], None]] = [zero, swap, cut]
+    changes += [functools.partial(flip, seed=seed) for seed in range(flips)]
+    files = [*array_files(place), *sorted((place / "state").rglob("manifest.ocdbt"))]
+    fallen = 0
+    for path, change in itertools.product(files, changes):
+        content = path.read_bytes()
+        change(path)
+        with Checkpoints(tmp_path) as checkpoints:
+            found = checkpoints.restore(target_like(newer), lambda line: None)
+        expected = older if aside.exists() else newer
+        assert bits_of(found) == bits_of(expected), f"{path} {change}"
+        if aside.exists():
+            fallen += 1
+            (aside / "damage.txt").unlink()
+            aside.rename(place)
+        path.write_bytes(content)
+    assert fallen > len(changes)
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1, 2", b'{"vaL_loss": 0.25}', b"\xff", None])
