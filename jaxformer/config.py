@@ -149,6 +149,10 @@ class DataConfig(Section):
     messages_field: str = ""
     """Field of a conversation, a list of messages with role and content, that the objective sft
     reads in place of source and target; empty if there is none."""
+    cut: Literal["auto", "prompt", "end"] = "auto"
+    """What an example of sft that is longer than a row loses: prompt cuts the beginning of its
+    prompt, down to half a row, and then the end; end cuts the end alone, and so, after a long
+    prompt, the answer. auto is prompt, and end in a run that an earlier version began."""
     noise_density: Annotated[float, Bounds(0, 1)] = 0.15
     """Fraction of the tokens that the objectives mlm and span_corruption corrupt."""
     span_length: Annotated[float, Bounds(1, most=1e6)] = 3.0

@@ -25,6 +25,8 @@ def from_json(text: str, where: str) -> RunConfig:
     and renamed ones are found under their old names. Raises ConfigError for a file of a newer
     version, for what is not a config, naming every unknown section and field, and for a bad value.
 
+    Examples of sft of a file that lacks data.cut were cut at the end, as there was no choice yet.
+
     run.compilation_cache keeps its default: whoever wrote the file does not choose from where this
     machine takes compiled programs, or where it keeps them.
     """
@@ -37,17 +39,14 @@ def from_json(text: str, where: str) -> RunConfig:
             f"{where} was written by a newer jaxformer: its version is {version}, and this one"
             f" reads versions 1 to {VERSION}. Upgrade jaxformer to read it."
         )
-    values: dict[str, Any] = {}
-    for section, entry in written.items():
-        if isinstance(entry, dict):
-            values |= {f"{section}.{name}": value for name, value in entry.items()}
-        else:
-            values[section] = entry
+    values = _dotted(written)
     for later in range(version + 1, VERSION + 1):
         for old, new in RENAMED.get(later, {}).items():
             if old in values:
                 values[new] = values.pop(old)
     values.pop("run.compilation_cache", None)
+    if values.get("data.objective") in ("sft", "answers"):
+        values.setdefault("data.cut", "end")
     known = flat(RunConfig())
     if unknown := [name for name in values if name not in known]:
         lines = "".join(f"\n  {name}: {_unknown(name)}" for name in unknown)
@@ -58,6 +57,17 @@ def from_json(text: str, where: str) -> RunConfig:
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _dotted(written: dict[str, Any]) -> dict[str, Any]:
+    """The settings of all sections by `section.field`."""
+    values: dict[str, Any] = {}
+    for section, entry in written.items():
+        if isinstance(entry, dict):
+            values |= {f"{section}.{name}": value for name, value in entry.items()}
+        else:
+            values[section] = entry
+    return values
 
 
 def _section(entry: dataclasses.Field[Any], values: dict[str, Any]) -> Any:

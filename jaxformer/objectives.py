@@ -23,7 +23,7 @@ from jaxformer.data.task import (
     prefix_rows,
     span_rows,
 )
-from jaxformer.data.templates import ClassTemplate, PairTemplate, SFTTemplate, TagTemplate, Template
+from jaxformer.data.templates import PairTemplate, Template
 from jaxformer.head_loss import accuracy, head_loss
 from jaxformer.params import Params
 from jaxformer.settings import Table
@@ -146,7 +146,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("decoder",),
             "language",
             ("source", "target"),
-            template=SFTTemplate,
+            template="jaxformer.data.prompt_template:SFTTemplate",
             of_messages="jaxformer.data.conversations:MessagesTemplate",
             rowwise=True,
         ),
@@ -155,7 +155,7 @@ OBJECTIVES: Table[Objective] = Table(
             "classes",
             ("text", "pair", "label"),
             MARKS,
-            ClassTemplate,
+            "jaxformer.data.label_templates:ClassTemplate",
             metrics=accuracy,
             rowwise=True,
         ),
@@ -164,7 +164,7 @@ OBJECTIVES: Table[Objective] = Table(
             "tags",
             ("words", "tags"),
             MARKS,
-            TagTemplate,
+            "jaxformer.data.label_templates:TagTemplate",
             metrics=accuracy,
             rowwise=True,
         ),
@@ -212,6 +212,11 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f"data.messages_field={data.messages_field!r} names conversations, which"
             f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
         )
+    if data.cut != "auto" and name != "sft":
+        raise ConfigError(
+            f"data.cut={data.cut} says how examples of data.objective=sft are cut, and here is"
+            f" data.objective={name}: set it to auto."
+        )
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         asked = f"data.packing={data.packing}"
@@ -242,6 +247,7 @@ def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
         marks=model.family == "encoder",
         token_types=model.token_types,
         next_sentence=model.next_sentence,
+        cut="end" if data.cut == "end" else "prompt",
     )
 
 

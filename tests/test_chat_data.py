@@ -118,15 +118,31 @@ def test_a_conversation_that_is_cut_keeps_its_weights_in_place(
     messages = CONVERSATIONS["two"]
     path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
     ids, learned = ChatTemplate.of(Tokenizer.load(tokenizer)).encode(messages)
-    for length in (8, len(ids) // 2, len(ids) - 2, len(ids) - 1, len(ids) + 5):
+    with pytest.raises(ConfigError, match=r"none of its 1 examples has anything to learn"):
+        prepare(run_of(tmp_path, path, sequence_length=8, cut="end"))  # before the first answer
+    for length in (len(ids) // 2, len(ids) - 2, len(ids) - 1, len(ids) + 5):
         said: list[str] = []
-        row = prepare(run_of(tmp_path, path, sequence_length=length), said.append).train[0]
+        run = run_of(tmp_path, path, sequence_length=length, cut="end")
+        row = prepare(run, said.append).train[0]
         used = min(length, len(ids) - 1)
         assert row["tokens"].tolist() == ids[:used] + [0] * (length - used)
         assert row["targets"].tolist() == ids[1 : used + 1] + [0] * (length - used)
         assert row["weights"].tolist() == learned[1 : used + 1] + [0] * (length - used)
         cut = any("1 of 1 examples are longer than a row" in text for text in said)
         assert cut == (used < len(ids) - 1)
+
+
+def test_a_conversation_keeps_the_beginning_of_its_first_answer(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    messages = CONVERSATIONS["two"]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    ids, learned = ChatTemplate.of(Tokenizer.load(tokenizer)).encode(messages)
+    first = learned.index(True)
+    row = prepare(run_of(tmp_path, path, sequence_length=8)).train[0]
+    assert first > 8 and row["weights"].tolist() == [0] * 3 + learned[first : first + 5]
+    assert row["tokens"].tolist() == ids[first - 4 : first + 4]
+    assert row["targets"].tolist() == ids[first - 3 : first + 5]
 
 
 def test_what_is_stored_is_of_one_template(tokenizer: Path, tmp_path: Path) -> None:

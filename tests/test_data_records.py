@@ -307,6 +307,7 @@ def test_only_answers_are_learnt(tmp_path: Path) -> None:
         row["weights"].tolist() == [0, 0, 1, 1, 1, *[0] * 11]
         and row["segment_ids"].tolist() == [1] * 5 + [0] * 11
     )
+    run = run_of("decoder", objective="sft", sequence_length=16, cut="end")
     row, _, said = one_row(tmp_path, run, [{"source": "a" * 14, "target": "xyz"}])
     assert row["targets"].tolist() == [*b"a" * 13, *b"xyz"] and row["weights"].sum() == 3
     assert any("1 of 1 examples are longer than a row, and are cut" in line for line in said)

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer as Backend
 
 from jaxformer.cli.sample import _growing
 from jaxformer.config import DataConfig, ModelConfig, RunConfig
+from jaxformer.data.prompt_template import SFTTemplate
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import Shard, TokenStore
-from jaxformer.data.templates import PairTemplate, SFTTemplate
+from jaxformer.data.templates import PairTemplate
 from jaxformer.tokenizer import SENTINELS, Tokenizer
 
 

@@ -123,7 +123,7 @@ def written(
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     """The row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
     token_types [T] if the model has them."""
-    from jaxformer.data.templates import ClassTemplate
+    from jaxformer.data.label_templates import ClassTemplate
     from jaxformer.objectives import row_format
 
     ids = [tokens_of(model.tokenizer, part) for part in (text, *([pair] if pair else []))]
@@ -134,7 +134,7 @@ def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
 def words_of(model: Model, text: str) -> tuple[list[str], dict[str, np.ndarray]]:
     """The words of a text, and their row, in which weights [T] are 1 on the first token of each
     word."""
-    from jaxformer.data.templates import TagTemplate
+    from jaxformer.data.label_templates import TagTemplate
     from jaxformer.objectives import row_format
 
     words = text.split()

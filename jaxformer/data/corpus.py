@@ -260,12 +260,34 @@ def _example_rows(
     if labels:
         store.number_as(labels, str(split.source))
     rows = ExampleRows(store, template, seed)
+    if rows.left_out:
+        _say_left_out(split, rows, template, log)
     if template.packs:
         log(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
     if rows.cut:
-        which = f"{rows.cut:,} of {len(store):,} examples"
+        which = f"{rows.cut:,} of {len(store) - rows.left_out:,} examples"
         log(f"{split.name}: {which} are longer than a row, and are cut {template.cut_where}")
     return rows
+
+
+def _say_left_out(split: Split, rows: ExampleRows, template: Template, log: Log) -> None:
+    """A line on the examples without a target. Raises ConfigError where no others are left."""
+    count, length = len(rows.store), template.length
+    remedy = "set data.sequence_length to more"
+    if template.cut == "end":
+        remedy += ", or data.cut=prompt, which keeps the beginning of each answer"
+    if not len(rows):
+        longest = int(template.sizes(rows.store.lengths()).max())
+        raise ConfigError(
+            f"{split.source} ({split.rule()}): none of its {count:,} examples has anything to learn"
+            f" in a row of data.sequence_length={length:,}; the longest takes {longest:,} tokens."
+            f" Check what is to be learned of them, or {remedy}."
+        )
+    which = f"{rows.left_out:,} of {count:,} examples ({rows.left_out / count:.0%})"
+    log(
+        f"{split.name}: {which} are left out: within data.sequence_length={length:,} nothing of"
+        f" them is learned; to keep what was cut away, {remedy}"
+    )
 
 
 def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | None:

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxformer.data.examples import ExampleStore
 from jaxformer.data.rows import NumpyBatch, Rows
+from jaxformer.data.sources import fingerprint
 from jaxformer.data.templates import Template
 
 # Rows that an example may go to; when none has room, the fullest is closed for a new one.
@@ -12,10 +13,10 @@ OPEN_ROWS = 512
 
 class ExampleRows(Rows):
     """Rows of whole examples, packed in an order that the seed gives; one example a row where the
-    template does not pack.
+    template does not pack. Examples without a target are in no row.
 
-    `cut` counts the examples that are longer than a row, which the template cuts; `filled` is the
-    fraction of the rows that holds tokens.
+    `left_out` counts these, and `cut` those of the others that are longer than a row, which the
+    template cuts; `filled` is the fraction of the rows that holds tokens.
     """
 
     def __init__(self, store: ExampleStore, template: Template, seed: int) -> None:
@@ -23,16 +24,20 @@ class ExampleRows(Rows):
         self.take_counts(store)
         # [examples, streams] and [streams]
         sizes, capacity = template.sizes(store.lengths()), np.array(template.capacity)
-        self.cut = int((sizes > capacity).any(1).sum())
+        learned = template.have_targets(store)
+        self.left_out = len(store) - int(learned.sum())
+        if self.left_out:  # a run that has them in its rows is another one
+            self.fingerprint = fingerprint(store.fingerprint, np.flatnonzero(~learned).tolist())
+        self.cut = int((sizes > capacity)[learned].any(1).sum())
         fitted = np.minimum(sizes, capacity)
-        rows = [[index] for index in range(len(store))]
+        rows = [[index] for index in np.flatnonzero(learned).tolist()]
         if template.packs:
             order = np.random.default_rng(seed).permutation(len(store))
-            rows = first_fit(fitted, capacity, order)
+            rows = first_fit(fitted, capacity, order[learned[order]])
         # The examples of row r are _members[_bounds[r] : _bounds[r + 1]].
         self._members = np.fromiter((index for row in rows for index in row), np.int64)
         self._bounds = np.cumsum([0, *map(len, rows)])
-        self.filled = float(fitted.sum() / max(1, len(rows) * capacity.sum()))
+        self.filled = float(fitted[learned].sum() / max(1, len(rows) * capacity.sum()))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from jaxformer.data.conversations import marked_text
-from jaxformer.data.examples import Labels, Parts
+from jaxformer.data.examples import ExampleStore, Labels, Parts
+from jaxformer.data.prompt_template import CUT_PROMPT, prompt_capacity, without_start
 from jaxformer.data.rows import NumpyBatch, RowFormat
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
@@ -29,7 +30,7 @@ class PreferenceTemplate(Template):
     """
 
     packs = False
-    cut_where = "at the start of the prompt, and then at the end"
+    cut_where = CUT_PROMPT
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
@@ -78,23 +79,25 @@ class PreferenceTemplate(Template):
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths[:, :1] + lengths[:, 1:] - 1  # the last token is a target alone
 
+    def have_targets(self, store: ExampleStore) -> np.ndarray:
+        prompts, completions = store.lengths()[:, :1], store.lengths()[:, 1:]
+        capacity = prompt_capacity(completions.max(1, keepdims=True), self.length)
+        prompts = np.minimum(prompts, capacity)
+        ends = np.minimum(prompts + completions, self.length + 1)
+        # Both sides have to have one. The first token of a row is no target.
+        return (ends > np.maximum(prompts, 1)).all(1)
+
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, *completions = parts
-        # The prompt keeps what the longer completion leaves of a side, whose last token is a target
-        # alone, but at least half of it; and the tokens that begin a text.
-        side = self.length + 1
-        left = max(side - max(map(len, completions)), side // 2)
-        if len(prompt) > left:
-            begins = prompt[: len(self.before)].tolist() == self.before
-            kept = len(self.before) if begins else 0
-            prompt = joined(prompt[:kept], prompt[len(prompt) - left + kept :])
+        capacity = int(prompt_capacity(max(map(len, completions)), self.length))
+        prompt = without_start(prompt, capacity, self.before)
         sides = [self._side(prompt, completion) for completion in completions]
         return {name: np.stack([side[name] for side in sides]) for name in sides[0]}
 
     def _side(self, prompt: np.ndarray, completion: np.ndarray) -> NumpyBatch:
         """The arrays [T] of one side, padded with zeros: token 0, weight 0, segment 0."""
         text = joined(prompt, completion)[: self.length + 1]
-        used = len(text) - 1
+        used = max(len(text) - 1, 0)
         row = {name: np.zeros(self.length, np.int32) for name in ("tokens", "targets")}
         row["tokens"][:used], row["targets"][:used] = text[:-1], text[1:]
         place = np.arange(self.length)

@@ -22,7 +22,8 @@ class RowFormat(NamedTuple):
     `length` is the number of tokens of a row, `source_length` that of a row of sources (an
     encoder-decoder's). With `marks` rows begin with [CLS] and end with [SEP], where the tokenizer
     has these (an encoder's). `token_types` is how many types of tokens the model has, 0 for none;
-    with `next_sentence` a row holds two texts, and whether the second follows the first.
+    with `next_sentence` a row holds two texts, and whether the second follows the first. `cut` is
+    what a long example loses first: "prompt", the start of its prompt, or "end", its end alone.
     """
 
     length: int
@@ -30,6 +31,7 @@ class RowFormat(NamedTuple):
     marks: bool = False
     token_types: int = 0
     next_sentence: bool = False
+    cut: str = "prompt"
 
     def lengths(self, names: Iterable[str]) -> dict[str, int]:
         """The length of each of the arrays of a row with these names."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxformer.data.examples import Labels, Parts
+from jaxformer.data.examples import ExampleStore, Labels, Parts
 from jaxformer.data.rows import NumpyBatch, RowFormat, padded
 from jaxformer.data.sources.records import Record
 from jaxformer.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class Template(abc.ABC):
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.end = tokenizer, tokenizer.end_token
         self.length, self.source_length = row_format.length, row_format.source_length
-        self.types = row_format.token_types
+        self.types, self.cut = row_format.token_types, row_format.cut
         self.lengths = row_format.lengths(ARRAYS)
         self.capacity: tuple[int, ...] = (self.length,)
         first = tokenizer.special("cls") if row_format.marks else None
@@ -47,6 +47,11 @@ class Template(abc.ABC):
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         """Tokens that examples of parts of these `lengths` [N, parts] would take of each stream,
         uncut: [N, streams]."""
+
+    def have_targets(self, store: ExampleStore) -> np.ndarray:
+        """Whether each example has a target when it is cut to what a row holds, bool [N]. Those
+        that have none are left out of the rows."""
+        return np.ones(len(store), bool)
 
     @abc.abstractmethod
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
@@ -96,87 +101,6 @@ class PairTemplate(Template):
             "targets": joined(tokens[1:], [self.end]),
             "weights": np.ones(len(tokens), np.float32),
         }
-
-
-class SFTTemplate(Template):
-    """A prompt, its answer and the end token, of which only the answer and its end are learned."""
-
-    def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths.sum(1, keepdims=True) + len(self.tokenizer.prefix)
-
-    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        prompt, answer = self.tokenizer.as_prompt(parts[0]), parts[1]
-        text = joined(prompt, answer, [self.end])[: self.length + 1]
-        learned = np.arange(1, len(text)) >= len(prompt)
-        return {"tokens": text[:-1], "targets": text[1:], "weights": learned.astype(np.float32)}
-
-
-class ClassTemplate(Template):
-    """One text or two and their class, one example a row: [CLS] text [SEP] (text [SEP]) in an
-    encoder whose tokenizer has these, else each text with the end token. Of two that are too long
-    the longer is cut first (BERT, arXiv:1810.04805).
-    """
-
-    packs = False
-
-    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
-        super().__init__(row_format, tokenizer)
-        self.lengths |= {"targets": 1, "weights": 1}
-
-    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        texts = super().encode([record[:-1] for record in records], labels)
-        for parts, record in zip(texts, records, strict=True):
-            yield *parts, [labels.setdefault(str(record[-1]), len(labels))]
-
-    def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :-1].sum(1, keepdims=True) + len(self.start) + lengths.shape[1] - 1
-
-    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        *texts, label = parts
-        capacity = self.length - len(self.start) - len(texts)
-        if len(texts) == 2:
-            # The first keeps what the second leaves, but at least half (rounded up).
-            first = min(len(texts[0]), max(capacity - len(texts[1]), -(-capacity // 2)))
-            texts = [texts[0][:first], texts[1][: capacity - first]]
-        closed = [joined(text[:capacity], self.stop) for text in texts]
-        closed[0] = joined(self.start, closed[0])
-        tokens, weights = np.concatenate(closed), np.ones(1, np.float32)
-        row = {"tokens": tokens, "targets": label, "weights": weights}
-        return self.with_types(row, *map(len, closed))
-
-
-class TagTemplate(Template):
-    """Words and a tag for each, learned on the word's first piece, between [CLS] and [SEP] as in
-    `ClassTemplate`."""
-
-    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        words = [
-            (" " * (place > 0) + word) for record in records for place, word in enumerate(record[0])
-        ]
-        pieces = iter(self.tokenizer.encode_batch(words))
-        for _, tags in records:
-            ids: list[int] = []
-            numbers: list[int] = []
-            for tag in tags:
-                word = next(pieces)
-                ids += word
-                # The further pieces of a word, numbered -1, are not learned.
-                numbers += [labels.setdefault(tag, len(labels)), *[-1] * len(word)][: len(word)]
-            yield ids, numbers
-
-    def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :1] + len(self.start) + len(self.stop)
-
-    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        around = (len(self.start), len(self.stop))
-        ids, tags = (part[: self.length - sum(around)] for part in parts)
-        tags = np.pad(tags, around, constant_values=-1)
-        row = {
-            "tokens": joined(self.start, ids, self.stop),
-            "targets": np.maximum(tags, 0),
-            "weights": (tags >= 0).astype(np.float32),
-        }
-        return self.with_types(row, len(tags))
 
 
 def joined(*parts: Sequence[int] | np.ndarray) -> np.ndarray:

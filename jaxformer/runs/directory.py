@@ -95,13 +95,18 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """`run`, with the number of microbatches that its directory names where it leaves the choice:
-    earlier versions began runs with 1."""
+    """`run`, with the number of microbatches and the cut of examples that its directory names where
+    it leaves the choice: earlier versions began runs with 1, and cut at the end."""
     path = Path(run.run.dir) / "config.json"
-    if run.train.microbatches != "auto" or not run.run.dir or not path.is_file():
+    open_choices = "auto" in (run.train.microbatches, run.data.cut)
+    if not open_choices or not run.run.dir or not path.is_file():
         return run
-    begun = read_config(path).train.microbatches
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, microbatches=begun))
+    begun, train, data = read_config(path), run.train, run.data
+    if train.microbatches == "auto":
+        train = dataclasses.replace(train, microbatches=begun.train.microbatches)
+    if data.cut == "auto" and data.objective == begun.data.objective:
+        data = dataclasses.replace(data, cut=begun.data.cut)
+    return dataclasses.replace(run, train=train, data=data)
 
 
 def check_config(run: RunConfig) -> None:
