@@ -11,6 +11,7 @@ from pretrained import directory, folder, loaded, rewrite, tensors
 from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
+from jaxformer.interop.pretrained import pretrained_config
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.layers.positions import FREQUENCIES, rope_frequencies
 from jaxformer.params import Spec, zeros
@@ -196,6 +197,31 @@ def test_a_malformed_directory_gets_one_message_that_names_the_file_and_what_is_
     missing = [word for word in named if word not in str(told.value)]
     assert not missing, f"{missing} in: {told.value}"
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "llama", "qwen3 bias, window by layer types", "gemma2", "gemma3", "gpt-neox"),
+        *("bloom", "bert masked", "roberta classes", "t5", "marian"),
+    ],
+)
+def test_a_number_that_is_null_is_named_or_means_what_is_left_out(name, tmp_path):
+    """What may be null, such as a head's width, follows from other keys then."""
+    place = shutil.copytree(directory(name), tmp_path / "model")
+    keys = json.loads((place / CONFIG).read_text())
+    numbers = [key for key, value in keys.items() if type(value) in (int, float)]
+    assert len(numbers) > 8
+    refused = set()
+    for key in numbers:
+        (place / CONFIG).write_text(json.dumps(keys | {key: None}))
+        try:
+            pretrained_config(place)
+        except jf.ConfigError as error:
+            assert key in str(error) and "NoneType" not in str(error)
+            refused.add(key)
+    scales = {"rope_theta", "rotary_emb_base", "query_pre_attn_scalar"} & {*numbers}
+    assert refused >= scales and len(refused) > 3
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):

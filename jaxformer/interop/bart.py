@@ -18,7 +18,7 @@ class SharedSizes(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         found = {}
         for name, field, default in self.keys:
-            found[field] = hf.get(f"encoder_{name}", default)
+            found[field] = hf.number(f"encoder_{name}", default)
             if hf.get(f"decoder_{name}", default) != found[field]:
                 hf.only(f"decoder_{name}", (found[field],))
         return found

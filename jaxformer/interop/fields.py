@@ -8,7 +8,7 @@ difference.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxformer.config import ModelConfig
 from jaxformer.interop.compare import bias_named
@@ -61,6 +61,7 @@ class Key(KeyMapping):
     field: str
     default: Any = None
     instead: str = ""  # the key that is read where there is none, as in older files
+    may_be_null: ClassVar[bool] = False
 
     def read(self, hf: HFConfig) -> ConfigFields:
         default = hf.get(self.instead, self.default) if self.instead else self.default
@@ -68,6 +69,8 @@ class Key(KeyMapping):
         if value is None and self.instead:
             value = default
         if value is None:
+            if self.default is not None and self.hf in hf.values and not self.may_be_null:
+                raise hf.unsupported(self.hf, None, [self.default])
             return {}
         whole = isinstance(value, int) and not isinstance(value, bool)
         return {self.field: float(value) if TYPES[self.field] is float and whole else value}
@@ -78,6 +81,8 @@ class Key(KeyMapping):
 
 class OptionalKey(Key):
     """A number that is `null` where it is 0 here, such as a soft cap."""
+
+    may_be_null = True
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: getattr(config, self.field) or None}
@@ -143,7 +148,7 @@ class ClassCount(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         labels = hf.get("id2label")
-        return {"n_classes": len(labels) if labels else hf.get("num_labels", 2)}
+        return {"n_classes": len(labels) if labels else hf.number("num_labels", 2)}
 
     def write(self, config: ModelConfig) -> Keys:
         return {"num_labels": config.n_classes} if config.output in ("classes", "tags") else {}
@@ -235,7 +240,10 @@ class Scale(KeyMapping):
     default: float
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"attention_scale": hf.get(self.hf, self.default) ** -0.5}
+        number = hf.number(self.hf, self.default)
+        if number <= 0:
+            raise hf.unsupported(self.hf, number, ["a number above 0"])
+        return {"attention_scale": number**-0.5}
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: round(config.attention_scale**-2)}
@@ -267,8 +275,8 @@ class Windows(KeyMapping):
         if self.switch and not hf.flag("use_sliding_window", False):
             window = 0
         kinds = hf.get("layer_types") if self.kinds else None
-        every = hf.get(self.period, self.every) if self.period else self.every
-        first = hf.get("max_window_layers", 28) if self.switch else 0
+        every = hf.number(self.period, self.every) if self.period else self.every
+        first = hf.number("max_window_layers", 28) if self.switch else 0
         if kinds is None:
             full = [i < first or (every and (i + 1) % every == 0) for i in range(layers)]
         elif len(kinds) == layers and {*kinds} <= {FULL, SLIDING}:

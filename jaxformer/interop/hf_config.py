@@ -4,6 +4,7 @@ ones can be reported."""
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -56,6 +57,16 @@ class HFConfig:
         value = self.values.get(key, default)
         if type(value) is int and abs(value) > LARGEST:
             raise self.unsupported(key, value, [f"-{LARGEST} to {LARGEST}"])
+        return value
+
+    def number(self, key: str, default: float) -> Any:
+        """The number of a key. ConfigError for null, and for what is none."""
+        return self.checked_number(key, self.get(key, default))
+
+    def checked_number(self, key: str, value: Any) -> Any:
+        """`value`, read from a key or from an entry of it. ConfigError where it is no number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self.unsupported(key, value, ["a number"])
         return value
 
     def only(self, key: str, allowed: tuple[Any, ...]) -> None:

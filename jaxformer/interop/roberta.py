@@ -13,7 +13,7 @@ class OffsetPositions(KeyMapping):
     """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        padding, most = hf.get("pad_token_id", 1), hf.get("max_position_embeddings", 512)
+        padding, most = hf.number("pad_token_id", 1), hf.number("max_position_embeddings", 512)
         if not isinstance(padding, int) or not 0 <= padding < most - 1:
             allowed = ["an id below max_position_embeddings - 1"]
             raise hf.unsupported("pad_token_id", padding, allowed)

@@ -41,18 +41,16 @@ class Rope(KeyMapping):
         if self.local:  # parameters by kind of layer; older files have one table for both kinds
             near, parameters = parameters.get(SLIDING) or {}, parameters.get(FULL) or parameters
         entry = {**parameters, **scaling}
-        theta = hf.get(*self.theta)
-        part = hf.get(*self.fraction) if self.fraction else 1.0
         found: ConfigFields = {
             "positions": "rope",
-            "rope_theta": float(entry.get("rope_theta") or theta),
-            "rope_fraction": float(entry.get("partial_rotary_factor") or part),
+            "rope_theta": _stated(hf, entry, "rope_theta", self.theta),
+            "rope_fraction": _stated(hf, entry, "partial_rotary_factor", self.fraction),
         }
         if not self.fraction and found["rope_fraction"] != 1:
             raise hf.unsupported("partial_rotary_factor", found["rope_fraction"], [1.0])
         if self.local:
             _scaling(hf, near, ("default",))
-            near_theta = float(near.get("rope_theta") or hf.get(*self.local))
+            near_theta = _stated(hf, near, "rope_theta", self.local)
             kinds = hf.get("layer_types") or [SLIDING]
             if hf.get("sliding_window", 4096) and SLIDING in kinds:
                 found["rope_window_theta"] = near_theta
@@ -74,26 +72,37 @@ class Rope(KeyMapping):
         return keys
 
 
+def _stated(
+    hf: HFConfig, entry: dict[str, Any], name: str, instead: tuple[str, float] | None
+) -> float:
+    """The number of an entry of rope_parameters; where there is none, that of the key `instead`,
+    which has a default, or 1."""
+    if entry.get(name) is not None:
+        return float(hf.checked_number(f"rope_parameters.{name}", entry[name]))
+    return float(hf.number(*instead)) if instead else 1.0
+
+
 def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> ConfigFields:
     """The fields of a scaling; none where it changes nothing."""
     kind = entry.get("rope_type", entry.get("type", "default")) or "default"
     if kind not in allowed:
         raise hf.unsupported("rope_type", kind, allowed)
     _refuse_unknown(hf, entry, kind)
-    length = hf.get("max_position_embeddings", 2048)
-    original = entry.get(ORIGINAL) or length
+    length = hf.number("max_position_embeddings", 2048)
+    original = hf.checked_number(ORIGINAL, entry.get(ORIGINAL) or length)
     factor = entry.get("factor")
     if factor is None:  # YaRN's follows from the two lengths
         factor = length / original if kind == "yarn" else 1
-    factor = float(factor)
+    factor = float(hf.checked_number("rope_parameters.factor", factor))
     found: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
         if entry.get(key) is not None:
-            found[field] = float(entry[key])
+            found[field] = float(hf.checked_number(f"rope_parameters.{key}", entry[key]))
     if kind == "yarn" and "rope_attention_factor" not in found and all(map(entry.get, MSCALES)):
         # The factor is m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor) (DeepSeek).
         log = math.log(factor) if factor > 1 else 0.0
-        scales = [1 + 0.1 * entry[key] * log for key in MSCALES]
+        numbers = [hf.checked_number(f"rope_parameters.{key}", entry[key]) for key in MSCALES]
+        scales = [1 + 0.1 * number * log for number in numbers]
         found["rope_attention_factor"] = scales[0] / scales[1]
     unchanged = factor == 1 and found.get("rope_attention_factor", 1) == 1
     if kind == "default" or (unchanged and kind != "dynamic"):
@@ -124,7 +133,7 @@ class Length(KeyMapping):
     default: int = 2048
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        return {"max_length": hf.get("max_position_embeddings", self.default)}
+        return {"max_length": hf.number("max_position_embeddings", self.default)}
 
     def write(self, config: ModelConfig) -> Keys:
         dynamic = config.rope_scaling == "dynamic"
