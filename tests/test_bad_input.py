@@ -203,6 +203,22 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
             "data.undecodable=replace or skip",
         ],
     ),
+    **{
+        f"{name}.txt": (
+            text.encode(encoding),
+            [f"{name}.txt is not UTF-8 text but {shown}", f"iconv -f {shown} -t UTF-8"],
+        )
+        for name, encoding, shown, text in (
+            ("marked", "utf-16", "UTF-16", "caf\u00e9"),
+            ("little", "utf-16-le", "UTF-16LE", "plain words"),
+            ("big", "utf-16-be", "UTF-16BE", "caf\u00e9 and words"),
+            ("long", "utf-32-le", "UTF-32LE", "words"),
+        )
+    },
+    "wide.jsonl": (
+        '{"text": "a"}\n'.encode("utf-16"),
+        ["wide.jsonl", "is not UTF-8 text but UTF-16", "iconv -f UTF-16"],
+    ),
     "cut.txt.gz": (
         gzip.compress(os.urandom(999).hex().encode())[:-4],
         ["cut.txt.gz is truncated", "make or fetch it again"],

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from conftest import CACHE
 from shapes import forward, strong
 
@@ -51,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_run(tmp_path_factory.mktemp("runs") / "run", name) for name in RUNS}
 
 
-def write_run(folder: Path, name: str) -> Path:
+def write_run(folder: Path, name: str, tokenizer: Tokenizer = TOKENIZER) -> Path:
     base, pairs = jf.RunConfig(), folder.with_name("pairs.tsv")
     pairs.write_text(
         "source\ttarget\n" + "".join(f"{source}\t{target}\n" for source, target in PAIRS)
@@ -68,7 +69,7 @@ def write_run(folder: Path, name: str) -> Path:
     config = jf.ModelConfig(**(SHAPE | RUNS[name]))
     run = replace(base, run=replace(base.run, dir=str(folder)), model=config, data=data)
     folder.mkdir()
-    claim(run, TOKENIZER, check_data(run, TOKENIZER, {}, LABELS if config.n_classes else ()))
+    claim(run, tokenizer, check_data(run, tokenizer, {}, LABELS if config.n_classes else ()))
     params = strong(jf.init(config, jax.random.key(0)), size=0.3)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(TrainState(jnp.int32(1), params, {}), 1)
@@ -183,6 +184,19 @@ def test_each_word_is_told_its_tag(runs, capsys):
     assert [line.split() for line in out.splitlines()] == [
         [w, LABELS[t]] for w, t in zip(words, tags, strict=True)
     ]
+
+
+def test_a_word_of_which_the_tokenizer_makes_nothing_has_no_tag(tmp_path, capsys):
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    pattern = tokenizers.Regex("\\s*\u200b")
+    backend.normalizer = tokenizers.normalizers.Replace(pattern, "")
+    made = write_run(tmp_path / "run", "tags", Tokenizer(backend))
+    out = printed(capsys, "sample", made, "--prompt", "the \u200b river")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == ["the", "\\u200b", "river"]
+    assert lines[1].endswith("(the tokenizer makes no token of it)")
+    assert all(line.split()[1] in LABELS for line in (lines[0], lines[2]))
 
 
 def test_names_of_special_tokens_in_a_prompt_stand_for_them():

@@ -131,16 +131,18 @@ def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     return _row(template, [*ids, [0]])
 
 
-def words_of(model: Model, text: str) -> tuple[list[str], dict[str, np.ndarray]]:
-    """The words of a text, and their row, in which weights [T] are 1 on the first token of each
-    word."""
+def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
+    """The words of a text, the indices of those of which the tokenizer makes tokens (of U+200B it
+    may make none), and their row, in which weights [T] are 1 on the first token of each of these.
+    """
     from jaxformer.data.label_templates import TagTemplate
     from jaxformer.objectives import row_format
 
     words = text.split()
     template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
-    (parts,) = template.encode([(tuple(words), ("",) * len(words))], {})
-    return words, _row(template, list(parts))
+    numbers = tuple(map(str, range(len(words))))  # as tags, so that each word has its own
+    (parts,) = template.encode([(tuple(words), numbers)], {})
+    return words, [number for number in parts[1] if number >= 0], _row(template, list(parts))
 
 
 def _row(template: "Template", parts: list[Sequence[int]]) -> dict[str, np.ndarray]:

@@ -218,11 +218,15 @@ def _classify(model: Model, asked: SampleArguments) -> None:
 
 def _tag(model: Model, asked: SampleArguments) -> None:
     """Prints each word of the prompt with its most likely tag."""
-    words, row = words_of(model, asked.prompt or "")
+    words, encoded, row = words_of(model, asked.prompt or "")
     tags = _probabilities(model, row)[row["weights"] > 0].argmax(-1)
-    width = max(map(len, words))
-    for word, tag in zip(words, tags, strict=True):
-        print(f"{word:<{width}}  {escaped(model.labels[tag])}")
+    labels = dict.fromkeys(range(len(words)), "(the tokenizer makes no token of it)")
+    for index, tag in zip(encoded, tags, strict=True):
+        labels[index] = escaped(model.labels[tag])
+    shown = list(map(escaped, words))
+    width = max(map(len, shown))
+    for index, word in enumerate(shown):
+        print(f"{word:<{width}}  {labels[index]}")
 
 
 def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:

@@ -8,6 +8,13 @@ from jaxformer.config import ConfigError, Malformed, Undecodable
 
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # the first bytes of compressed files
 REPLACEMENT = "\ufffd"
+BYTE_ORDER_MARKS = {  # the longer ones first, of which UTF-32LE begins with that of UTF-16LE
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+FEWEST_ZEROS = 0.2  # share of zero bytes from which a text is no UTF-8
 
 
 @dataclass(frozen=True)
@@ -86,10 +93,33 @@ class ErrorHandler:
         return text
 
 
+def wide_encoding(raw: bytes) -> str:
+    """The encoding of two or four bytes a character that the beginning of a text is in, by its byte
+    order mark or its many zero bytes, which a text in UTF-8 has not; empty for another."""
+    for mark, name in BYTE_ORDER_MARKS.items():
+        if raw.startswith(mark):
+            return name
+    zeros = raw.count(0) / max(len(raw), 1)
+    if zeros < FEWEST_ZEROS:
+        return ""
+    if zeros > 0.6:
+        return "UTF-32BE" if raw[0] == 0 else "UTF-32LE"
+    return "UTF-16BE" if raw[::2].count(0) > raw[1::2].count(0) else "UTF-16LE"
+
+
+def is_wide(where: str, encoding: str) -> ConfigError:
+    """The error of a text in an encoding that `wide_encoding` found."""
+    return ConfigError(
+        f"{where} is not UTF-8 text but {encoding}: convert it by `iconv -f {encoding} -t UTF-8`."
+    )
+
+
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> ConfigError:
+    if not offset - error.start and (encoding := wide_encoding(error.object)):
+        return is_wide(where, encoding)
     advice = (
-        "Convert it, for example by `iconv -f LATIN1 -t UTF-8`, or set data.undecodable=replace or"
-        " skip."
+        "Convert it from its encoding, for example by `iconv -f LATIN1 -t UTF-8` if that is"
+        " Latin-1, or set data.undecodable=replace or skip."
     )
     packed = [suffix for suffix, magic in MAGIC.items() if error.object.startswith(magic)]
     if packed and offset < 4:
