@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
-from jaxformer.config import ConfigError, RunConfig, flat, suggestion
+from jaxformer.config import ConfigError, PreferenceObjective, RunConfig, flat, suggestion
 from jaxformer.files import parse_object
 
 VERSION = 2  # To be raised when a field is renamed, or an older reader would misread the file.
 
 # By the version that brought the new names: {3: {"model.old_name": "model.new_name"}}.
 RENAMED: dict[int, dict[str, str]] = {}
+
+PREFERENCES = get_args(PreferenceObjective)
 
 
 def to_json(config: RunConfig) -> str:
@@ -25,7 +27,7 @@ def from_json(text: str, where: str) -> RunConfig:
     and renamed ones are found under their old names. Raises ConfigError for a file of a newer
     version, for what is not a config, naming every unknown section and field, and for a bad value.
 
-    Examples of sft of a file that lacks data.cut were cut at the end, as there was no choice yet.
+    What data.cut and train.preference_dropout now choose was the end, and on, in older files.
 
     run.compilation_cache keeps its default: whoever wrote the file does not choose from where this
     machine takes compiled programs, or where it keeps them.
@@ -45,8 +47,7 @@ def from_json(text: str, where: str) -> RunConfig:
             if old in values:
                 values[new] = values.pop(old)
     values.pop("run.compilation_cache", None)
-    if values.get("data.objective") in ("sft", "answers"):
-        values.setdefault("data.cut", "end")
+    _keep_former_choices(values)
     known = flat(RunConfig())
     if unknown := [name for name in values if name not in known]:
         lines = "".join(f"\n  {name}: {_unknown(name)}" for name in unknown)
@@ -57,6 +58,15 @@ def from_json(text: str, where: str) -> RunConfig:
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _keep_former_choices(values: dict[str, Any]) -> None:
+    """Adds what older files, which lack it, meant where that is not the default."""
+    objective = values.get("data.objective")
+    if objective in ("sft", "answers"):
+        values.setdefault("data.cut", "end")
+    if objective in PREFERENCES and (values.get("model.dropout") or values.get("adapter.dropout")):
+        values.setdefault("train.preference_dropout", "on")
 
 
 def _dotted(written: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,9 @@ class TrainConfig(Section):
     0.1 for dpo, ipo and orpo, 2 for simpo."""
     preference_margin: NonNegative = 0.5
     """Target margin of the rewards of simpo as a fraction of beta (gamma / beta)."""
+    preference_dropout: Literal["auto", "off", "on"] = "auto"
+    """Whether a preference objective applies model.dropout and adapter.dropout. The reference never
+    has any. auto is off, and on in a run that an earlier version began."""
     log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
     eval_every: Volatile[Natural] = 200

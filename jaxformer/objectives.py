@@ -57,6 +57,8 @@ class Objective(NamedTuple):
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
     reference: whether the loss compares the model with the one that it starts from.
+    dropout: whether training applies the dropout of the model and its adapter. Where it does not,
+        the option dropout=True of `loss_of` and train.preference_dropout turn it on.
     """
 
     families: tuple[str, ...]
@@ -76,6 +78,7 @@ class Objective(NamedTuple):
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
     sequences: int = 1
     reference: bool = False
+    dropout: bool = True
 
 
 def _preference(name: str) -> Objective:
@@ -91,6 +94,7 @@ def _preference(name: str) -> Objective:
         rowwise=True,
         sequences=2,
         reference=name in ("dpo", "ipo"),
+        dropout=False,  # as in TRL; a reference without it is else no start of the model
     )
 
 
@@ -272,7 +276,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     Sums.
 
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
-    where 0 leaves one out; beta, and margin of "simpo", for preferences (`jaxformer.preferences`).
+    where 0 leaves one out; beta, and margin of "simpo", for preferences (`jaxformer.preferences`),
+    whose loss applies dropout only with dropout=True, whatever the key.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not
     have.
     """
@@ -281,16 +286,20 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
         raise ConfigError(
             f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."
         )
-    loss = _imported(OBJECTIVES[objective].loss)
-    known = inspect.signature(loss).parameters
+    row = OBJECTIVES[objective]
+    loss = _imported(row.loss)
+    known = {*inspect.signature(loss).parameters, *([] if row.dropout else ["dropout"])}
     if unknown := [name for name in options if name not in known]:
         raise ConfigError(
             f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
             " and the setting of train that gives it at its default."
         )
 
+    drops = options.pop("dropout", row.dropout)
+
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        key = key if drops else None
         if key is not None:
             from jaxformer.adapters.dropout import keyed
 

@@ -88,8 +88,8 @@ def test_a_resumed_run_is_bitwise_the_run_never_interrupted(base, whole):
 
 def test_the_margin_rises_from_zero_and_is_logged(whole):
     lines = [entry for entry in read_metrics(whole) if "loss" in entry]
-    assert lines[0]["reward_margin"] == pytest.approx(0, abs=5e-2)  # with the dropout of the model
-    assert lines[0]["loss"] == pytest.approx(np.log(2), abs=5e-2)
+    assert lines[0]["reward_margin"] == 0  # the dropout of the model is left out
+    assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     evaluations = [entry for entry in read_metrics(whole) if "val_loss" in entry]
     assert [entry["step"] for entry in evaluations] == [2, 4, 6]
     assert evaluations[-1]["val_reward_margin"] > 0.05
@@ -98,6 +98,21 @@ def test_the_margin_rises_from_zero_and_is_logged(whole):
     names = ("reward_margin", "reward_accuracy", "log_prob_chosen", "log_prob_rejected", "kl")
     assert all(f"val_{name}" in evaluations[-1] and name in lines[0] for name in names)
     assert lines[-1]["tokens"] == STEPS * 8 * 2 * 32  # both sides of eight pairs
+
+
+def test_a_dropout_that_is_left_out_is_said_once(base, capsys):
+    one = {"train.steps": 1, "train.eval_every": 0}
+    for name, changes, count in (
+        ("said", {}, 1),
+        ("none", {"model.dropout": 0.0}, 0),
+        ("asked", {"train.preference_dropout": "on"}, 0),
+    ):
+        assert train_here(arguments(base, name, one | changes)) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        told = "dpo does not apply model.dropout=0.1; train.preference_dropout=on does"
+        assert out.count(told) == count, out
+    losses = {name: logged(base / name)[0]["loss"] for name in ("said", "none", "asked")}
+    assert losses["said"] == losses["none"] != losses["asked"]
 
 
 def test_commands_compare_with_the_same_reference(base, whole, capsys):

@@ -16,12 +16,14 @@ from products import slow_but
 
 import jaxformer as jf
 from jaxformer.config import DataConfig, RunConfig, TokenizerConfig, TrainConfig
+from jaxformer.config_json import from_json, to_json
 from jaxformer.data import Batches, RowFormat, evaluation_batches
 from jaxformer.data.preference_template import PreferenceTemplate
 from jaxformer.evaluation import make_evaluation
 from jaxformer.params import is_custom
-from jaxformer.plan.abstract import run_loss
+from jaxformer.plan.abstract import is_rowwise, preference_options, run_loss, with_kernel
 from jaxformer.row_loss import row_nats
+from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.tokenizer import byte_tokenizer
 
 OBJECTIVES = ("dpo", "ipo", "orpo", "simpo")
@@ -115,6 +117,68 @@ def test_at_the_start_dpo_is_log_2_and_ipo_is_its_target_squared(models):
     for name, expected in (("dpo", np.log(2)), ("ipo", (1 / (2 * 0.1)) ** 2)):
         total, count = jax.jit(jf.loss_of(name, CONFIG))(models[0], batch, None)["loss"]
         assert float(total / count) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_dropout_of_model_and_adapter_is_left_out_unless_it_is_asked_for(name, models):
+    dropped, key = replace(CONFIG, dropout=0.4), jax.random.key(5)
+    batch = a_batch() | scored(models[0], dropped, a_batch())
+
+    def adapted(params, config):
+        adapter = jf.LoRA(rank=2, targets=("ffn",), dropout=0.4)
+        found = jf.adapt(params, config, adapter, jax.random.key(1))
+        return jax.tree.map(lambda leaf: leaf + 0.05, found)  # so that it changes the model
+
+    for config, params in ((dropped, models[0]), (CONFIG, adapted(models[0], CONFIG))):
+        loss = jf.loss_of(name, config)
+        without = float(loss(params, batch, None)["loss"][0])
+        assert float(loss(params, batch, key)["loss"][0]) == without
+        off = jf.loss_of(name, config, dropout=False)
+        assert float(off(params, batch, key)["loss"][0]) == without
+        on = jf.loss_of(name, config, dropout=True)
+        assert float(on(params, batch, None)["loss"][0]) == without
+        assert abs(float(on(params, batch, key)["loss"][0]) - without) > 1e-4
+    expected = {"dpo": np.log(2), "ipo": (1 / (2 * 0.1)) ** 2}
+    if name in expected:  # the reference is the model itself
+        total, count = jf.loss_of(name, dropped)(models[0], batch, key)["loss"]
+        assert float(total / count) == pytest.approx(expected[name], rel=1e-6)
+        assert jf.reference_log_probs(models[0], dropped, a_batch()).keys() <= batch.keys()
+
+
+def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
+    model = replace(CONFIG, dropout=0.4)
+    for name in OBJECTIVES:
+        for setting, rate in (("auto", 0.0), ("off", 0.0), ("on", 0.4)):
+            train = TrainConfig(preference_dropout=setting)
+            data = DataConfig(objective=name, sequence_length=16)
+            run = RunConfig(model=model, data=data, train=train)
+            ready, _ = with_kernel(run, 1)
+            assert ready.model.dropout == rate and run.model.dropout == 0.4
+            assert is_rowwise(run, name) == is_rowwise(ready, name) == (rate == 0)
+            assert preference_options(run, name).get("dropout", False) == (setting == "on")
+    causal = RunConfig(model=model, data=DataConfig(sequence_length=16))
+    assert with_kernel(causal, 0)[0].model.dropout == 0.4 and not is_rowwise(causal, "causal")
+    with pytest.raises(jf.ConfigError, match="'causal' takes no dropout: leave it out"):
+        run_loss(replace(causal, train=TrainConfig(preference_dropout="on")), "causal")
+
+
+@pytest.mark.parametrize(
+    "section, values", [("model", {"dropout": 0.1}), ("adapter", {"dropout": 0.1, "kind": "lora"})]
+)
+def test_a_run_that_an_earlier_version_began_keeps_its_dropout(section, values, tmp_path):
+    run = RunConfig(data=DataConfig(objective="orpo"))
+    run = replace(run, run=replace(run.run, dir=str(tmp_path)))
+    changed = replace(getattr(run, section), **values)
+    dropped = replace(run, **{section: changed})
+    for begun, setting in ((run, "auto"), (dropped, "on")):
+        record = json.loads(to_json(begun))
+        del record["train"]["preference_dropout"]
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        assert from_json(json.dumps(record), "here").train.preference_dropout == setting
+        assert as_begun(begun).train.preference_dropout == setting
+        check_config(begun)
+    (tmp_path / "config.json").write_text(to_json(dropped))
+    assert as_begun(dropped).train.preference_dropout == "auto"
 
 
 def test_odds_of_a_certain_completion_are_finite_and_have_a_gradient():

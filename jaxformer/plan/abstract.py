@@ -86,7 +86,14 @@ def step_of(
 
 def is_rowwise(run: RunConfig, objective: str) -> bool:
     """Whether the loss of a run is a sum over rows that do not read each other, nor its key."""
-    return OBJECTIVES[objective].rowwise and not run.model.dropout and not run.adapter.dropout
+    dropout = run.model.dropout or run.adapter.dropout
+    return OBJECTIVES[objective].rowwise and not (dropout and drops_out(run))
+
+
+def drops_out(run: RunConfig) -> bool:
+    """Whether the steps of a run apply the dropout of its model and its adapter."""
+    objective = OBJECTIVES[objective_of(run.model, run.data)]
+    return objective.dropout or run.train.preference_dropout == "on"
 
 
 def run_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
@@ -121,6 +128,8 @@ def preference_options(run: RunConfig, objective: str) -> dict[str, Any]:
         found["beta"] = train.preference_beta
     if train.preference_margin != TrainConfig.preference_margin:
         found["margin"] = train.preference_margin
+    if train.preference_dropout != "auto":
+        found["dropout"] = train.preference_dropout == "on"
     if OBJECTIVES[objective].reference and run.adapter.kind != "none":
         from jaxformer.adapters.lora import without_adapters
 
@@ -201,13 +210,13 @@ def with_kernel(
     run: RunConfig, segments: int, mesh: Mesh | AbstractMesh | None = None
 ) -> tuple[RunConfig, str]:
     """`run` with its attention kernel, its dtype and its microbatches selected for the devices of a
-    mesh (None: for one of JAX's default backend), and a sentence about the kernel, which
-    `prove_kernel` checks.
+    mesh (None: for one of JAX's default backend), without model.dropout where steps do not apply
+    it; and a sentence about the kernel, which `prove_kernel` checks.
 
     `segments` is the highest segment id of its rows, 0 if they have none. Raises ConfigError if a
     kernel selected by name does not support the run, or model.max_segments is below that.
     """
-    config = run.model
+    config = run.model if drops_out(run) else dataclasses.replace(run.model, dropout=0.0)
     if 0 < config.max_segments < segments:
         raise ConfigError(
             f"model.max_segments={config.max_segments} is below the {segments} texts of the fullest"

@@ -23,6 +23,7 @@ from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
+LEFT_OPEN = (("train", "microbatches"), ("train", "preference_dropout"), ("data", "cut"))
 
 
 @contextlib.contextmanager
@@ -95,18 +96,18 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """`run`, with the number of microbatches and the cut of examples that its directory names where
-    it leaves the choice: earlier versions began runs with 1, and cut at the end."""
+    """`run`, with the settings of `LEFT_OPEN` that its directory names where it leaves the choice:
+    earlier versions began runs with 1 microbatch, cut at the end, and with dropout."""
     path = Path(run.run.dir) / "config.json"
-    open_choices = "auto" in (run.train.microbatches, run.data.cut)
-    if not open_choices or not run.run.dir or not path.is_file():
+    if not run.run.dir or not path.is_file():
         return run
-    begun, train, data = read_config(path), run.train, run.data
-    if train.microbatches == "auto":
-        train = dataclasses.replace(train, microbatches=begun.train.microbatches)
-    if data.cut == "auto" and data.objective == begun.data.objective:
-        data = dataclasses.replace(data, cut=begun.data.cut)
-    return dataclasses.replace(run, train=train, data=data)
+    begun = read_config(path)
+    for section, name in LEFT_OPEN:
+        chosen, before = getattr(run, section), getattr(getattr(begun, section), name)
+        if getattr(chosen, name) == "auto":
+            chosen = dataclasses.replace(chosen, **{name: before})
+            run = dataclasses.replace(run, **{section: chosen})
+    return run
 
 
 def check_config(run: RunConfig) -> None:

@@ -9,7 +9,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.models.stack import compute_dtype
 from jaxformer.optim import decay_groups, schedule_text
 from jaxformer.params import count
-from jaxformer.plan.abstract import counted_specs
+from jaxformer.plan.abstract import counted_specs, drops_out
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.state import split_frozen
@@ -45,6 +45,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         "memory": f"{human_bytes(state)} of parameters and optimizer state per device{compared}",
         "FLOPs": f"{flops} per token, forward and backward{' and reference' if compared else ''}",
         "attention": setup.kernels[run.data.sequence_length] if same_kernel else kernels,
+        **_dropout(setup),
         **_data(setup),
         "run directory": run.run.dir,
     }
@@ -107,6 +108,20 @@ def _rows(setup: RunSetup) -> str:
     ]
     filled = setup.corpus.train.filled
     return "; ".join(lines * (len(lines) > 1) + [f"{filled:.2%} filled"] * (filled < 1))
+
+
+def _dropout(setup: RunSetup) -> dict[str, str]:
+    """A line where the settings ask for a dropout that the objective leaves out."""
+    asked = setup.asked
+    if drops_out(asked) or not (asked.model.dropout or asked.adapter.dropout):
+        return {}
+    stated = {"model.dropout": asked.model.dropout, "adapter.dropout": asked.adapter.dropout}
+    named = " and ".join(f"{name}={value:g}" for name, value in stated.items() if value)
+    objective = setup.corpus.task.name
+    return {
+        "dropout": f"none: data.objective={objective} does not apply {named};"
+        " train.preference_dropout=on does"
+    }
 
 
 def _layers(model: ModelConfig) -> str:
