@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from jaxformer.cli.streams import open_closed_streams
 from jaxformer.training.signals import guarded, importing
 
 # The arguments of each command, and what it does.
@@ -39,6 +40,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
+    open_closed_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] in (["-h"], ["--help"]):
         print(_usage())

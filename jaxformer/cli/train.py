@@ -17,12 +17,13 @@ def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
     with signals.importing():
         from jaxformer.checkpoints import NotSaved
-        from jaxformer.cli.streams import lasting
+        from jaxformer.cli.streams import lasting, require_files
         from jaxformer.processes import LOST, LostProcess
         from jaxformer.runs.out_of_memory import OutOfMemory
         from jaxformer.runs.run import train
         from jaxformer.training.loop import Diverged, Interrupted
 
+    require_files()
     with lasting():
         try:
             train(config)

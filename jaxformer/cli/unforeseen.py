@@ -35,6 +35,12 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
         where = escaped(str(error.filename or "standard output, or a file"))
         _print(f"error: {where} cannot be written ({error.strerror}): make room.")
         return 2
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        _print(
+            f"error: {escaped(str(error.filename or 'a file'))} cannot be opened"
+            f" ({error.strerror}): allow more, for example by `ulimit -n 1024`."
+        )
+        return 2
     if isinstance(error, OSError) and error.filename:
         remedy = "choose another path, or check its permissions and its disk"
         _print(f"error: {escaped(str(error.filename))}: {error.strerror}: {remedy}.")

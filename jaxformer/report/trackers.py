@@ -1,8 +1,9 @@
 """Where metrics go beside metrics.jsonl: the rows of `run.tracker`."""
 
-import contextlib
 import importlib.util
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,29 +32,58 @@ class NoTracker:
 
 class TensorBoard:
     """Writes event files into `tensorboard/` of a run directory. Events of steps after
-    `resume_step`, which are logged again, are marked as purged."""
+    `resume_step`, which are logged again, are marked as purged. Where they cannot be written, as on
+    a full disk, this is warned of once, and there are no more of them."""
 
     def __init__(self, run_dir: str | Path, resume_step: int) -> None:
         self._folder = Path(run_dir) / "tensorboard"
         self._purged = resume_step and resume_step + 1
         self._board: Any = None
+        self._failed = False
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._board is None:
-            self._board = _summary_writer()(str(self._folder), purge_step=self._purged)
-        if self._is_written():
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
+        if self._failed:
+            return
+        try:
+            if self._board is None:
+                self._board = _summary_writer()(str(self._folder), purge_step=self._purged)
+                _keep_quiet(self._worker())
+            if self._is_written():
+                for name, value in numbers.items():
+                    self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._fail(error.strerror or str(error))
+
+    def _worker(self) -> threading.Thread | None:
+        """The thread of tensorboardX that writes the events."""
+        return getattr(self._board.file_writer.event_writer, "_worker", None)
 
     def _is_written(self) -> bool:
-        """Whether TensorBoard's thread lives; a full disk ends it, and then no event is taken."""
-        thread = getattr(self._board.file_writer.event_writer, "_worker", None)
-        return thread is None or thread.is_alive()
+        """Whether that thread lives; a full disk ends it, and then no event is taken."""
+        worker = self._worker()
+        if worker is None or worker.is_alive():
+            return True
+        self._fail("its writer has ended, as on a full disk")
+        return False
+
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        if self._board is not None:  # at the end of the process it would fail again
+            self._board.file_writer.event_writer.close = lambda: None
+        warnings.warn(
+            f"{self._folder} cannot be written ({reason}): the run goes on without it, and"
+            " metrics.jsonl has its numbers.",
+            stacklevel=3,
+        )
 
     def close(self) -> None:
-        if self._board is not None and self._is_written():
-            with contextlib.suppress(OSError):  # the disk of metrics.jsonl
+        if self._board is None or self._failed:
+            return
+        try:
+            if self._is_written():
                 self._board.close()
+        except OSError as error:
+            self._fail(error.strerror or str(error))
 
 
 # Starts a tracker for a run directory whose run continues after a step; with the settings of the
@@ -103,6 +133,17 @@ def _is_installed(name: str) -> bool:
     return (
         name not in TRACKER_PACKAGES or importlib.util.find_spec(TRACKER_PACKAGES[name]) is not None
     )
+
+
+def _keep_quiet(worker: threading.Thread | None) -> None:
+    """Keeps off the terminal the traceback of a thread that a full disk ends."""
+    on_error = threading.excepthook
+
+    def report(found: Any) -> None:
+        if found.thread is not worker or not isinstance(found.exc_value, OSError):
+            on_error(found)
+
+    threading.excepthook = report
 
 
 def _summary_writer() -> Any:

@@ -129,3 +129,84 @@ with MetricsLog(sys.argv[1]) as log:
     assert process.stderr.count("cannot be written from step") == 2
     assert "lacks 10 lines, of steps 21 to 30 (File too large)" in process.stderr
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [*range(1, 21)]
+
+
+@pytest.mark.fault(
+    "standard output, or all standard streams, are closed (`>&-`)",
+    kept="Every command does its work. The run is the uninterrupted one.",
+    status="0",
+)
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_closed_streams(
+    closed: tuple[int, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected, text = reference(tmp_path_factory)
+    run_dir = tmp_path / "run"
+
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    commands = [
+        ["train", *line(run_dir, text)],
+        ["sample", str(run_dir), "--prompt", "a", "--max_new_tokens", "2"],
+        ["runs", str(tmp_path)],
+        ["shapes", str(ROOT / "configs/quickstart.py")],
+    ]
+    for command in commands:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxformer", *command],
+            stderr=None if 2 in closed else subprocess.PIPE,
+            preexec_fn=close,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, (command, error)
+    assert_same_run(run_dir, expected)
+
+
+@pytest.mark.fault(
+    "a process that may open only 20 files (`ulimit -n 20`)",
+    kept="Nothing is begun; the message says how to allow more.",
+    status="2",
+)
+def test_few_files(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, text = reference(tmp_path_factory)
+    command = [sys.executable, str(ROOT / "train.py"), *line(tmp_path / "run", text)]
+    found = subprocess.run(
+        ["sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    assert "may open only 20 files at once" in found.stderr and "ulimit -n 1024" in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault(
+    "the disk of TensorBoard's events is full",
+    kept="Training goes on with one warning, and without a traceback of the thread that writes"
+    " them.",
+    status="0",
+)
+def test_a_full_disk_of_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    code = """
+import resource, sys, time
+from jaxformer.report import MetricsLog
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+with MetricsLog(sys.argv[1]) as log:
+    for step in range(1, 200):
+        if step == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        log.log(step, {f"value_{number}": step / 3 for number in range(9)})
+        time.sleep(0.01)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0 and "Traceback" not in process.stderr, process.stderr
+    assert process.stderr.count(f"{tmp_path / 'tensorboard'} cannot be written") == 1
