@@ -36,6 +36,16 @@ STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")
 # What Python code raises where the content of a file is not what the code expects.
 UNEXPECTED = (LookupError, AttributeError, TypeError, ValueError, AssertionError, RecursionError)
 
+# What to do about an error of the system for which a save failed.
+ADVICE = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EFBIG: "make room there, or raise the limit of the size of a file (ulimit -f)",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EIO: "look after the disk",
+}
+
 
 @functools.cache
 def quiet_threads() -> None:
@@ -175,13 +185,13 @@ def set_aside(folder: Path, damaged: Mapping[int, str], log: Log) -> None:
         log(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
 
 
-def why_not_saved(error: BaseException) -> str:
-    """Why a save failed: in a word where the disk is full or a limit is reached, and else as Orbax
-    says it."""
+def why_not_saved(error: BaseException) -> tuple[str, str]:
+    """Why a save failed, and what to do: in a word where the disk is full, a limit is reached or
+    the system refuses, and else as Orbax says it."""
     chain = _causes(error)
     codes = {one.errno for one in chain if isinstance(one, OSError)}
     text = " ".join(str(one) for one in chain)
-    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+    for code, advice in ADVICE.items():
         if code in codes or os.strerror(code) in text:
-            return os.strerror(code)
-    return in_short(chain[-1])
+            return os.strerror(code), advice
+    return in_short(chain[-1]), "mend that"

@@ -204,7 +204,8 @@ def _told(place: Path) -> Iterator[None]:
     except Exception as error:  # Orbax and TensorStore raise many kinds
         from jaxformer.checkpoint_faults import why_not_saved
 
+        reason, advice = why_not_saved(error)
         raise NotSaved(
-            f"the checkpoint {place} could not be saved ({why_not_saved(error)}). Those from before"
-            " are untouched: make room there, and the same command continues from the newest."
+            f"the checkpoint {place} could not be saved ({reason}). Those from before are"
+            f" untouched: {advice}, and the same command continues from the newest."
         ) from error

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxformer.settings import ConfigError
 from jaxformer.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
@@ -107,6 +107,19 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def place_array(array: Any, where: Sharding) -> jax.Array:
+    """`array`, of which every process holds the same, placed as `where` says.
+
+    `jax.device_put` of jax 0.10 makes an array whose shards cannot be read, and so not be saved, of
+    one of this process that it places on the devices of several.
+    """
+    local = not isinstance(array, jax.Array) or array.is_fully_addressable
+    if where.is_fully_addressable or not local:
+        return jax.device_put(array, where)
+    values = np.asarray(array)
+    return jax.make_array_from_callback(values.shape, where, lambda index: values[index])
 
 
 def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:

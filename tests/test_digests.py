@@ -15,7 +15,7 @@ import pytest
 
 import jaxformer.files
 import jaxformer.retention
-from jaxformer.checkpoint_faults import failure_of
+from jaxformer.checkpoint_faults import failure_of, why_not_saved
 from jaxformer.checkpoint_reading import read_back
 from jaxformer.checkpoints import Checkpoints, NotSaved
 from jaxformer.digests import (
@@ -235,3 +235,21 @@ def test_a_save_whose_name_cannot_be_put_on_the_disk_is_not_called_saved(
     told = pytest.raises(NotSaved, match=r"could not be saved \(Input/output error\)")
     with told, Checkpoints(tmp_path) as checkpoints:
         checkpoints.save({"w": jnp.ones(3)}, 1)
+
+
+@pytest.mark.parametrize(
+    "code, advice",
+    [
+        (errno.ENOSPC, "make room there"),
+        (errno.EDQUOT, "make room there"),
+        (errno.EFBIG, "make room there"),
+        (errno.EROFS, "make it writable"),
+        (errno.EACCES, "make it writable"),
+        (errno.EIO, "look after the disk"),
+    ],
+)
+def test_room_is_asked_for_where_room_is_missing_alone(code: int, advice: str) -> None:
+    for error in (OSError(code, os.strerror(code)), ValueError(f"ABORTED: {os.strerror(code)}")):
+        reason, found = why_not_saved(error)
+        assert reason == os.strerror(code) and found.startswith(advice)
+    assert "room" not in " ".join(why_not_saved(ValueError("an array had 2 shards")))

@@ -182,6 +182,29 @@ def test_a_program_that_has_joined_by_itself_trains_and_evaluates(
     assert values[0] == values[1] == pytest.approx(logged(one)[-1]["val_loss"], rel=1e-5)
 
 
+OWN_STATE = """
+import jax.numpy as jnp
+import optax
+import jaxformer as jf
+
+params = {"weight": jnp.ones((4, 2)), "scale": jnp.full(1, 2.0)}
+learning = {"weight": True, "scale": False}
+state = jf.init_state(params, optax.adam(0.1), mesh=jf.make_mesh(), trainable=learning)
+with jf.Checkpoints(sys.argv[2]) as checkpoints:
+    checkpoints.save(state, 1)
+shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+found = jf.Checkpoints(sys.argv[2]).restore(shapes, print).params["scale"]
+print("FOUND", found.addressable_shards[0].data)
+"""
+
+
+def test_leaves_of_one_process_that_do_not_learn_are_placed_so_that_they_can_be_saved(
+    tmp_path: Path,
+) -> None:
+    for out in scripts(2, OWN_STATE, tmp_path):
+        assert out.partition("FOUND ")[2].strip() == "[2.]"
+
+
 DISAGREEING = {
     "settings": ({"train.eval_every": 3}, r"train\.eval_every: 4 in process 0, 3 in process 1"),
     "text": ({"data.train": "other.txt"}, r"data\.json: train: \w+ in process 0, \w+ in process 1"),

@@ -13,6 +13,7 @@ from jaxformer.checkpoint_reading import flat_leaves
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.digests import fingerprint
 from jaxformer.files import read_object
+from jaxformer.mesh import place_array
 from jaxformer.params import Params, Specs
 from jaxformer.runs.init_from import warm_start
 from jaxformer.training.state import TrainState, merged, split_frozen
@@ -52,7 +53,7 @@ def first_params(table: Specs, base: Params, target: TrainState, seed: int) -> P
     """The params of an adapted model before the first step, placed as the state `target` says;
     those of the base that learn are copied, since a step takes them."""
     params = jax.tree.map(
-        lambda leaf, wanted: jax.device_put(leaf, wanted.sharding),
+        lambda leaf, wanted: place_array(leaf, wanted.sharding),
         filled(table, base, jax.random.key(seed)),
         target.params,
     )

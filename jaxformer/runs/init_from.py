@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.mesh import parameter_sharding
+from jaxformer.mesh import parameter_sharding, place_array
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
@@ -155,7 +155,7 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
 
     def leaf(path: str, spec: Spec) -> Any:
         own = drawn.get(path, found.get(path))
-        return own if is_custom(own) else jax.device_put(own, _place(spec, mesh))
+        return own if is_custom(own) else place_array(own, _place(spec, mesh))
 
     return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :])
 

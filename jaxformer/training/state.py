@@ -12,7 +12,7 @@ import optax
 from flax import struct
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxformer.mesh import AnyMesh, parameter_sharding, replicated
+from jaxformer.mesh import AnyMesh, parameter_sharding, place_array, replicated
 from jaxformer.params import Params, Spec, dotted, init_params
 from jaxformer.settings import ConfigError
 from jaxformer.sharding import platform
@@ -90,7 +90,7 @@ def _copied(
         return TrainState(jnp.int32(0), learned, optimizer.init(learned), frozen)
 
     def place(leaf: Any, where: Sharding) -> jax.Array:
-        return jax.device_put(jnp.asarray(leaf), where)
+        return place_array(jnp.asarray(leaf), where)
 
     places = state_shardings(params, optimizer, mesh, frozen)
     learned, others = split_frozen(params, frozen)

@@ -1,0 +1,121 @@
+"""Runs of two processes that are interrupted and continued: every objective, every kind of adapter
+over every kind of base, and every packing. Each row of the table has one objective."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from several import SMALL, finished, launch_all
+from tiny_run import assert_same_run, copy, finish, fork, line, saved
+
+from jaxformer.config import Packing
+from jaxformer.config_adapter import AdapterKind, BaseWeights
+from jaxformer.objectives import OBJECTIVES
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+STEPS = 2
+WORDS = ("the", "cat", "dog", "tree", "sees", "likes", "under", "over", "river", "stone")
+PLAIN = SMALL | {
+    "data.packing": "stream",
+    "model.attention_kernel": "xla",
+    "model.dropout": 0.0,
+    "optimizer.decay_steps": STEPS,
+    "tokenizer.vocab_size": 400,
+    "train.checkpoint_every": 1,
+    "train.eval_every": 0,
+    "train.microbatches": 1,
+    "train.steps": STEPS,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "encoder": {"model.family": "encoder"},
+    "encoder_decoder": {"model.family": "encoder_decoder"},
+}
+OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
+    "classes": {"model.head": "classes"},
+    "token_classification": {
+        "data.label_field": "tags",
+        "data.text_field": "words",
+        "model.head": "tags",
+    },
+}
+# objective: (family, adapter.kind, adapter.base, data.packing)
+ROWS = {
+    "causal": ("decoder", "lora", "float32", "documents"),
+    "mlm": ("encoder", "none", "float32", "best_fit"),
+    "span_corruption": ("encoder_decoder", "none", "float32", "stream"),
+    "prefix": ("encoder_decoder", "prompt", "float32", "stream"),
+    "seq2seq": ("encoder_decoder", "lora", "nf4", "documents"),
+    "sft": ("decoder", "lora", "nf4_double", "best_fit"),
+    "classes": ("encoder", "lora", "int8", "stream"),
+    "token_classification": ("encoder", "none", "float32", "documents"),
+    "dpo": ("decoder", "lora", "nf4", "stream"),
+    "ipo": ("decoder", "none", "float32", "stream"),
+    "orpo": ("decoder", "prefix", "float32", "stream"),
+    "simpo": ("decoder", "prompt", "float32", "stream"),
+}
+
+
+def test_the_table_holds_every_objective_every_adapter_and_every_packing() -> None:
+    _, kinds, bases, packings = (set(column) for column in zip(*ROWS.values(), strict=True))
+    assert set(ROWS) == set(OBJECTIVES)
+    assert kinds == set(get_args(AdapterKind)) and bases == set(get_args(BaseWeights))
+    assert packings == set(get_args(Packing))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With records of every field, and a model of each family to start from."""
+    made = tmp_path_factory.mktemp("kinds")
+    rng = random.Random(0)
+    with (made / "records.jsonl").open("w") as file:
+        for _ in range(80):
+            words = rng.choices(WORDS, k=12)
+            record = {
+                "text": " ".join(words),
+                "source": " ".join(words[:4]),
+                "target": " ".join(words[4:8]),
+                "label": words[0],
+                "words": words[:6],
+                "tags": ["noun" if word in WORDS[1:4] else "other" for word in words[:6]],
+                "prompt": " ".join(words[:4]),
+                "chosen": f" {words[4]}",
+                "rejected": f" {words[5]} {words[6]}",
+            }
+            file.write(json.dumps(record) + "\n")
+    for family, changes in FAMILIES.items():
+        made_of = PLAIN | changes | {"train.checkpoint_every": 0}
+        finish(fork(line(made / family, made / "records.jsonl", made_of)))
+    return made
+
+
+@pytest.mark.fault(
+    "a run of two processes without the checkpoints after its first one, as after a SIGKILL, for"
+    " every objective, kind of adapter and of base, and packing",
+    kept="Continued, the run is the uninterrupted one.",
+    status="0",
+)
+@pytest.mark.parametrize("objective", ROWS)
+def test_a_run_of_two_processes_continues_as_the_uninterrupted_one(
+    objective: str, folder: Path, tmp_path: Path
+) -> None:
+    family, kind, base, packing = ROWS[objective]
+    changes = PLAIN | FAMILIES[family] | {"data.objective": objective, "data.packing": packing}
+    changes |= OBJECTIVE_SETTINGS.get(objective, {})
+    if kind != "none" or objective == "ipo":  # which compares the model with its start
+        changes |= {"adapter.kind": kind, "run.init_from": folder / family}
+    if kind == "lora":
+        changes |= {"adapter.rank": 2, "adapter.base": base}
+    run_dir = tmp_path / "whole"
+    finished(launch_all(2, run_dir, folder / "records.jsonl", changes))
+    assert saved(run_dir) == [1, 2]
+    ended = copy(run_dir, tmp_path / "ended")
+    shutil.rmtree(ended / "checkpoints/2")
+    out = finished(launch_all(2, ended, folder / "records.jsonl", changes))[0][1]
+    assert f"Continuing {ended} from step 1" in out
+    assert saved(ended) == [1, 2]
+    assert_same_run(ended, run_dir)
