@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,6 +150,26 @@ def test_a_process_that_counts_others_is_refused_and_named() -> None:
         RollCall(0, 2, f"localhost:{port}", 4)
     thread.join()
     assert "it counts 3 processes, and process 0 counts 2" in errors[0]
+
+
+def test_a_process_does_not_wait_for_a_first_one_that_has_ended() -> None:
+    """Not until its own launch.timeout."""
+    with socket.create_server(("localhost", 0)) as server:
+
+        def end() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b'{"came": 1}\n')
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        coordinator = f"localhost:{server.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(LostProcess, match=r"process 0 of 3, at .* has ended"):
+            RollCall(1, 3, coordinator, 60)
+        assert time.monotonic() - began < 30
+        thread.join()
 
 
 def test_a_save_that_fails_with_a_lost_process_is_told_as_the_lost_process() -> None:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
+from jax._src.lib import utils  # JAX has no public name for the level of its libraries
 
 from jaxformer.config import ConfigError, flat
 from jaxformer.config_train import LaunchConfig
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from jaxformer.runs.roll_call import RollCall
 
 SERVICE_SECONDS = 60  # for JAX's own service, once all have come
+# Seconds of silence after which JAX's service takes a process for lost: about the most that it can
+# take. `RollCall` watches instead, by connections, which a slow process keeps.
+SILENCE = 2_000_000_000
+WARNING, ERROR = 1, 2  # levels of the lines of JAX's libraries
 # Errors that come of another process that has ended only where JAX raised one before.
 EXPECTED = (ConfigError, LostProcess, Diverged, OutOfMemory, SystemExit)
 # Settings that may differ between the processes of a run, which compare the texts themselves.
@@ -63,7 +69,7 @@ def joined(settings: LaunchConfig, log: Log) -> Iterator[None]:
         call = RollCall(place.index, place.count, place.coordinator, settings.timeout)
         _joined.append(call)
         try:
-            _initialize(place, call)
+            _initialize(place, call, settings.timeout)
             describe(log)
             if request := current():
                 request.tell = call.stopped
@@ -100,9 +106,13 @@ def leave(status: int) -> int:
     return status
 
 
-def _initialize(place: ProcessPlace, call: "RollCall") -> None:
+def _initialize(place: ProcessPlace, call: "RollCall", timeout: float) -> None:
     # Its handler of SIGTERM would take the place of ours.
     jax.config.update("jax_enable_preemption_service", False)
+    # It counts silence by the wall clock and takes a clock that is set back for 500,000 years of
+    # it. It then ends all processes, unless it may go on without those that it takes for lost.
+    jax.config.update("jax_enable_recoverability", True)
+    utils.absl_set_min_log_level(ERROR)  # it warns of that
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -110,7 +120,8 @@ def _initialize(place: ProcessPlace, call: "RollCall") -> None:
             place.index,
             local_device_ids=place.devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=SERVICE_SECONDS,
+            initialization_timeout=math.ceil(max(SERVICE_SECONDS, timeout)),  # some may be slow
+            heartbeat_timeout_seconds=SILENCE,
             shutdown_timeout_seconds=SERVICE_SECONDS,
         )
     except RuntimeError as error:
@@ -118,7 +129,10 @@ def _initialize(place: ProcessPlace, call: "RollCall") -> None:
             f"this process cannot join the others ({error}): join them before any array is made, by"
             " train.py, or by jax.distributed.initialize() at the beginning of the program."
         ) from error
+    finally:
+        utils.absl_set_min_log_level(int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or WARNING))
     call.catch_aborts()
+    atexit.register(call.wait_for_others, SERVICE_SECONDS)  # before JAX ends its service
 
 
 def describe(log: Log) -> None:

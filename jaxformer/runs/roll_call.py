@@ -28,6 +28,7 @@ LONGEST = 2**16  # characters of a message
 GRACE = 10.0  # seconds in which a process may end by itself, after another has failed
 TO_STOP = 2.0  # the same, after a signal has ended another, for one that has nothing to save
 TO_SAVE = 45.0  # and for one that has
+ADMISSION = 5.0  # seconds for the first message of a connection
 VERDICT = 15.0  # seconds to wait for word of another process, after a collective has failed
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -106,7 +107,7 @@ class RollCall:
             line.send(hosts=self.hosts)
 
     def _admit(self, connection: socket.socket, refused: list[str]) -> None:
-        connection.settimeout(5)
+        connection.settimeout(ADMISSION)
         line = Line(connection)
         asked = line.read()
         index, count, host = (asked.get(name) for name in ("index", "count", "host"))
@@ -127,6 +128,7 @@ class RollCall:
             return
         connection.settimeout(None)
         self._lines[index], self.hosts[index] = line, host
+        line.send(came=index)
 
     def _missing(self, timeout: float, refused: list[str]) -> str:
         absent = [index for index in range(1, self.count) if index not in self._lines]
@@ -159,9 +161,11 @@ class RollCall:
                 continue
             line = Line(connection)
             line.send(index=self.index, count=self.count, host=socket.gethostname())
-            # Process 0 may have begun to wait as much later as this one.
-            connection.settimeout(left + timeout)
+            # Process 0 may have begun to wait just now. Where it ends it closes the connection.
+            connection.settimeout(timeout + ADMISSION)
             reply = line.read()
+            if "came" in reply:  # process 0 it is: where it ends there is nobody to wait for
+                reply = line.read() or {"missing": self._gone()}
             if "hosts" in reply:
                 connection.settimeout(None)
                 self.hosts, self._lines = reply["hosts"], {0: line}
@@ -173,6 +177,12 @@ class RollCall:
                 raise LostProcess(reply["missing"])
             found = "what answers there is not process 0 of this run"
             time.sleep(min(0.3, left))
+
+    def _gone(self) -> str:
+        return (
+            f"process 0 of {self.count}, at {self.coordinator}, has ended before all had come, or"
+            f" does not answer. {START_AGAIN}"
+        )
 
     def _watch(self, other: int, line: Line) -> None:
         """Reads what another process says, until it has ended."""
@@ -247,14 +257,19 @@ class RollCall:
         self._send(bye=True)
 
     def leave(self, status: int) -> NoReturn:
-        """Ends the process at once: JAX would wait for the others at its end. Process 0 is the last
-        one, since JAX aborts the others when its service is gone."""
+        """Ends the process at once: JAX would wait for the others at its end."""
         self.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        for watch in self._threads if self.index == 0 else ():
-            watch.join(GRACE)
+        self.wait_for_others(GRACE)
         os._exit(status)
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Process 0 is the last one to end, since JAX aborts the others when its service is gone:
+        it waits until the others have ended, and at most so many seconds for all of them."""
+        deadline = time.monotonic() + seconds
+        for watch in self._threads if self.index == 0 else ():
+            watch.join(max(deadline - time.monotonic(), 0.0))
 
     def catch_aborts(self) -> None:
         """Gives an abort by JAX, whose own watch may be faster, the message and status of ours."""

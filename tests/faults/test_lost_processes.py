@@ -1,12 +1,25 @@
 """Runs of several processes of which one does not come, dies or is told to stop."""
 
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from several import SMALL, ends, finished, launch_all, uninterrupted
-from tiny_run import assert_same_run, finish, fork, line, lines_logged, logged, saved, wait_until
+from several import SMALL, ends, finished, free_port, launch_all, uninterrupted
+from tiny_run import (
+    ROOT,
+    assert_same_run,
+    finish,
+    fork,
+    launch,
+    line,
+    lines_logged,
+    logged,
+    saved,
+    wait_until,
+)
 from tiny_run import write_text as write_documents
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
@@ -121,3 +134,39 @@ def test_a_mistake_in_one_process_ends_all_with_its_message(tmp_path: Path) -> N
         assert status == 2 and "missing.txt" in error and "Traceback" not in error, error
     assert "process 1: data.train" in found[0][2]
     assert not saved(tmp_path / "run")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler of C")
+@pytest.mark.fault(
+    "the clock of process 0 of several is set back by two hours",
+    kept="The run goes on, for nothing depends on the time of day; a later SIGTERM stops all after"
+    " the same step.",
+    status="143, of the SIGTERM",
+)
+def test_a_clock_that_is_set_back_ends_no_process(tmp_path: Path) -> None:
+    text, run_dir = write_documents(tmp_path / "text.txt"), tmp_path / "run"
+    library, is_back = tmp_path / "clock.so", tmp_path / "is_back"
+    source = str(ROOT / "tests/clock_set_back.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    joined = {"launch.coordinator": f"localhost:{free_port()}", "launch.processes": 2}
+    endless = LONGER | {"train.steps": 100_000, "train.eval_every": 0} | joined
+    first, second = (
+        launch(line(run_dir, text, endless | {"launch.process": index}), **environment)
+        for index, environment in enumerate(
+            ({"LD_PRELOAD": str(library), "CLOCK_IS_BACK": str(is_back)}, {})
+        )
+    )
+    try:
+        wait_until(lambda: lines_logged(run_dir) >= 5, first)
+        is_back.touch()
+        time.sleep(15)  # JAX's service looked for silent processes every few seconds
+        assert first.poll() is None and second.poll() is None
+        second.terminate()
+        errors = [finish(process, 143)[1] for process in (first, second)]
+    finally:
+        first.kill()
+        second.kill()
+    (step,) = saved(run_dir)[-1:]
+    for error in errors:
+        assert f"stopped by SIGTERM after step {step} and saved" in error, error
+        assert "lost process" not in error and "recoverable" not in error
