@@ -91,8 +91,22 @@ def hf(directory):
 
 @pytest.fixture(scope="module")
 def expected(hf, tasks):
-    """Its answers."""
-    return answered(hf, tasks)
+    """Its answers, where it scores no BOS after its own: each text that is read in windows begins
+    with the prefix token once."""
+    rolling, encode = hf.loglikelihood_rolling, hf.tok_encode
+
+    def text_tokens(string, **settings):
+        tokens = encode(string, **settings)
+        return tokens[1:] if tokens[:1] == [hf.prefix_token_id] else tokens
+
+    def rolling_without_a_second_bos(requests, **settings):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hf, "tok_encode", text_tokens)
+            return rolling(requests, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "loglikelihood_rolling", rolling_without_a_second_bos)
+        return answered(hf, tasks)
 
 
 @pytest.mark.slow
@@ -100,6 +114,75 @@ def test_every_answer_equals_that_of_the_harness_s_own_hugging_face_model(
     directory, tasks, expected
 ):
     assert_equal(answered(JaxformerLM(directory, batch_size=3), tasks), expected)
+
+
+def requests_of(kind, rows):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, row, 0) for row in rows]
+
+
+def log_likelihood(lm, tokens, first):
+    """The log-likelihood of `tokens` from the place `first` on, from one forward pass."""
+    padded_row = np.array([tokens + [0] * (LENGTH - len(tokens))])
+    logits = jf.forward(lm.params, lm.config, padded_row)
+    chances = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0]
+    return float(sum(chances[place - 1, tokens[place]] for place in range(first, len(tokens))))
+
+
+@pytest.mark.parametrize("bos", [None, True, False])
+def test_a_text_read_in_windows_is_scored_without_the_tokens_before_it(directory, bos):
+    """With a BOS of the template, of add_bos_token, or written in the text."""
+    lm = JaxformerLM(directory, batch_size=2, add_bos_token=bos)
+    begin = lm.prefix_token_id
+    text_ids = lm.tokenizer.encode("the cat sees", special_tokens=False)
+    shown = lm.tokenizer.shown(begin)
+    texts = [("the cat sees",), (f"{shown}the cat sees",), (shown,), ("",)]
+    plain, named, only_begin, empty = lm.loglikelihood_rolling(
+        requests_of("loglikelihood_rolling", texts), disable_tqdm=True
+    )
+    assert plain == pytest.approx(log_likelihood(lm, [begin, *text_ids], 1), abs=1e-4)
+    assert named == plain and (only_begin, empty) == (0.0, 0.0)
+
+
+@one_directory
+def test_every_token_of_a_template_of_several_is_read_and_none_is_scored(directory, monkeypatch):
+    lm = JaxformerLM(directory)
+    text_ids = lm.tokenizer.encode("the cat", special_tokens=False)
+    monkeypatch.setattr(lm, "tok_encode", lambda string: [7, 9, 11, *text_ids])
+    monkeypatch.setattr(type(lm.tokenizer), "prefix", [7, 9, 11])
+    found = lm.loglikelihood_rolling(requests_of("loglikelihood_rolling", [("the cat",)]))
+    tokens = [7, 9, 11, *text_ids]
+    assert found == [pytest.approx(log_likelihood(lm, tokens, 3), abs=1e-4)]
+    for length in (1, 2, 3, 5):
+        lm.max_length = length
+        scored = [window[2] for window in lm._windows(tokens)]
+        assert [token for row in scored for token in row] == text_ids and all(scored)
+
+
+def test_a_continuation_without_tokens_is_refused_as_the_harness_refuses_it(directory, hf):
+    lm = JaxformerLM(directory)
+    for pair in (("the cat", ""), ("", ""), ("", lm.tokenizer.shown(lm.prefix_token_id))):
+        asked = requests_of("loglikelihood", [("the cat", " dog"), pair])
+        with pytest.raises((AssertionError, IndexError)):
+            hf.loglikelihood(asked, disable_tqdm=True)
+        with pytest.raises(jf.ConfigError) as raised:
+            lm.loglikelihood(asked, disable_tqdm=True)
+        assert f"the continuation {pair[1]!r} after the context {pair[0]!r}" in str(raised.value)
+    with pytest.raises(jf.ConfigError, match="the continuation has no tokens"):
+        lm._loglikelihood_tokens([(None, [5], [])])
+
+
+@one_directory
+def test_a_context_of_spaces_alone_is_the_prefix_token(directory):
+    """Its spaces go to the continuation; before, the first token was scored twice."""
+    lm = JaxformerLM(directory)
+    asked = requests_of("loglikelihood", [("  ", "cat sees"), ("", "  cat sees")])
+    spaces, empty = lm.loglikelihood(asked, disable_tqdm=True)
+    tokens = lm.tokenizer.encode("  cat sees", special_tokens=False)
+    assert spaces == empty
+    expected = log_likelihood(lm, [lm.prefix_token_id, *tokens], 1)
+    assert spaces[0] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow

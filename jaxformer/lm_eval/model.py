@@ -1,6 +1,7 @@
 """The model class of EleutherAI's evaluation harness: log-likelihoods of texts, and generation.
 
-Requests become token ids, windows and stops exactly as for the harness's own Hugging Face models.
+Requests become token ids, windows and stops as for the harness's own Hugging Face models, but for
+the tokens that a template puts before a text: these are never scored.
 Rows are sorted by length and padded to a full batch and to multiples of `BUCKET` tokens, so that
 few programs are compiled.
 """
@@ -126,19 +127,29 @@ class JaxformerLM(TemplateLM):
             return ids[before : len(ids) - after]
         return [self.prefix_token_id, *ids] if self.add_bos_token and not before else ids
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Answer]:
+        """(log-likelihood, whether it is the greedy continuation) of each text after its context.
+
+        An empty context is the prefix token. Raises ConfigError for a continuation without tokens,
+        whose probability would be 1.
+        """
+        for request in requests:
+            context, continuation = request.args
+            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
+                raise _without_continuation((context, continuation))
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm)
+        return answers
+
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of each text, read in windows of max_length tokens in which each token
-        is predicted once."""
+        is predicted once. Tokens that the template puts before a text are read, not scored."""
         windows: list[ScoringRequest] = []
         owners: list[int] = []  # the number of each window's text
         for number, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0])
-            for pair in get_rolling_token_windows(
-                tokens, self.prefix_token_id, self.max_length, context_len=1
-            ):
-                windows.append((None, *make_disjoint_window(pair)))
+            for window in self._windows(self.tok_encode(request.args[0])):
+                windows.append(window)
                 owners.append(number)
         totals = [0.0] * len(requests)
         answers = self._loglikelihood_tokens(windows, disable_tqdm)
@@ -148,6 +159,25 @@ class JaxformerLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
+    def _windows(self, tokens: list[int]) -> Iterator[ScoringRequest]:
+        """The windows of a text, of which the first begins with the template's tokens, or with the
+        prefix token where the template has none."""
+        template = self.tokenizer.prefix
+        if template and tokens[: len(template)] == template:
+            unscored = len(template) - 1  # beside the first token, which has no context
+        else:
+            unscored = 0
+            if tokens[:1] != [self.prefix_token_id]:
+                tokens = [self.prefix_token_id, *tokens]
+        for pair in get_rolling_token_windows(
+            tokens[1:], tokens[0], self.max_length, context_len=1
+        ):
+            context, continuation = make_disjoint_window(pair)
+            read = min(unscored, len(continuation))
+            unscored -= read
+            if continuation[read:]:
+                yield None, [*context, *continuation[:read]], continuation[read:]
+
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **__: Any
     ) -> list[Answer]:
@@ -155,21 +185,24 @@ class JaxformerLM(TemplateLM):
         context.
 
         Requests that differ only in their last token, as the letters of a multiple choice do, are
-        one row.
+        one row. An empty context is the prefix token, as `loglikelihood` has it. Raises ConfigError
+        for a continuation that is empty or longer than max_length.
         """
         asking: dict[ScoredRow, list[int]] = {}  # the numbers of the requests of each row
         cut = 0
-        answers: list[Answer] = [(0.0, True)] * len(requests)  # of an empty continuation
-        for number, (_, context, continuation) in enumerate(requests):
+        answers: list[Answer] = [(0.0, False)] * len(requests)  # each is replaced below
+        for number, (asked, context, continuation) in enumerate(requests):
+            if not continuation:
+                raise _without_continuation(asked)
             if len(continuation) > self.max_length:
                 raise ConfigError(
                     f"a continuation of {len(continuation)} tokens does not fit into"
                     f" max_length={self.max_length}."
                 )
-            if continuation:
-                cut += len(context) + len(continuation) > self.max_length + 1
-                read = tuple((context + continuation)[-self.max_length - 1 : -1])
-                asking.setdefault((read, len(continuation)), []).append(number)
+            before = context or [self.prefix_token_id]
+            cut += len(before) + len(continuation) > self.max_length + 1
+            read = tuple((before + continuation)[-self.max_length - 1 : -1])
+            asking.setdefault((read, len(continuation)), []).append(number)
         _warn(cut, len(requests), self.max_length)
         rows = sorted(asking, key=lambda row: (-len(row[0]), row))
         title = "Running loglikelihood requests"
@@ -278,6 +311,16 @@ def _warn(cut: int, number: int, space: int) -> None:
         logging.getLogger(__name__).warning(
             f"{cut} of {number} contexts lose their beginning: there is room for {space} tokens."
         )
+
+
+def _without_continuation(asked: tuple[str, str] | None) -> ConfigError:
+    """The refusal of a continuation without tokens, which a probability of 1 would let win."""
+    texts = "" if asked is None else f" {asked[1]!r} after the context {asked[0]!r}"
+    return ConfigError(
+        f"the continuation{texts} has no tokens of its own, so it has no likelihood: a task needs"
+        " choices that are not empty, and that begin with the space or line that separates them"
+        " from the context (target_delimiter)."
+    )
 
 
 def _count(name: str, value: Any, most: int | None = None) -> int:
