@@ -8,6 +8,7 @@ from .config import RunConfig
 from .config_model import ModelConfig
 from .generation.beam import beam_search
 from .generation.decode import generate
+from .generation.stated import writing_rules
 from .interop.peft_read import read_adapter
 from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
@@ -82,4 +83,5 @@ __all__ = [
     "train",
     "transformer_block",
     "without_adapters",
+    "writing_rules",
 ]

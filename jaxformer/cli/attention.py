@@ -171,8 +171,7 @@ def _target(
         return _until_end(model, made), []
     from jaxformer.generation.beam import beam_search_steps
 
-    rules = {"end_token": model.end_tokens, "vocab_size": model.tokenizer.vocab_size}
-    rules |= {"source": [source], "beams": beams, "keep": 1}
+    rules = model.writing_rules() | {"source": [source], "beams": beams, "keep": 1}
     found, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
     best = np.asarray(found.tokens[0, 0]).tolist()
     ids = _until_end(model, best)

@@ -36,6 +36,12 @@ class Model:
     def end_tokens(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys([*self.tokenizer.end_tokens, *self.stops]))
 
+    def writing_rules(self) -> dict[str, Any]:
+        """What the texts that it writes may hold, as keywords of `jf.generate`."""
+        from jaxformer.generation.stated import writing_rules
+
+        return writing_rules(self.tokenizer) | {"end_token": self.end_tokens}
+
     def context(self, source: bool = False) -> int:
         """How many tokens it reads at most, or tokens of a source."""
         from jaxformer.generation.prompts import context_of
@@ -107,7 +113,7 @@ def written(
     from jaxformer.generation.beam import beam_search
     from jaxformer.generation.decode import stream_tokens
 
-    rules |= {"end_token": model.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    rules |= model.writing_rules()
     if source:
         rules["source"] = [source]
     if beams:

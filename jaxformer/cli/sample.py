@@ -175,7 +175,7 @@ def _pieces(
         return written(model, start, source, count, 0, key=key, **rules)
     from jaxformer.generation.slide import slide_tokens
 
-    rules |= {"end_token": model.end_tokens, "vocab_size": model.tokenizer.vocab_size}
+    rules |= model.writing_rules()
     beginning = len(model.tokenizer.as_prompt([]))  # special tokens with which every text begins
     count = asked.max_new_tokens
     row = slide_tokens(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig
 from jaxformer.generation.decode import Stream, start
 from jaxformer.generation.prepare import prepared
-from jaxformer.generation.sampling import EndToken, ends, filler, refuse, within
+from jaxformer.generation.rules import TextRules, TextSoFar, ends, filler, permitted, refuse, within
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
@@ -27,17 +27,16 @@ MOST_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
 
 
 @dataclass(frozen=True)
-class Search:
-    """The width of a search and the score of a text. Raises ConfigError for a value out of
-    range."""
+class Search(TextRules):
+    """The width of a search, the score of a text and what it may hold. Raises ConfigError for a
+    value out of range."""
 
     beams: int = 5  # unfinished texts kept at every step
     keep: int = 0  # texts returned (0: as many as beams); with fewer the search may stop earlier
     length_penalty: float = 0.6  # alpha: 0 ranks by probability, which favors short texts
-    end_token: EndToken = None  # a text is finished with it, or with any of several
-    vocab_size: int | None = None  # ids from here on are padding of the table and never chosen
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         refuse(
             {
                 f"beams={self.beams} must be from 1 to {MOST_BEAMS:,}": (
@@ -99,8 +98,9 @@ def beam_search(
     """The likeliest continuations of each prompt that a beam search finds: [B, T] int -> `Beams`.
 
     The arguments before `search` are those of `generate`; `search` are the fields of `Search`:
-    beams, keep, length_penalty, end_token, vocab_size. The score of a text is log p / ((5 + length)
-    / 6)^length_penalty, with its end token counted; a text ends at its end token, which fills the
+    beams, keep, length_penalty, end_token, vocab_size and the rules on the text that `generate`
+    has. The score of a text is log p / ((5 + length) / 6)^length_penalty, with its end token
+    counted, which adds nothing where it is forced; a text ends at its end token, which fills the
     rest, or at max_new_tokens. Raises ConfigError as `generate` does.
     """
     rules, key = Search(**search), jax.random.key(0)
@@ -145,7 +145,9 @@ def _search(
     """The best texts, and the steps if they are kept."""
     batch, beams = stream.logits.shape[0], rules.beams
     keep = rules.keep or beams
-    cache, logits, layout = _repeated((stream.cache, stream.logits, stream.layout), beams)
+    cache, logits, layout, written = _repeated(
+        (stream.cache, stream.logits, stream.layout, stream.written), beams
+    )
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     # All beams of a row begin equal. Only the first counts, or the first step would choose the same
     # token for each.
@@ -162,7 +164,8 @@ def _search(
 
     def step(carry: _Carry) -> _Carry:
         i, live, over, cache, steps = carry
-        live, over, parents, made = _extend(live, over, rules, i)
+        now = written.replace_new(live.tokens.reshape(batch * beams, n), i)
+        live, over, parents, made = _extend(live, over, rules, now)
         if steps is not None:
             steps = jax.tree.map(lambda kept, new: kept.at[i].set(new), steps, made)
         cache = _of_parents(cache, parents)
@@ -188,17 +191,20 @@ def _no_steps(n: int, batch: int, beams: int) -> BeamSteps:
 
 
 def _extend(
-    live: _Live, over: Beams, rules: Search, i: jax.Array
+    live: _Live, over: Beams, rules: Search, written: TextSoFar
 ) -> tuple[_Live, Beams, jax.Array, BeamSteps]:
-    """The live texts with one more token, the best finished texts, for each live text the row
-    [B b] of the text that it continues, and this step alone."""
-    batch, beams = live.logs.shape
-    logits = within(live.logits, rules.vocab_size).reshape(batch, beams, -1)  # [B, b, V]
+    """The live texts, which are `written`, with one more token, the best finished texts, for each
+    live text the row [B b] of the text that it continues, and this step alone."""
+    (batch, beams), i = live.logs.shape, written.count
+    logits = within(live.logits, rules.vocab_size)  # [B b, V]
+    # A rule takes tokens away and leaves the probabilities of the others, as in transformers.
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)
 
     # 2 b candidates of each row, from the 2 b best tokens of each beam (or V). With one end token
     # at most b of them end, so that b others always remain live.
     best, ids = jax.lax.top_k(logits, min(2 * beams, logits.shape[-1]))  # [B, b, 2 b]
-    logs = live.logs[..., None] + best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logs = live.logs[..., None] + best - total.reshape(batch, beams, 1)
     logs, index = jax.lax.top_k(logs.reshape(batch, -1), 2 * beams)  # [B, 2 b] of [B, b 2 b]
     parents, new = index // ids.shape[-1], _at(ids.reshape(batch, -1), index)
     tokens = _at(live.tokens, parents).at[:, :, i].set(new)  # [B, 2 b, n]

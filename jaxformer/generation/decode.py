@@ -14,7 +14,8 @@ from flax import struct
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.prepare import prepared
 from jaxformer.generation.prompts import capacity, context_of, read_rows, rounded
-from jaxformer.generation.sampling import Sampling, draw, ends, filler
+from jaxformer.generation.rules import TextSoFar, ends, filler
+from jaxformer.generation.sampling import Sampling, draw
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
@@ -28,13 +29,14 @@ from jaxformer.params import Params
 @struct.dataclass
 class Stream:
     """The state of generation: the cache, the logits of the next token [B, V], its position and
-    segment [B, 1], and which rows have ended [B]."""
+    segment [B, 1], which rows have ended [B], and the texts so far."""
 
     cache: KVCache
     logits: jax.Array
     layout: TokenLayout
     done: jax.Array
     key: jax.Array
+    written: TextSoFar
 
 
 def generate(
@@ -54,7 +56,10 @@ def generate(
     `segment_ids` [B, T] are 0 on padding, on the left or the right. An encoder-decoder reads
     `source` [B, S], with its `source_segment_ids`, and continues a prompt that begins with its
     start token. `sampling` are the fields of `Sampling`: temperature (0 is greedy), top_k, top_p,
-    end_token (or several), vocab_size. After its end a row is filled with the (first) end token.
+    end_token (or several), vocab_size; and what a text may hold, which a published model says in
+    its files and `**jf.writing_rules(tokenizer)` gives: suppress_tokens, begin_suppress_tokens,
+    min_length, min_new_tokens, no_repeat_ngram_size, forced_eos_token_id (each as in transformers).
+    After its end a row is filled with the (first) end token.
     `key` may be left out where sampling is greedy. Raises ConfigError for an empty prompt or one
     that leaves no space for the new tokens.
     """
@@ -133,14 +138,15 @@ def start(
     slots = rounded(tokens.shape[1] + max_new_tokens)
     if "virtual" not in params:  # which the prompt is read with, and prepared weights leave out
         params = prepared(params, config)
-    return _prefill(params, config, slots, (tokens, segments), read, key)
+    most = np.int32(max_new_tokens)
+    return _prefill(params, config, slots, (tokens, segments), read, (key, most))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _prefill(
-    params: Params, config: ModelConfig, slots: int, prompt: Any, source: Any | None, key: jax.Array
+    params: Params, config: ModelConfig, slots: int, prompt: Any, source: Any | None, asked: Any
 ) -> Stream:
-    tokens, segments = prompt  # [B, T] each
+    (tokens, segments), (key, most) = prompt, asked  # [B, T] each; the new tokens to be made
     layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
     if source is not None:  # [B, S] twice; the cache holds its keys and values from here on
@@ -156,7 +162,8 @@ def _prefill(
     x = jnp.take_along_axis(x, last[..., None], axis=1)  # [B, 1, D]
     logits = head(params, config, x, TokenLayout(position, segment))[:, 0]
     after = TokenLayout(position + 1, segment)
-    return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key)
+    written = TextSoFar.prompt(tokens, segments, slots, most)
+    return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key, written)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
@@ -199,7 +206,7 @@ def _steps(
         done = stream.done | ends(token, rules.end_token)
         after = TokenLayout(stream.layout.positions + 1, stream.layout.segments)
         logits = head(params, config, x, stream.layout)[:, 0]  # [B, 1, V] -> [B, V]
-        stream = replace(stream, cache=cache, logits=logits, layout=after, done=done, key=key)
+        stream = Stream(cache, logits, after, done, key, stream.written.add(token))
         return i + 1, made.at[:, i].set(token), stream
 
     _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))
@@ -210,5 +217,5 @@ def _drawn(stream: Stream, rules: Sampling) -> tuple[jax.Array, jax.Array]:
     """The next token of each row [B], and the key for the tokens after it. Rows that have ended
     continue until all have ended, and write the filler."""
     key, now = jax.random.split(stream.key)
-    token = draw(stream.logits, now, rules)
+    token = draw(stream.logits, now, rules, stream.written)
     return jnp.where(stream.done, filler(rules.end_token), token), key

@@ -1,54 +1,27 @@
 """How the next token is drawn from its logits."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ConfigError
-
-EndToken = int | tuple[int, ...] | None
-
-
-def end_tokens(end_token: EndToken) -> tuple[int, ...]:
-    """The end tokens: none, one or several."""
-    if isinstance(end_token, tuple):
-        return end_token
-    return () if end_token is None else (end_token,)
-
-
-def ends(tokens: jax.Array, end_token: EndToken) -> jax.Array:
-    """Which of the tokens are an end token."""
-    return jnp.isin(tokens, jnp.array(end_tokens(end_token), jnp.int32))
-
-
-def filler(end_token: EndToken) -> int:
-    """The token that fills a row after its end."""
-    return (*end_tokens(end_token), 0)[0]
-
-
-def refuse(problems: Mapping[str, bool]) -> None:
-    """ConfigError with the messages of the conditions that do not hold."""
-    if not all(problems.values()):
-        raise ConfigError("; ".join(message for message, fine in problems.items() if not fine))
+from jaxformer.generation.rules import TextRules, TextSoFar, permitted, refuse, within
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn: greedily at temperature 0, else at random from what the filters leave.
-    Raises ConfigError for a value out of range."""
+class Sampling(TextRules):
+    """How a token is drawn: greedily at temperature 0, else at random from what the filters leave
+    of the tokens that the rules permit. Raises ConfigError for a value out of range."""
 
     temperature: float = 1.0
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     # Keep the fewest likeliest tokens with at least this probability together (arXiv:1904.09751).
     top_p: float = 1.0
-    end_token: EndToken = None  # a row stops after it, or after any of several
-    vocab_size: int | None = None  # ids from here on are padding of the table and never drawn
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         refuse(
             {
                 f"temperature={self.temperature} must be at least 0, and finite": (
@@ -58,13 +31,6 @@ class Sampling:
                 f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
             }
         )
-
-
-def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
-    """[B, V] with the ids from `vocab_size` on, padding of the table, at -inf."""
-    if vocab_size is None or vocab_size >= logits.shape[-1]:
-        return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
 
 
 def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
@@ -93,9 +59,14 @@ def tempered(logits: jax.Array, temperature: float) -> jax.Array:
     return (logits - logits.max(axis=-1, keepdims=True)) / bounded
 
 
-def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """The next token of each row: [B, V] float32 -> [B] int32."""
+def draw(
+    logits: jax.Array, key: jax.Array, sampling: Sampling, written: TextSoFar | None = None
+) -> jax.Array:
+    """The next token of each row: [B, V] float32 -> [B] int32. Rules on the text need what is
+    `written` of it."""
     logits = within(logits, sampling.vocab_size)
+    if written is not None:
+        logits = permitted(logits, sampling, written)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = tempered(logits, sampling.temperature)

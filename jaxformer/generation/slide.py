@@ -10,7 +10,8 @@ import numpy as np
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.prompts import context_of
-from jaxformer.generation.sampling import Sampling, end_tokens
+from jaxformer.generation.rules import TextRules, end_tokens
+from jaxformer.generation.sampling import Sampling
 from jaxformer.params import Params
 
 KEPT = 0.75  # of the window; a larger part gives more context, and is read again more often
@@ -31,23 +32,36 @@ def slide_tokens(
     At model.max_length tokens the window is cut to three quarters: the first `beginning` tokens of
     the prompt (such as a start-of-text token) and the newest ones. These are read again at
     positions from 0, and generation continues. Until then the tokens are those of `stream_tokens`.
+    Of the rules on the text, no_repeat_ngram_size knows the window alone.
     Raises ConfigError as that does, and for an encoder-decoder.
     """
     if config.family != "decoder":
         raise ConfigError(
             f"sliding over the newest tokens needs model.family='decoder', not {config.family!r}."
         )
-    end = {*end_tokens(Sampling(**sampling).end_token)}
+    rules = Sampling(**sampling)
+    end = {*end_tokens(rules.end_token)}
     context = context_of(params, config)
     kept = max(int(KEPT * context), beginning + 1)
     window, left = [*prompt], max_new_tokens
     for number in itertools.count():
         draws = jax.random.fold_in(key, number) if number else key
         count = min(left, max(context - len(window), 1))
-        for piece in stream_tokens(params, config, [window], count, key=draws, **sampling):
+        now = sampling | _of_window(rules, max_new_tokens - left, count < left)
+        for piece in stream_tokens(params, config, [window], count, key=draws, **now):
             yield piece
             window += piece[0].tolist()
             left -= piece.shape[1]
             if left <= 0 or not end.isdisjoint(piece[0].tolist()):
                 return
         window = window[:beginning] + window[beginning - kept :]
+
+
+def _of_window(rules: TextRules, made: int, goes_on: bool) -> dict[str, Any]:
+    """The rules on a text that a window changes, after `made` new tokens: those on its beginning
+    and its length hold for the first, and that on its end for the one after which none follows."""
+    changed: dict[str, Any] = {"forced_eos_token_id": None} if goes_on else {}
+    if made:
+        changed |= {"begin_suppress_tokens": (), "min_length": 0}
+        changed |= {"min_new_tokens": max(0, rules.min_new_tokens - made)}
+    return changed

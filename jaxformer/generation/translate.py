@@ -11,6 +11,7 @@ import numpy as np
 from jaxformer.config import ConfigError, ModelConfig
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
+from jaxformer.generation.stated import writing_rules
 from jaxformer.params import Params
 from jaxformer.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ def translate(
             stacklevel=2,
         )
     rules: dict[str, Any] = {"beams": beams, "keep": 1, "length_penalty": length_penalty}
-    rules |= {"end_token": tokenizer.end_tokens, "vocab_size": tokenizer.vocab_size}
+    rules |= writing_rules(tokenizer)
     sources = [tokenizer.as_source(ids[:most_read]) for ids in encoded]
     written, size = [""] * len(texts), min(batch_size, len(texts))
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))

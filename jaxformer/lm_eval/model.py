@@ -26,6 +26,7 @@ from jaxformer.generation.decode import decode, start
 from jaxformer.generation.prepare import prepared
 from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.stated import writing_rules
 from jaxformer.lm_eval.scores import scores
 from jaxformer.loading import load
 from jaxformer.params import Params
@@ -265,8 +266,7 @@ class JaxformerLM(TemplateLM):
             )
         drawn = bool(asked.pop("do_sample"))
         asked["temperature"] = asked.get("temperature", 1.0) if drawn else 0.0
-        ends, words = self.tokenizer.end_tokens, self.tokenizer.vocab_size
-        return Sampling(end_token=ends, vocab_size=words, **asked)
+        return Sampling(**writing_rules(self.tokenizer), **asked)
 
     def _written(
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: Sampling

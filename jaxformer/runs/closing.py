@@ -1,12 +1,16 @@
 """The end of a run: its loss curve, its last evaluation, and a sample of what the model writes."""
 
+import warnings
+
 import jax
 
+from jaxformer.config import ConfigError
 from jaxformer.data import gzip_bits_per_byte
 from jaxformer.evaluation import Evaluation
 from jaxformer.files import read_text
 from jaxformer.generation.decode import generate
 from jaxformer.generation.prompts import context_of
+from jaxformer.generation.stated import writing_rules
 from jaxformer.params import Params
 from jaxformer.report import closing
 from jaxformer.report.plot import plot_losses
@@ -80,6 +84,11 @@ def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
     space = min(run.sample_tokens, context_of(params, model) - len(prompt))
     if space < 1:
         return None
+    try:
+        rules = writing_rules(tokenizer)
+    except ConfigError as error:  # of the model's files; the run itself is well
+        warnings.warn(f"there is no sample: {error}", stacklevel=2)
+        return None
     made = generate(
         params,
         model,
@@ -88,8 +97,7 @@ def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
         key=jax.random.key(run.seed),
         temperature=0.8,
         top_k=50,
-        vocab_size=tokenizer.vocab_size,
-        end_token=tokenizer.end_tokens,
+        **rules,
         **source,
     )
     text = tokenizer.decode([*prompt, *made[0].tolist()])

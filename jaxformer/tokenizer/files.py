@@ -45,6 +45,18 @@ IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
     "forced_bos_token_id": "forced",
 }
 
+# Keys of generation_config.json on the texts that a model writes: those that `generation` follows,
+# those that it refuses, and penalties, which are preferences as temperature and num_beams are.
+RULES_TAKEN = (
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size"),
+)
+RULES_NOT_TAKEN = (
+    *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("force_words_ids", "constraints", "sequence_bias"),
+)
+PENALTIES = ("repetition_penalty", "encoder_repetition_penalty")
+
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
@@ -55,7 +67,8 @@ class TokenizerMetadata:
 
     `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for,
     `ids` those of roles that a model's own files give by number, and `ends` all ids that these give
-    for tokens that end a text; `template` is the text of chat_template.jinja, `template_name` its
+    for tokens that end a text; `rules` is what they say of the texts that the model writes, and
+    `rules_file` where; `template` is the text of chat_template.jinja, `template_name` its
     path, or what else names it in messages.
     """
 
@@ -63,6 +76,8 @@ class TokenizerMetadata:
     named: dict[str, int] = field(default_factory=dict)
     ids: dict[str, int] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
+    rules: dict[str, Any] = field(default_factory=dict)
+    rules_file: str = IDS_FILE
     template: str | None = None
     template_name: str = TEMPLATE_FILE
 
@@ -90,9 +105,10 @@ class TokenizerMetadata:
         for name in ("config.json", IDS_FILE):
             ids |= _ids(backend, read_optional(folder / name), folder / name)
         first = {role: several[0] for role, several in ids.items()}
+        ends, (rules, rules_file) = tuple(ids.get("eos", ())), stored_rules(folder)
         file = folder / TEMPLATE_FILE
         template = read_text(file) if file.exists() else None
-        return cls(settings, named, first, tuple(ids.get("eos", ())), template, str(file))
+        return cls(settings, named, first, ends, rules, str(rules_file), template, str(file))
 
     def write(
         self,
@@ -105,7 +121,7 @@ class TokenizerMetadata:
 
         tokenizer_config.json holds what it held when it was read; what was not read is made of
         `special_tokens`, by role, and of `max_length`. generation_config.json keeps what it holds,
-        with `ids`.
+        with `ids` and the rules.
         """
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if max_length is not None:
@@ -117,8 +133,8 @@ class TokenizerMetadata:
         _write_json(folder / SETTINGS_FILE, settings | self.settings)
         if self.template is not None:
             write_text(folder / TEMPLATE_FILE, self.template)
-        if ids:
-            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | ids)
+        if stored := ids | self.rules:
+            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | stored)
 
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
         """Whether decoded text loses the spaces before punctuation. With BPE it does not: those
@@ -126,6 +142,19 @@ class TokenizerMetadata:
         bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         wanted = bool(self.settings.get("clean_up_tokenization_spaces"))
         return wanted and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
+
+
+def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
+    """The rules of a directory on the texts that its model writes, as they stand there, and their
+    file: as in transformers, config.json only where there is no generation_config.json."""
+    file = folder / IDS_FILE
+    file = file if file.exists() else folder / "config.json"
+    values = read_optional(file)
+    keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES)
+    neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))  # say nothing
+    neutral |= dict.fromkeys(PENALTIES, (None, 1)) | {"forced_eos_token_id": (None, [])}
+    said = {key: values.get(key) for key in keys}
+    return {key: value for key, value in said.items() if value not in neutral[key]}, file
 
 
 def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:

@@ -158,6 +158,8 @@ class Tokenizer:
             told = self._guessed | self.metadata.named
             told |= {"start": told["eos"]} if "eos" in told else {}
             ids = {key: token for key, token in self.ids().items() if token != told.get(IDS[key])}
+            if self.metadata.rules:  # transformers then takes nothing from config.json
+                ids = self.ids()
             self.metadata.write(file.parent, names, ids, max_length)
         write_text(file, self._backend.to_str(pretty=True))
 

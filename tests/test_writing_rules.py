@@ -1,0 +1,240 @@
+"""The rules of a model's files on the texts that it writes: followed as transformers follows them,
+greedily, sampled and by beam search, or refused by name."""
+
+import functools
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from pretrained import PAD, inputs, loaded, reference
+from pretrained_tokenizers import saved
+from shapes import weights_and_tokens
+
+import jaxformer as jf
+from jaxformer.generation.beam import beam_search
+from jaxformer.generation.slide import slide_tokens
+from jaxformer.tokenizer import Tokenizer
+
+NEW = 16  # tokens of a text
+START = 3
+VARIED = {"no_repeat_ngram_size": 2}
+
+
+@functools.cache
+def batch():
+    rows = inputs("marian", seed=4)
+    return {name: rows[name] for name in ("input_ids", "attention_mask")}
+
+
+def theirs(beams, stated):
+    """What transformers writes: the new tokens of each row up to an end token."""
+    how = tf.GenerationConfig(
+        do_sample=False,
+        num_beams=beams,
+        length_penalty=0.0,
+        max_new_tokens=NEW,
+        pad_token_id=PAD,
+        decoder_start_token_id=START,
+        **stated,
+    )
+    model = reference("marian")
+    before, model.generation_config = model.generation_config, how
+    with torch.no_grad():
+        made = model.generate(**{name: torch.from_numpy(rows) for name, rows in batch().items()})
+    model.generation_config = before
+    return cut(made[:, 1:].numpy(), stated.get("eos_token_id"))
+
+
+def cut(rows, end):
+    """Rows of tokens as lists, each up to the first end token and with it."""
+    lists = [row.tolist() for row in rows]
+    return [row[: row.index(end) + 1] if end in row else row for row in lists]
+
+
+def ours(beams, stated, folder):
+    """The same by the rules of a directory with this generation_config.json and no tokenizer."""
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    rules = jf.writing_rules(folder)
+    forced = [stated["forced_bos_token_id"]] if "forced_bos_token_id" in stated else []
+    prompt = np.tile([START, *forced], (3, 1))
+    source = {"source": batch()["input_ids"], "source_segment_ids": batch()["attention_mask"]}
+    params, config, count = loaded("marian").params, loaded("marian").config, NEW - len(forced)
+    if beams == 1:
+        made = jf.generate(params, config, prompt, count, temperature=0, **source, **rules)
+    else:
+        rules |= {"beams": beams, "length_penalty": 0.0, "keep": 1}
+        made = beam_search(params, config, prompt, count, **source, **rules).tokens[:, 0]
+    return cut(np.concatenate([prompt[:, 1:], made], axis=1), stated.get("eos_token_id"))
+
+
+@functools.cache
+def cases():
+    """Rules that change what is written, by name, each beside one without which this model writes
+    one token for ever, as published ones of its family do."""
+    free = theirs(1, VARIED)
+    common = [int(token) for token in np.argsort(-np.bincount(np.concatenate(free)))[:4]]
+    end, first = free[0][2], free[0][0]
+    ended = {"eos_token_id": end}
+    assert end != first
+    found = {
+        "bad_words_ids": {"bad_words_ids": [[token] for token in common]},
+        "bad words with the end": ended | {"bad_words_ids": [[end], [common[0]]]},
+        "suppress_tokens": {"suppress_tokens": common},
+        "begin_suppress_tokens": {"begin_suppress_tokens": [first, free[1][0]]},
+        "min_length": ended | {"min_length": 9},
+        "min_new_tokens": ended | {"min_new_tokens": 7},
+        "forced_eos_token_id": {"eos_token_id": 69, "forced_eos_token_id": 69},
+        "no_repeat_ngram_size 1": {"no_repeat_ngram_size": 1},
+        "no_repeat_ngram_size 3": {"no_repeat_ngram_size": 3},
+        "no_repeat_ngram_size 0": {"no_repeat_ngram_size": 0},
+        "all of them": ended
+        | {"bad_words_ids": [[common[1]]], "suppress_tokens": [common[2]], "min_length": 5}
+        | {"begin_suppress_tokens": [first], "min_new_tokens": 6}
+        | {"forced_eos_token_id": end, "forced_bos_token_id": free[2][1]},
+    }
+    return {name: VARIED | stated for name, stated in found.items()}
+
+
+NAMES = (
+    *("bad_words_ids", "bad words with the end", "suppress_tokens", "begin_suppress_tokens"),
+    *("min_length", "min_new_tokens", "forced_eos_token_id", "no_repeat_ngram_size 1"),
+    *("no_repeat_ngram_size 3", "no_repeat_ngram_size 0", "all of them"),
+)
+
+
+QUICK = (("bad_words_ids", 1), ("all of them", 1), ("all of them", 3))
+
+
+@pytest.mark.parametrize(
+    "name, beams",
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product(NAMES, (1, 3))
+    ],
+)
+def test_marian_writes_what_transformers_writes_by_the_rules_of_its_files(name, beams, tmp_path):
+    stated = cases()[name]
+    expected = theirs(beams, stated)
+    end = {key: stated[key] for key in ("eos_token_id",) if key in stated}
+    if beams == 1:
+        assert expected != theirs(beams, VARIED | end)  # the rule changes what is written
+    assert ours(beams, stated, tmp_path) == expected
+
+
+def tokenizer_of(folder, stated, name="generation_config.json"):
+    """A tokenizer with this file beside it."""
+    text = (saved("bart") / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text)
+    (folder / name).write_text(json.dumps(stated))
+    return Tokenizer.load(folder)
+
+
+STATED = {
+    "eos_token_id": 2,
+    "forced_bos_token_id": 0,
+    "bad_words_ids": [[1], [2], [7]],
+    "suppress_tokens": [5, 7],
+    "begin_suppress_tokens": [6],
+    "forced_eos_token_id": 2,
+    "min_length": 4,
+    "min_new_tokens": 3,
+    "no_repeat_ngram_size": 3,
+    "num_beams": 6,
+}
+EXPECTED = {
+    "suppress_tokens": (5, 7, 1),
+    "begin_suppress_tokens": (6,),
+    "forced_eos_token_id": (2,),
+    "min_length": 4,
+    "min_new_tokens": 2,  # the forced token is the first of three
+    "no_repeat_ngram_size": 3,
+}
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_tokenizer_gives_the_rules_of_its_files_and_keeps_them_when_it_is_saved(name, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, STATED, name)
+    rules = jf.writing_rules(tokenizer)
+    assert rules == EXPECTED | {"end_token": (2,), "vocab_size": tokenizer.vocab_size}
+    assert jf.writing_rules(tmp_path) == EXPECTED | {"end_token": (2,)}
+    tokenizer.save(tmp_path / "saved" / "tokenizer.json")
+    assert jf.writing_rules(Tokenizer.load(tmp_path / "saved")) == rules
+    theirs = tf.GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert theirs.eos_token_id == 2 and theirs.bad_words_ids == STATED["bad_words_ids"]
+
+
+def test_a_generation_config_replaces_the_rules_of_config_json(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(STATED))
+    tokenizer = tokenizer_of(tmp_path, {"eos_token_id": 2})
+    assert jf.writing_rules(tokenizer).keys() == {"end_token", "vocab_size"}
+
+
+REFUSED = [
+    ({"bad_words_ids": [[4], [5, 6]]}, r"bad_words_ids has \[5, 6\].*words of one token"),
+    ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size has 2"),
+    ({"force_words_ids": [[3]]}, "force_words_ids"),
+    ({"sequence_bias": [[[3], 2.0]]}, "sequence_bias"),
+    ({"exponential_decay_length_penalty": [3, 1.1]}, "exponential_decay_length_penalty"),
+    ({"bad_words_ids": 3}, "bad_words_ids is 3, and must be a list of lists"),
+    ({"bad_words_ids": [[]]}, "must be a list of lists"),
+    ({"bad_words_ids": [["a"]]}, "bad_words_ids is .*must be token ids"),
+    ({"suppress_tokens": ["a"]}, "suppress_tokens is .*must be token ids"),
+    ({"min_length": "long"}, "min_length is long, and must be a whole number"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
+    ({"forced_eos_token_id": 1.5}, "forced_eos_token_id is 1.5"),
+]
+
+
+@pytest.mark.parametrize("stated, said", REFUSED, ids=[str(stated) for stated, _ in REFUSED])
+def test_a_rule_that_is_not_followed_is_refused_by_its_name_when_a_text_is_written(
+    stated, said, tmp_path
+):
+    tokenizer = tokenizer_of(tmp_path, stated)  # it can be loaded, for training
+    with pytest.raises(jf.ConfigError, match=said) as told:
+        jf.writing_rules(tokenizer)
+    assert "generation_config.json" in str(told.value)
+
+
+def test_a_penalty_that_is_not_applied_is_said(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, {"repetition_penalty": 1.2})
+    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.2"):
+        jf.writing_rules(tokenizer)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_keeps_the_rules_as_it_would_alone(side):
+    params, config, prompt = weights_and_tokens("llama")
+    rules = {"no_repeat_ngram_size": 1, "min_length": 9, "end_token": (*range(40),)}
+    rules |= {"temperature": 0, "max_new_tokens": 6}
+    short, pad = prompt[1:, :6], ((0, 0), (5, 0) if side == "left" else (0, 5))
+    rows = np.concatenate([prompt[:1, :11], np.pad(short, pad)])
+    real = np.concatenate([np.ones((1, 11), int), np.pad(np.ones_like(short), pad)])
+    both = jf.generate(params, config, rows, segment_ids=real, **rules)
+    np.testing.assert_array_equal(both[1:], jf.generate(params, config, short, **rules))
+    assert not {*np.asarray(both[1, :3]).tolist()} & {*range(40), *short[0].tolist()}
+
+
+def test_drawn_tokens_and_windows_keep_the_rules():
+    params, config, prompt = weights_and_tokens("llama")
+    banned = (*range(0, 50, 2),)
+    rules = {"suppress_tokens": banned, "begin_suppress_tokens": (1, 3), "temperature": 3.0}
+    made = jf.generate(params, config, prompt, 40, key=jax.random.key(2), **rules)
+    assert not {*np.asarray(made).ravel().tolist()} & {*banned}
+    assert not {*np.asarray(made)[:, 0].tolist()} & {1, 3}
+    rules |= {"forced_eos_token_id": 5, "end_token": 5, "min_new_tokens": 69}
+    pieces = slide_tokens(params, config, prompt[0].tolist(), 70, key=jax.random.key(2), **rules)
+    made = np.concatenate([*pieces], axis=1)[0]
+    assert len(made) == 70 and made[-1] == 5 and 5 not in made[:-1]
+
+
+@pytest.mark.parametrize(
+    "rules", [{"suppress_tokens": [1]}, {"begin_suppress_tokens": (1.5,)}, {"min_length": -1}]
+)
+def test_a_rule_of_another_type_is_refused(rules):
+    params, config, prompt = weights_and_tokens("llama")
+    with pytest.raises(jf.ConfigError, match=next(iter(rules))):
+        jf.generate(params, config, prompt, 4, temperature=0, **rules)
