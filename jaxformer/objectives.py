@@ -277,7 +277,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
     where 0 leaves one out; beta, and margin of "simpo", for preferences (`jaxformer.preferences`),
-    whose loss applies dropout only with dropout=True, whatever the key.
+    whose loss applies dropout only with dropout=True, whatever the key. Called outside of a
+    transform of JAX, the loss warns where rows look padded without segment_ids.
     Raises ConfigError for an objective that there is not, and for an option that its loss does not
     have.
     """
@@ -300,6 +301,10 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     @functools.wraps(loss)
     def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
         key = key if drops else None
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
+            from jaxformer.models.padding import warn_of_padded_batch
+
+            warn_of_padded_batch(batch, config.family)
         if key is not None:
             from jaxformer.adapters.dropout import keyed
 

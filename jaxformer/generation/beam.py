@@ -19,6 +19,7 @@ from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs
+from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.transformer import hidden
 from jaxformer.params import Params
 
@@ -103,6 +104,8 @@ def beam_search(
     counted, which adds nothing where it is forced; a text ends at its end token, which fills the
     rest, or at max_new_tokens. Raises ConfigError as `generate` does.
     """
+    warn_of_padding("prompt", prompt, segment_ids)
+    warn_of_padding("source", source, source_segment_ids)
     rules, key = Search(**search), jax.random.key(0)
     sources = (source, source_segment_ids)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, *sources)

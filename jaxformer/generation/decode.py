@@ -21,6 +21,7 @@ from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs
+from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import check_model, hidden
 from jaxformer.params import Params
@@ -53,7 +54,8 @@ def generate(
 ) -> jax.Array:
     """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
 
-    `segment_ids` [B, T] are 0 on padding, on the left or the right. An encoder-decoder reads
+    `segment_ids` [B, T] are 0 on padding, on the left or the right; without them, rows that look
+    padded are warned of. An encoder-decoder reads
     `source` [B, S], with its `source_segment_ids`, and continues a prompt that begins with its
     start token. `sampling` are the fields of `Sampling`: temperature (0 is greedy), top_k, top_p,
     end_token (or several), vocab_size; and what a text may hold, which a published model says in
@@ -63,6 +65,8 @@ def generate(
     `key` may be left out where sampling is greedy. Raises ConfigError for an empty prompt or one
     that leaves no space for the new tokens.
     """
+    warn_of_padding("prompt", prompt, segment_ids)
+    warn_of_padding("source", source, source_segment_ids)
     rules = Sampling(**sampling)
     if key is None and rules.temperature > 0:
         raise ConfigError(

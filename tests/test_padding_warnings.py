@@ -1,0 +1,93 @@
+"""Rows that look padded without segment ids are warned of, and no others."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import weights_and_tokens
+
+import jaxformer as jf
+from jaxformer.generation.beam import beam_search
+
+LEFT = np.array([[1, 5, 6, 7, 8, 9], [0, 0, 0, 4, 5, 6], [0, 0, 0, 0, 3, 2]])
+RIGHT = LEFT[:, ::-1]
+REAL = (LEFT != 0).astype(np.int32)
+UNPADDED = {
+    "full rows": LEFT[:1],
+    "the same token inside": np.array([[4, 4, 4, 1, 2, 4], [1, 2, 3, 5, 6, 7]]),
+    "two at the edge": np.array([[4, 4, 1, 2, 3, 5]]),
+    "one token alone": np.zeros((2, 6), int),
+}
+
+
+def batch_of(tokens, **more):
+    weights = np.ones(tokens.shape, np.float32)
+    batch = {"tokens": tokens, "targets": tokens, "weights": weights} | more
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def causal_loss(tokens, **more):
+    params, config, _ = weights_and_tokens("llama")
+    return jf.loss_of("causal", config)(params, batch_of(tokens, **more), None)
+
+
+def greedy(tokens, **more):
+    params, config, _ = weights_and_tokens("llama")
+    return jf.generate(params, config, tokens, 2, temperature=0, **more)
+
+
+def searched(tokens, **more):
+    params, config, _ = weights_and_tokens("llama")
+    return beam_search(params, config, tokens, 2, beams=2, **more)
+
+
+CALLS = {"loss_of": causal_loss, "generate": greedy, "beam_search": searched}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("side, tokens", [("left", LEFT), ("right", RIGHT)])
+def test_rows_that_look_padded_are_warned_of_and_not_where_segment_ids_are_given(
+    call, side, tokens
+):
+    said = rf"has the token 0 in runs at the {side} of 2 of 3 rows.*give segment_ids"
+    with pytest.warns(UserWarning, match=said) as seen:
+        CALLS[call](tokens)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CALLS[call](tokens, segment_ids=(tokens != 0).astype(np.int32))
+
+
+@pytest.mark.parametrize("name", UNPADDED)
+@pytest.mark.parametrize("call", ["loss_of", "generate"])
+def test_rows_of_text_are_not_warned_of(call, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CALLS[call](UNPADDED[name])
+
+
+def test_padding_behind_the_text_of_a_decoder_without_weight_is_harmless():
+    weights = (RIGHT != 0).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        causal_loss(RIGHT, weights=weights)
+    with pytest.warns(UserWarning, match="left of 2 of 3 rows"):
+        causal_loss(LEFT, weights=(LEFT != 0).astype(np.float32))
+
+
+def test_nothing_is_said_under_a_transform():
+    params, config, _ = weights_and_tokens("llama")
+    loss = jf.loss_of("causal", config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(loss)(params, batch_of(LEFT), None)
+
+
+def test_a_padded_source_is_warned_of():
+    sizes = dict(vocab_size=16, d_model=16, n_layers=1, n_heads=2, d_ff=24, max_length=64)
+    config = jf.ModelConfig(family="encoder_decoder", **sizes)
+    params = jf.init(config, jax.random.key(0))
+    with pytest.warns(UserWarning, match="source has the token 0 .*source_segment_ids"):
+        jf.generate(params, config, np.ones((3, 1), int), 2, temperature=0, source=LEFT)
