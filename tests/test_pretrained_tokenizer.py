@@ -56,6 +56,19 @@ def test_ids_and_texts_are_those_of_transformers(kind: str, again: bool, tmp_pat
         assert ours.decode(row, skip_special_tokens=False) == hf.decode(row)
 
 
+def test_encode_says_that_it_leaves_out_the_template_and_how_to_have_it() -> None:
+    said = " ".join(str(Tokenizer.encode.__doc__).split())
+    assert "a BERT adds no [CLS] and [SEP]" in said
+    assert "tokenizer.encode(text, special_tokens=True)" in said
+    ours, hf = (
+        Tokenizer.load(saved("bert")),
+        transformers.AutoTokenizer.from_pretrained(saved("bert")),
+    )
+    text = "The quick brown fox"
+    around = [ours.special("cls"), *ours.encode(text), ours.special("sep")]
+    assert around == ours.encode(text, special_tokens=True) == hf(text).input_ids
+
+
 CLASSES = {
     "GPT2Tokenizer": ("gpt2", "gpt2"),
     "BertTokenizer": ("bert", "bert"),

@@ -167,8 +167,10 @@ class Tokenizer:
         """Token ids of a text, without an end token. Raises ConfigError for a character that the
         tokenizer does not have.
 
-        With `special_tokens`, names of special tokens in the text are these tokens, and the text is
-        put in the tokenizer's template, as transformers does. By default only `from_bpe` does so.
+        By default the text stands alone: a BERT adds no [CLS] and [SEP] and a Llama no BOS, unlike
+        transformers, whose ids are those of `tokenizer.encode(text, special_tokens=True)`. Then the
+        text is put in the tokenizer's template, and names of special tokens in it are these tokens.
+        `from_bpe` makes a tokenizer for which this is the default.
         """
         return self.encode_batch([text], special_tokens)[0]
 
