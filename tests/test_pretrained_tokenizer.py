@@ -11,8 +11,11 @@ import transformers
 from pretrained_tokenizers import MODELS, TEXTS, change, copied, saved, with_names
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+from tokenizers.processors import TemplateProcessing
 
 from jaxformer.config import ConfigError
+from jaxformer.data.label_templates import ClassTemplate
+from jaxformer.data.rows import RowFormat
 from jaxformer.tokenizer import (
     MARKS,
     Tokenizer,
@@ -88,6 +91,48 @@ def test_ids_are_those_of_the_class_that_transformers_has_for_the_family(
     for text in with_names([str(token) for token in hf.all_special_tokens]):
         assert (ids := ours.encode(text, special_tokens=True)) == hf(text).input_ids, repr(text)
         assert ours.decode(ids) == hf.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CLASSES])
+def test_two_texts_are_in_the_template_of_transformers(name: str, tmp_path: Path) -> None:
+    """Rows of training and of commands, with the types of their tokens, also where they are cut."""
+    kind, family = CLASSES.get(name, (name, "unheard_of"))
+    folder = saved(kind)
+    if name in CLASSES:
+        folder = copied(saved(kind), tmp_path, tokenizer_class=name)
+        change(folder / "config.json", {"model_type": family})
+    ours, hf = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    first, second = "The quick brown fox", "jumps over"
+    theirs = hf(first, second, return_token_type_ids=True)
+    frame = ours.frame(2)
+    if frame is None:
+        assert theirs.input_ids == [*ours.encode(first), *ours.encode(second)]
+        return
+    tokens, kinds = frame.fill(ours.encode_batch([first, second]))
+    assert tokens.tolist() == theirs.input_ids
+    assert kinds.tolist() == theirs.token_type_ids
+    template = ClassTemplate(RowFormat(len(tokens), len(tokens), True, 2), ours)
+    row = template.arrays(*map(np.array, [*ours.encode_batch([first, second]), [0]]))
+    assert row["tokens"].tolist() == tokens.tolist()
+    assert row["token_types"].tolist() == kinds.tolist()
+    short = ClassTemplate(RowFormat(len(tokens) - 3, len(tokens), True, 2), ours)
+    row = short.arrays(*map(np.array, [*ours.encode_batch([first, second]), [0]]))
+    assert len(row["tokens"]) == len(tokens) - 3
+    special = {slot.token for slot in frame.slots if slot.token is not None}
+    count = sum(token in special for token in row["tokens"].tolist())
+    assert count == frame.added
+
+
+def test_a_template_that_changes_the_order_of_two_texts_is_named() -> None:
+    backend = Backend.from_file(str(saved("bert") / "tokenizer.json"))
+    ids = [(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $B [SEP] $A [SEP]", special_tokens=ids
+    )
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.frame(1) is not None
+    with pytest.raises(ConfigError, match=r"post_processor does not put each of 2 texts"):
+        tokenizer.frame(2)
 
 
 @pytest.mark.parametrize(

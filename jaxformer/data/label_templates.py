@@ -1,20 +1,45 @@
 """Templates of records with labels: a text or two and their class, or words and their tags."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxformer.data.examples import ExampleStore, Labels, Parts
 from jaxformer.data.rows import NumpyBatch, RowFormat
 from jaxformer.data.sources.records import Record
-from jaxformer.data.templates import Template, joined
+from jaxformer.data.templates import Template
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.frame import Frame, closed
 
 
-class ClassTemplate(Template):
-    """One text or two and their class, one example a row: [CLS] text [SEP] (text [SEP]) in an
-    encoder whose tokenizer has these, else each text with the end token. Of two that are too long
-    the longer is cut first (BERT, arXiv:1810.04805).
+class LabelTemplate(Template):
+    """Texts in the tokenizer's template for one text or for two. Where that is another frame than
+    earlier versions made, it is a part of the data's fingerprint, so that a run that they began is
+    not continued with other rows."""
+
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
+        pairs = [(self.frame(texts), closed(self.start, self.stop, texts)) for texts in (1, 2)]
+        self.recipe = tuple(str(frame.slots) for frame, before in pairs if frame != before)
+
+    def frame(self, texts: int) -> Frame:
+        """What stands around one text or two: the tokenizer's template, or [CLS] and [SEP] or the
+        end token where it has none."""
+        return self.tokenizer.frame(texts) or closed(self.start, self.stop, texts)
+
+    def framed(self, *texts: Sequence[int] | np.ndarray) -> NumpyBatch:
+        """The tokens of texts in their frame, and the types of the tokens where the model has
+        any."""
+        tokens, kinds = self.frame(len(texts)).fill(texts)
+        row = {"tokens": tokens}
+        return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
+
+
+class ClassTemplate(LabelTemplate):
+    """One text or two and their class, one example a row, in the tokenizer's template for one text
+    or for two. Where it has none: [CLS] text [SEP] (text [SEP]) in an encoder whose tokenizer has
+    these, else each text with the end token. Of two that are too long the longer is cut first
+    (BERT, arXiv:1810.04805).
     """
 
     packs = False
@@ -29,24 +54,21 @@ class ClassTemplate(Template):
             yield *parts, [labels.setdefault(str(record[-1]), len(labels))]
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :-1].sum(1, keepdims=True) + len(self.start) + lengths.shape[1] - 1
+        return lengths[:, :-1].sum(1, keepdims=True) + self.frame(lengths.shape[1] - 1).added
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         *texts, label = parts
-        capacity = self.length - len(self.start) - len(texts)
+        capacity = self.length - self.frame(len(texts)).added
         if len(texts) == 2:
             # The first keeps what the second leaves, but at least half (rounded up).
             first = min(len(texts[0]), max(capacity - len(texts[1]), -(-capacity // 2)))
             texts = [texts[0][:first], texts[1][: capacity - first]]
-        closed = [joined(text[:capacity], self.stop) for text in texts]
-        closed[0] = joined(self.start, closed[0])
-        tokens, weights = np.concatenate(closed), np.ones(1, np.float32)
-        row = {"tokens": tokens, "targets": label, "weights": weights}
-        return self.with_types(row, *map(len, closed))
+        row = self.framed(*(text[:capacity] for text in texts))
+        return row | {"targets": label, "weights": np.ones(1, np.float32)}
 
 
-class TagTemplate(Template):
-    """Words and a tag for each, learned on the word's first piece, between [CLS] and [SEP] as in
+class TagTemplate(LabelTemplate):
+    """Words and a tag for each, learned on the word's first piece, in the frame of one text as in
     `ClassTemplate`."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
@@ -65,21 +87,20 @@ class TagTemplate(Template):
             yield ids, numbers
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :1] + len(self.start) + len(self.stop)
+        return lengths[:, :1] + self.frame(1).added
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
         numbers, examples, places = store.part(1)
-        capacity = self.length - len(self.start) - len(self.stop)
+        capacity = self.length - self.frame(1).added
         learned = examples[(numbers >= 0) & (places < capacity)]
         return np.bincount(learned, minlength=len(store)) > 0
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        around = (len(self.start), len(self.stop))
-        ids, tags = (part[: self.length - sum(around)] for part in parts)
-        tags = np.pad(tags, around, constant_values=-1)
-        row = {
-            "tokens": joined(self.start, ids, self.stop),
+        ids, tags = (part[: self.length - self.frame(1).added] for part in parts)
+        slots = self.frame(1).slots
+        place = [slot.token for slot in slots].index(None)
+        tags = np.pad(tags, (place, len(slots) - place - 1), constant_values=-1)
+        return self.framed(ids) | {
             "targets": np.maximum(tags, 0),
             "weights": (tags >= 0).astype(np.float32),
         }
-        return self.with_types(row, len(tags))

@@ -6,6 +6,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, numbered, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
+from jaxformer.tokenizer.frame import closed
 
 # Of the tokens that are chosen, the fraction that is masked, and the fraction that is masked or
 # replaced by any other.
@@ -19,8 +20,8 @@ def missing_marks(tokenizer: Tokenizer) -> list[str]:
 
 
 class MaskedRows(TextRows):
-    """[CLS] text [SEP], or with next sentences [CLS] first [SEP] second [SEP], of which some tokens
-    are predicted.
+    """[CLS] text [SEP], or with next sentences two texts in the tokenizer's template, else [CLS]
+    first [SEP] second [SEP], of which some tokens are predicted.
 
     `noise_density` of the ordinary tokens or of their words is chosen; of these 80 % become [MASK],
     10 % any ordinary tokens, and 10 % stay, all tokens of a word alike. Half of the second texts
@@ -34,7 +35,11 @@ class MaskedRows(TextRows):
         self.length, self.types = row_format.length, row_format.token_types
         self.sentences, self.density = row_format.next_sentence, data.noise_density
         self.by_word, self.packed = data.mask_units == "words", data.packing == "documents"
-        size = self.length - 2 - self.sentences
+        marks = [tokenizer.special(role) for role in ("cls", "sep")]
+        cls, sep = ([mark] for mark in marks if mark is not None)
+        both = tokenizer.frame(2) if self.sentences else None
+        self.frame = both or closed(cls, sep, 1 + self.sentences)
+        size = self.length - self.frame.added
         # Next sentences need a text and room for another one before or after it.
         super().__init__(store, 3 * size if self.sentences else size, size)
         self.cls, self.sep, self.mask = (
@@ -96,14 +101,14 @@ class MaskedRows(TextRows):
         follows = place is None or rng.random() < 0.5
         if place is not None and not follows:
             second = self.store.read(place, place + len(second))
-        ids = np.concatenate([self.cls, first, self.sep, second, self.sep])
+        ids, kinds = self.frame.fill([first, second])
         row = {
             "tokens": ids,
             "segment_ids": np.ones(len(ids), np.int32),
             "next_sentence": np.array([follows], np.int32),
             "next_sentence_weights": np.array([round(self.density * self.length)], np.float32),
         }
-        kinds = np.minimum(np.arange(len(ids)) >= cut + 2, self.types - 1).astype(np.int32)
+        kinds = np.minimum(kinds, self.types - 1)
         return row | ({"token_types": kinds} if self.types else {})
 
     def _elsewhere(self, start: int, size: int, rng: np.random.Generator) -> int | None:

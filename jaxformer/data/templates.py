@@ -72,12 +72,6 @@ class Template(abc.ABC):
     def ids(self, records: list[Record], field: int) -> list[list[int]]:
         return self.tokenizer.encode_batch([str(record[field]) for record in records])
 
-    def with_types(self, row: NumpyBatch, *lengths: int) -> NumpyBatch:
-        """A row with the types of its tokens, where the model has any: 0 for the tokens of the
-        first of these lengths, 1 for the next."""
-        kinds = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return row | ({"token_types": np.minimum(kinds, self.types - 1)} if self.types else {})
-
 
 class PairTemplate(Template):
     """Sequence to sequence: a source and a target with their special tokens; the decoder reads the

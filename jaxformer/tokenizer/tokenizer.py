@@ -27,6 +27,7 @@ from jaxformer.tokenizer.files import (
     read_optional,
     tokenizer_file,
 )
+from jaxformer.tokenizer.frame import Frame, Slot
 from jaxformer.tokenizer.pieces import Spelling
 from jaxformer.tokenizer.table import byte_level_bpe, from_files, is_gpt2
 
@@ -75,6 +76,7 @@ class Tokenizer:
         self._roles = self._guessed | self.metadata.ids | self.metadata.named
         self.forced_token: int | None = self._roles.get("forced")
         self.vocab_size: int = max(self._vocab.values()) + 1
+        self._frames: dict[int, Frame | None] = {}  # by the number of texts
 
     @property
     def dtype(self) -> np.dtype:
@@ -221,13 +223,22 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> tuple[list[int], list[int]]:
-        if not self._backend.num_special_tokens_to_add(False):
-            return [], []
-        # Any text that can surely be encoded: what is marked as special around it is the template.
-        name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else "a"
-        found = self.encoder.marking.encode(name)
-        places = [place for place, added in enumerate(found.special_tokens_mask) if not added]
-        return found.ids[: places[0]], found.ids[places[-1] + 1 :]
+        slots = frame.slots if (frame := self.frame(1)) else (Slot(None, 0),)
+        place = [slot.token for slot in slots].index(None)
+        before, after = (
+            [slot.token for slot in side if slot.token is not None]
+            for side in (slots[:place], slots[place:])
+        )
+        return before, after
+
+    def frame(self, texts: int) -> Frame | None:
+        """What the template puts around one text, or around two that are read together; None where
+        it adds nothing. Raises ConfigError for a template that does not keep their order."""
+        if texts not in self._frames:
+            # Any text that can surely be encoded: all that is not of the text is the template.
+            name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else None
+            self._frames[texts] = Frame.of(self.encoder.marking, name or "a", texts, self.origin)
+        return self._frames[texts]
 
     def as_prompt(self, ids: IdSequence) -> list[int]:
         """The tokens of a text as the prompt of a decoder."""
