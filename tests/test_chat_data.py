@@ -112,6 +112,41 @@ def test_rows_hold_what_the_template_gives_and_learn_the_assistants_turns(
     assert "on the mat" in text and "Grüße 🙂" in text and "cat" not in text and "user" not in text
 
 
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HEADED = "{% for m in messages %}<|im_start|>{{ m.role }}\nTURN{% endfor %}"
+BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
+ENDS = {
+    "chatml": (CHATML, True),
+    "the next role": (GLM, False),
+    "its end outside of the block": (HEADED.replace("TURN", BLOCK), False),
+    "its end in the block": (
+        HEADED.replace("TURN", "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_turn_whose_end_is_not_learned_is_said_before_training(
+    case: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    text, learned = ENDS[case]
+    (tokenizer / "chat_template.jinja").write_text(text)
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    said: list[str] = []
+    prepare(run_of(tmp_path, path), said.append)
+    warned = [line for line in said if line.startswith("warning: ")]
+    assert len(warned) == (not learned)
+    if not learned:
+        assert "chat_template.jinja writes no special token" in warned[0]
+        assert "tokenizer.chat_template" in warned[0]
+        packed = next(place for place, line in enumerate(said) if "packed in" in line)
+        assert said.index(warned[0]) < packed
+
+
 def test_a_conversation_that_is_cut_keeps_its_weights_in_place(
     tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,9 @@ class MessagesTemplate(Template):
             steps = np.diff(np.array([0, *learned, 0], np.int8))
             yield ids, np.flatnonzero(steps).tolist()
 
+    def warnings(self) -> list[str]:
+        return [] if self.chat.learns_end() else [self.chat.unlearned_end()]
+
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return np.maximum(lengths[:, :1] - 1, 0)  # the last token is a target alone
 

@@ -93,6 +93,8 @@ def prepare(
     rows: dict[SideName, list[Rows]] = {}
     if task.template:
         template = task.template(task.format, tokenizer)
+        for warning in template.warnings():
+            log(f"warning: {warning}")
         examples = {
             side: [_example_store(split, task, template, cache / "stores", log) for split in splits]
             for side, splits in sides.items()

@@ -43,6 +43,10 @@ class Template(abc.ABC):
         number."""
         return zip(*(self.ids(records, field) for field in range(len(records[0]))), strict=True)
 
+    def warnings(self) -> list[str]:
+        """What a user should know before training on these records."""
+        return []
+
     @abc.abstractmethod
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         """Tokens that examples of parts of these `lengths` [N, parts] would take of each stream,

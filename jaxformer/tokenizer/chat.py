@@ -138,6 +138,26 @@ class ChatTemplate:
         name = next((name for name in self._added if after.startswith(name)), None)
         return None if name is None else self._added[name]
 
+    def learns_end(self) -> bool:
+        """Whether what is learned of an answer ends with a special token after its content. True
+        also where the template refuses the conversation by which this is found."""
+        messages = [{"role": role, "content": PROBE} for role in ("user", ASSISTANT)]
+        try:
+            text, spans = self.marked(messages)
+        except ConfigError:
+            return True
+        after = "".join(text[begin:end] for begin, end in spans).rpartition(PROBE)[2]
+        return any(name in after for name in self._added)
+
+    def unlearned_end(self) -> str:
+        """The warning where `learns_end` is false: what follows, and the remedy."""
+        return (
+            f"{self.where} writes no special token inside of what is learned of an answer, as where"
+            " the marker of the next role ends a turn: the model does not learn to end its answers,"
+            " and sample --chat writes on. In a copy of the template that tokenizer.chat_template"
+            f" names, put the token that ends an answer after its content, inside of {GENERATION}."
+        )
+
     def fingerprint(self) -> str:
         """A digest that is the same for templates that give the same ids of a tokenizer."""
         return _digest(self.text, self._names)
