@@ -4,6 +4,7 @@ peft loads."""
 import copy
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -399,6 +400,43 @@ def test_what_is_not_computed_is_refused_by_name(case, plain):
     changes, message = OPTIONS[case]
     with pytest.raises(jf.ConfigError, match=message):
         jf.load(copied(plain, case, **changes))
+
+
+ENDLESS = "([a-z_.0-9]+)+!"  # on a name of 30 letters it takes years
+
+
+@pytest.mark.xdist_group("llama")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(target_modules=ENDLESS),
+        dict(exclude_modules=ENDLESS),
+        dict(alpha_pattern={ENDLESS: 4}),
+        dict(rank_pattern={ENDLESS: 4}),
+        dict(layers_to_transform=[0], layers_pattern=ENDLESS),
+        dict(layers_pattern=ENDLESS),
+    ],
+)
+def test_expressions_that_never_end_are_stopped(changes, plain, monkeypatch):
+    monkeypatch.setattr("jaxformer.interop.expressions.FITTING_SECONDS", 1.0)
+    key = [*changes][-1]
+    said = rf"adapter_config\.json: fitting the regular expressions of {key} .* 1 s of a core: "
+    with pytest.raises(jf.ConfigError, match=said + re.escape(repr(ENDLESS))):
+        jf.load(copied(plain, "endless", **changes))
+
+
+@pytest.mark.xdist_group("llama")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(target_modules="(" * 5000 + ")" * 5000), "is no regular .* nested too deeply"),
+        (dict(rank_pattern={"q{99999999999}": 4}), r"'q\{9+\}' is no regular .* too large"),
+        (dict(layers_to_transform=[0], layers_pattern="(lay)ers"), r"a group .* as \(\?:\.\.\.\)"),
+    ],
+)
+def test_expressions_that_are_none_are_one_message(changes, said, plain):
+    with pytest.raises(jf.ConfigError, match=rf"adapter_config\.json: .*{said}"):
+        jf.load(copied(plain, "no expression", **changes))
 
 
 @pytest.mark.xdist_group("llama")

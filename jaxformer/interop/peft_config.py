@@ -4,13 +4,14 @@ with which rank and scale, and over which model."""
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxformer.config import ConfigError
 from jaxformer.files import read_object
+from jaxformer.interop.expressions import Expression, Fits, fits
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The heads that peft saves whole with these two tasks, whatever modules_to_save says.
@@ -55,13 +56,20 @@ class PeftSettings:
     layers: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
 
-    def rank_of(self, module: str) -> int:
-        return _by_pattern(self.ranks, module, self.rank)
+    def of_modules(self, modules: Sequence[str]) -> "ModuleSettings":
+        """What the settings say of these modules, to which their regular expressions are fitted.
+        Raises ConfigError for one that is none, or that takes too long."""
+        expressions = [*map(_of_rank, self.ranks), *map(_of_alpha, self.alphas)]
+        if isinstance(self.targets, str) and not self.all_linear:
+            expressions.append(_of_targets(self.targets))
+        if isinstance(self.excluded, str):
+            expressions.append(_of_excluded(self.excluded))
+        expressions += map(_of_layer, self.layers_pattern)
+        return ModuleSettings(self, fits(expressions, modules, self.path))
 
-    def scale_of(self, module: str) -> float:
-        """alpha / rank, or alpha / sqrt(rank) where it is rank-stabilized (arXiv:2312.03732)."""
-        rank, alpha = self.rank_of(module), _by_pattern(self.alphas, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+    @property
+    def all_linear(self) -> bool:
+        return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
     def is_saved(self, module: str) -> bool:
         """Whether a module is saved whole: it or one that it is a part of is in modules_to_save."""
@@ -69,43 +77,100 @@ class PeftSettings:
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(name.endswith(saved) for name in around for saved in self.saved)
 
+
+@dataclass(frozen=True)
+class ModuleSettings:
+    """What settings say of single modules. `fitting` has the groups of each (expression, module)
+    that fits."""
+
+    settings: PeftSettings
+    fitting: Fits
+
+    def rank_of(self, module: str) -> int:
+        settings = self.settings
+        return self._first(map(_of_rank, settings.ranks), settings.ranks, module, settings.rank)
+
+    def scale_of(self, module: str) -> float:
+        """alpha / rank, or alpha / sqrt(rank) where it is rank-stabilized (arXiv:2312.03732)."""
+        settings, rank = self.settings, self.rank_of(module)
+        alphas = settings.alphas
+        alpha = self._first(map(_of_alpha, alphas), alphas, module, settings.alpha)
+        return alpha / (math.sqrt(rank) if settings.rslora else rank)
+
     def is_target(self, module: str, in_all_linear: bool) -> bool | None:
         """Whether the config names a module to be adapted; None where it names none at all.
 
         `in_all_linear`: whether it is a linear layer and not the output layer, as "all-linear".
         """
-        if self.targets is None:
+        settings = self.settings
+        if settings.targets is None:
             return None
-        if self.is_saved(module) or _names(self.excluded, module):
+        if settings.is_saved(module) or self._is_excluded(module):
             return False
-        if isinstance(self.targets, str) and self.targets.lower() == "all-linear":
+        if settings.all_linear:
             return in_all_linear
-        if isinstance(self.targets, str) or module in self.targets:
-            return _names(self.targets, module)
-        return _names(self.targets, module) and self._is_layer(module)
+        if isinstance(settings.targets, str):
+            return (_of_targets(settings.targets), module) in self.fitting
+        if module in settings.targets:
+            return True
+        return _is_end(settings.targets, module) and self._is_layer(module)
+
+    def _is_excluded(self, module: str) -> bool:
+        excluded = self.settings.excluded
+        if isinstance(excluded, str):
+            return (_of_excluded(excluded), module) in self.fitting
+        return _is_end(excluded, module)
 
     def _is_layer(self, module: str) -> bool:
         """Whether a module is in one of layers_to_transform: its first number is that of its
-        layer."""
-        if not self.layers:
+        layer. Raises ConfigError for a layers_pattern whose own group takes the number's place."""
+        settings = self.settings
+        if not settings.layers:
             return True
-        before = [rf"(?:.*?\.)?{name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
-        found = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in before)
-        number = next((int(match[1]) for match in found if match), None)
-        return number in self.layers
+        if not settings.layers_pattern:
+            match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
+            return match is not None and int(match[1]) in settings.layers
+        groups = (self.fitting.get((_of_layer(name), module)) for name in settings.layers_pattern)
+        number = next((found[0] for found in groups if found), "")
+        if number is None or not re.fullmatch(r"\d*", number):
+            raise ConfigError(
+                f"{settings.path}: layers_pattern={[*settings.layers_pattern]} has a group (...):"
+                " write it as (?:...)."
+            )
+        return bool(number) and int(number) in settings.layers
+
+    def _first(
+        self, expressions: Iterable[Expression], values: Mapping[str, Any], module: str, other: Any
+    ) -> Any:
+        """The value of the first expression that fits a module, `other` where none does."""
+        pairs = zip(expressions, values.values(), strict=True)
+        return next((value for one, value in pairs if (one, module) in self.fitting), other)
 
 
-def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that is the end of a module's name, from a dot on."""
-    fits = (value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(fits, default)
+def _is_end(names: Sequence[str], module: str) -> bool:
+    """Whether a name is a module, or its end from a dot on."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _names(targets: str | tuple[str, ...], module: str) -> bool:
-    """Whether one expression fits a module's whole name, or one of several names is its end."""
-    if isinstance(targets, str):
-        return bool(targets) and re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets)
+def _of_rank(name: str) -> Expression:
+    return Expression("rank_pattern", name, rf"(.*\.)?({name})$")
+
+
+def _of_alpha(name: str) -> Expression:
+    return Expression("alpha_pattern", name, rf"(.*\.)?({name})$")
+
+
+def _of_targets(written: str) -> Expression:
+    return Expression("target_modules", written, written, entire=True)
+
+
+def _of_excluded(written: str) -> Expression:
+    return Expression("exclude_modules", written, written, entire=True)
+
+
+def _of_layer(name: str) -> Expression:
+    """Whose first group is the number of a layer."""
+    return Expression("layers_pattern", name, rf"(?:.*?\.)?{name}\.(\d+)\.")
 
 
 def read_settings(directory: Path) -> PeftSettings:
@@ -197,7 +262,6 @@ class _PeftValues:
         if not isinstance(table, dict) or not all(_is_number(v, whole) for v in table.values()):
             numbers = "whole numbers of at least 1" if whole else "numbers"
             raise self.wrong(key, f"an object of {numbers} by the names of modules")
-        self._compile(key, [rf"(.*\.)?({name})$" for name in table])
         return table
 
     def names(self, key: str) -> tuple[str, ...]:
@@ -205,26 +269,14 @@ class _PeftValues:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self.wrong(key, "a list of names, or null")
-        if key == "layers_pattern":
-            self._compile(key, value)
         return tuple(value)
 
     def targets(self, key: str) -> str | tuple[str, ...] | None:
         """One expression, or names of modules; None where the key is not given."""
         value = self.values.get(key)
         if value is None or isinstance(value, str):
-            self._compile(key, [value or ""])
             return value
         return self.names(key)
-
-    def _compile(self, key: str, expressions: Sequence[str]) -> None:
-        for expression in expressions:
-            try:
-                re.compile(expression)
-            except re.error as error:
-                raise ConfigError(
-                    f"{self.path}: {key}: {expression!r} is no regular expression ({error})."
-                ) from None
 
 
 def _is_number(value: Any, whole: bool) -> bool:

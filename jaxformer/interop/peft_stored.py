@@ -9,7 +9,12 @@ import numpy as np
 
 from jaxformer.config import ConfigError
 from jaxformer.files import first_of
-from jaxformer.interop.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftSettings
+from jaxformer.interop.peft_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ModuleSettings,
+    PeftSettings,
+)
 from jaxformer.interop.peft_modules import (
     PREFIX,
     Layout,
@@ -105,11 +110,15 @@ def _modules(
     bare = bool(names) and all(found.removeprefix(prefix) == found for found in names.values())
     for module in sorted({*stored.modules} - {*names.values()}):
         problems.append(f"{module}: {_unplaced(module, layout)}")
-    found = []
+    owns = {
+        name: names.get(name, name.removeprefix(prefix) if bare else name)
+        for name in layout.modules
+    }
+    of_modules, found = settings.of_modules([*owns.values()]), []
     for name, tensor in layout.modules.items():
-        own = names.get(name, name.removeprefix(prefix) if bare else name)
+        own = owns[name]
         linear = not is_lookup(tensor) and not is_output(tensor)
-        wanted = settings.is_target(own, in_all_linear=linear)
+        wanted = of_modules.is_target(own, in_all_linear=linear)
         if name not in names:
             if wanted:
                 problems.append(
@@ -122,7 +131,7 @@ def _modules(
             unties = any(copy.unties and copy.of == tensor.name for copy in layout.copies)
             problems.append(f"{own}: {obstacle}: {UNTIE if unties else OTHERS}")
         else:
-            found.append(_module(settings, stored, own, tensor, problems))
+            found.append(_module(of_modules, stored, own, tensor, problems))
     return found
 
 
@@ -136,7 +145,7 @@ def _unplaced(module: str, layout: Layout) -> str:
 
 
 def _module(
-    settings: PeftSettings, stored: StoredAdapter, own: str, tensor: Tensor, problems: list[str]
+    settings: ModuleSettings, stored: StoredAdapter, own: str, tensor: Tensor, problems: list[str]
 ) -> AdaptedModule:
     rank, ends = settings.rank_of(own), part_names(tensor)
     names = [stored.parts.get((own, end), "") for end in ends]
