@@ -208,6 +208,8 @@ def _reply(answer_to: Callable[[Any], Any], line: bytes, memory: int) -> bytes:
         failed = f"takes more than {memory / (1 << 30):g} GiB of memory"
     except RecursionError:
         failed = "is nested too deeply"
+    except OutOfBounds as error:  # a bound of the function itself
+        failed = str(error)
     except Exception as error:
         failed = f"fails ({type(error).__name__}: {error})"[:500]
     return json.dumps({"failed": failed}).encode()

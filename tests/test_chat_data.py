@@ -15,6 +15,7 @@ from corpora import prepare
 from tiny_run import contents, line, logged, train_here
 
 import jaxformer as jf
+from jaxformer.bounded import BoundedProcess
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Corpus
@@ -234,6 +235,22 @@ def test_a_bad_record_is_one_message_with_its_line(
     assert len(segments(prepare(run_of(tmp_path, path, malformed="skip")))) == 1
 
 
+def test_a_template_without_end_stops_the_run_and_skips_no_record(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer", seconds=1.0)
+    monkeypatch.setattr("jaxformer.tokenizer.chat.RENDERER", renderer)
+    endless = tmp_path / "endless.jinja"
+    endless.write_text(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + CHATML
+    )
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    said = r"chat_template=.*endless\.jinja takes more than 1 s of a core, where \d+ messages are"
+    with pytest.raises(ConfigError, match=said):
+        prepare(run_of(tmp_path, path, endless, malformed="skip"))
+    renderer.close()
+
+
 def test_what_the_template_refuses_is_named_with_its_line(tokenizer: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [RECORDS[0], {"messages": [USER, USER, SAID]}])
     path.write_text("\n" + path.read_text())
@@ -423,3 +440,6 @@ def test_input_that_cannot_be_a_turn_is_refused(
     jf.save_pretrained(tmp_path, model.params, model.config, model.tokenizer)
     assert main(["sample", str(tmp_path), "--chat", "--prompt", "go"]) == 2
     assert "has no chat template, neither chat_template.jinja" in capsys.readouterr().err
+    (tmp_path / "chat_template.jinja").write_text("{{ '%02000000000d' % 1 }}")
+    assert main(["sample", str(tmp_path), "--chat", "--prompt", "go"]) == 2
+    assert "chat_template.jinja takes more than 1 GiB of memory" in capsys.readouterr().err

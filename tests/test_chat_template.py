@@ -11,9 +11,10 @@ import transformers
 from chat_templates import BLOCKS, CHATML, CONVERSATIONS, MISTRAL, SPECIAL, STYLES, SYSTEM, TOOLS
 from pretrained_tokenizers import change, saved
 
+from jaxformer.bounded import BoundedProcess
 from jaxformer.config import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer
-from jaxformer.tokenizer.chat import ChatTemplate, set_chat_template
+from jaxformer.tokenizer.chat import ChatTemplate, UnboundedTemplate, set_chat_template
 
 
 def folder_of(kind: str, template: str, folder: Path) -> Path:
@@ -295,3 +296,58 @@ def test_without_jinja_or_with_an_old_one_the_message_names_the_package(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.5")
     with pytest.raises(ConfigError, match=told.format(r"is 3\.1\.5")):
         ChatTemplate(CHATML, byte_tokenizer(), "the template")
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TIME, SPACE = r"takes more than 1 s of a core", r"takes more than 1 GiB of memory"
+DOUBLED = (
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
+UNBOUNDED = {  # the template, what is said of it, whether it is compiled without end
+    "loops": (LOOPS, TIME, False),
+    "a power of constants": ("{{ 10 ** 100000000 }}", TIME, True),
+    "a power": ("{{ 10 ** (messages | length * 10 ** 8) }}", TIME, False),
+    "a wide number": ("{{ '%02000000000d' % 1 }}", SPACE, None),
+    "doubling": (DOUBLED, SPACE, False),
+    "a long text": (
+        "{% for i in range(90000) %}{{ 'abcd' * 1000 }}{% endfor %}",
+        "writes more",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNBOUNDED)
+def test_a_template_beyond_the_bounds_is_one_message(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, message, at_once = UNBOUNDED[case]
+    renderer = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer", seconds=1.0)
+    monkeypatch.setattr("jaxformer.tokenizer.chat.RENDERER", renderer)
+    when = {True: "where it is compiled", False: "where 2 messages are rendered", None: "where "}
+    said = rf"^the template {message}.*, {when[at_once]}.*: correct it, or set tokenizer\.chat_tem"
+    with pytest.raises(UnboundedTemplate, match=said):
+        ChatTemplate(template, byte_tokenizer(), "the template").encode([USER, SAID])
+    after = ChatTemplate(CHATML, byte_tokenizer(), "another")
+    assert after.render([USER]).startswith("<|im_start|>user")
+    renderer.close()
+
+
+def test_a_long_conversation_is_rendered_in_several_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = ChatTemplate(CHATML, byte_tokenizer(), "the template")
+    messages = [USER, SAID] * 100
+    text, spans = ours.marked(messages)
+    assert len(spans) == 100 and text[slice(*spans[-1])].startswith(SAID["content"])
+    monkeypatch.setattr("jaxformer.tokenizer.chat.CUTS_AT_ONCE", 1)
+    assert ours.marked(messages) == (text, spans)
+
+
+def test_what_a_template_and_messages_say_is_cut_or_refused() -> None:
+    ours = ChatTemplate("{{ raise_exception('x' * 100000) }}", byte_tokenizer(), "the template")
+    with pytest.raises(ConfigError, match=r"^the template refuses the messages: x{1000}\.\.\.$"):
+        ours.render([USER])
+    ours = ChatTemplate(CHATML, byte_tokenizer(), "the template")
+    with pytest.raises(ConfigError, match=r"hold a value that JSON has not .*bytes"):
+        ours.render([{**USER, "extra": b"a"}])

@@ -14,7 +14,7 @@ from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record, Value
 from jaxformer.data.templates import Template, joined
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.chat import ChatTemplate, Marked
+from jaxformer.tokenizer.chat import ChatTemplate, Marked, UnboundedTemplate
 
 
 class MessagesTemplate(Template):
@@ -79,6 +79,8 @@ def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
     record. Raises RecordError where the template refuses it."""
     try:
         return chat.marked([json.loads(message) for message in messages])
+    except UnboundedTemplate:  # which no error policy skips: each record would take as long
+        raise
     except ConfigError as error:
         reason = "conversations that the chat template refuses"
         raise RecordError(reason, f": {error}.", index) from None

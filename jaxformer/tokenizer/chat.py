@@ -13,13 +13,14 @@ import importlib.metadata
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxformer.bounded import BoundedProcess, OutOfBounds
 from jaxformer.files import read_text
 from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.chat_files import special_names, template_of
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 # A text, and the places of characters in it: (of the first, after the last).
 Span = tuple[int, int]
 Marked = tuple[str, list[Span]]
+# How many of the first messages are rendered, and whether with the beginning of an answer.
+Cut = tuple[int, bool]
 
 # A change in how conversations become ids takes a new number, so that no older cache is read.
 FORMAT_OF_CHATS = 1
@@ -44,11 +47,21 @@ TRAINING_DAY = datetime.datetime(2024, 7, 26)
 OLDEST_JINJA = (3, 1, 6)
 
 GENERATION = "{% generation %} ... {% endgeneration %}"
+ANOTHER_TEMPLATE = "correct it, or set tokenizer.chat_template to another one"
 PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
+CUTS_AT_ONCE = 64  # which have the time of one question together
+
+# It stays for all templates of this process.
+RENDERER = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer")
+
+
+class UnboundedTemplate(ConfigError):
+    """A template takes longer or more memory than it may."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer. It is rendered in a process of its own, since a template
+    may take longer, or more memory, than anybody has; then `UnboundedTemplate` is raised.
 
     Names of special tokens are these tokens wherever they are in the rendered text, as in
     transformers; nothing is put before or after it, since templates write <s> and so on themselves.
@@ -58,22 +71,18 @@ class ChatTemplate:
         """`where` names the template in messages; `today`: strftime_now shows the present, and not
         `TRAINING_DAY`. Raises ConfigError for a text that is no template, and without jinja2."""
         _require_jinja(where)
-        from jinja2 import TemplateSyntaxError
-
-        from jaxformer.tokenizer.chat_environment import compiled
-
         self.text, self.tokenizer, self.where = text, tokenizer, where
         # Marks that no text holds by chance: noncharacters of Unicode around random digits.
         digits = secrets.token_hex(8)
         self._marks = (f"\ufdd0{digits}\ufdd0", f"\ufdd1{digits}\ufdd1")
-        now = datetime.datetime.now if today else lambda: TRAINING_DAY
-        try:
-            self._template, self.has_blocks = compiled(text, self._marks, now)
-        except TemplateSyntaxError as error:
+        self._day = None if today else TRAINING_DAY.isoformat()
+        answer = self._ask("where it is compiled")
+        if "wrong" in answer:
+            line = f"line {answer['line']}: " if answer["line"] else ""
             raise ConfigError(
-                f"{where} is no template of Jinja (line {error.lineno}: {error.message}): correct"
-                " it, or set tokenizer.chat_template to another one."
-            ) from None
+                f"{where} is no template of Jinja ({line}{answer['wrong']}): {ANOTHER_TEMPLATE}."
+            )
+        self.has_blocks: bool = answer["blocks"]
         self._names = special_names(tokenizer)
 
     @classmethod
@@ -115,9 +124,11 @@ class ChatTemplate:
         as `encode` does."""
         checked = checked_messages(messages)
         require_assistant(checked)
-        text, spans = self._rendered(checked, False)
+        cuts = [(len(checked), False), *(() if self.has_blocks else _cuts_by_turn(checked))]
+        texts = self._texts(checked, cuts)
+        text, spans = self._without_marks(next(texts))
         if not self.has_blocks:
-            spans = self._turns(checked, text)
+            spans = self._turns(checked, text, texts)
         if not spans:
             raise ConfigError(
                 f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"
@@ -128,7 +139,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of messages, with the beginning of an answer if `add_generation_prompt`. Raises
         ConfigError for what the template refuses."""
-        return self._rendered(messages, add_generation_prompt)[0]
+        text = next(self._texts(messages, [(len(messages), add_generation_prompt)]))
+        return self._without_marks(text)[0]
 
     def end_of_turn(self, messages: Sequence[Message]) -> int | None:
         """The special token with which the template ends an answer to `messages`; None where it
@@ -162,19 +174,34 @@ class ChatTemplate:
         """A digest that is the same for templates that give the same ids of a tokenizer."""
         return _digest(self.text, self._names)
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> Marked:
-        """The text, and the places in it of generation blocks that hold some text."""
+    def _texts(self, messages: Sequence[Message], cuts: Sequence[Cut]) -> Iterator[str]:
+        """What the template writes for each cut of messages, marks included. Raises ConfigError at
+        the first that it refuses."""
+        when = f"where {len(messages)} messages are rendered"
+        for first in range(0, len(cuts), CUTS_AT_ONCE):
+            asked = cuts[first : first + CUTS_AT_ONCE]
+            more = {"messages": [*messages], "names": self._names, "cuts": asked}
+            answer = self._ask(when, more)
+            yield from answer["texts"]
+            if answer["refused"] is not None:
+                raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}")
+
+    def _ask(self, when: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """An answer of `chat_environment`. Raises UnboundedTemplate where there is none, and
+        ConfigError for messages that are not of JSON."""
+        question = {"text": self.text, "marks": self._marks, "day": self._day, **(more or {})}
         try:
-            found = self._template.render(
-                messages=[*messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._names,
-            )
-        except Exception as error:  # a template's own, or any that its code may lead to
-            told = str(error).strip().rstrip(".") or type(error).__name__
-            raise ConfigError(f"{self.where} refuses the messages: {told}") from None
+            return RENDERER.ask(question)  # type: ignore[no-any-return]
+        except OutOfBounds as error:
+            raise UnboundedTemplate(f"{self.where} {error}, {when}: {ANOTHER_TEMPLATE}.") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"the messages hold a value that JSON has not ({error}): give texts, numbers, lists"
+                " and objects"
+            ) from None
+
+    def _without_marks(self, found: str) -> Marked:
+        """A text, and the places in it of generation blocks that hold some text."""
         text, begins, spans = "", list[int](), list[Span]()
         for part in re.split("|".join(f"({mark})" for mark in self._marks), found):
             if part == self._marks[0]:
@@ -186,18 +213,18 @@ class ChatTemplate:
                 text += part or ""
         return text, spans
 
-    def _turns(self, messages: list[Message], whole: str) -> list[Span]:
+    def _turns(self, messages: list[Message], whole: str, texts: Iterator[str]) -> list[Span]:
         """The places of the assistant's turns in the text of all messages, each after the prompt
-        for it, to the special token that ends it. Raises ConfigError where the text of the first
-        messages is no beginning of the whole."""
+        for it, to the special token that ends it. `texts` are those of `_cuts_by_turn`. Raises
+        ConfigError where the text of the first messages is no beginning of the whole."""
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             last = index == len(messages) - 1
             try:
-                prompt = self.render(messages[:index], True)
-                turn = whole if last else self.render(messages[: index + 1])
+                prompt = next(texts)
+                turn = whole if last else next(texts)
             except ConfigError as error:
                 raise ConfigError(
                     f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
@@ -239,6 +266,16 @@ class ChatTemplate:
         backend = copy.deepcopy(self.tokenizer.encoder.marking)
         backend.post_processor = None  # type: ignore[assignment]
         return backend
+
+
+def _cuts_by_turn(messages: Sequence[Message]) -> Iterator[Cut]:
+    """Of each turn of the assistant the prompt for it and, unless it is the last message, the
+    messages to its end."""
+    for index, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            yield index, True
+            if index < len(messages) - 1:
+                yield index + 1, False
 
 
 def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:

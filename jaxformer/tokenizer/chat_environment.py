@@ -1,10 +1,12 @@
 """The Jinja environment in which chat templates are rendered, as transformers renders them: in a
-sandbox, with its functions. The templates of a model are a stranger's code.
+sandbox, with its functions. The templates of a model are a stranger's code, so that this file is
+run by a process with bounds (`BoundedProcess`), whose questions `answer` answers.
 
 Only this file imports jinja2, which is an optional package.
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxformer.bounded import OutOfBounds
+
+MOST_RENDERED = 1 << 26  # of a text that a template writes
+
 Now = Callable[[], datetime.datetime]
+MOST_TOLD = 1000  # characters of the message of an error
 
 
 class GenerationBlocks(Extension):
@@ -58,9 +65,64 @@ def _require_public(name: str) -> None:
         raise jinja2.TemplateError(f"a namespace has no {name!r}: take a name without underscore")
 
 
-def compiled(text: str, marks: tuple[str, str], now: Now) -> tuple[jinja2.Template, bool]:
-    """The template of a text, and whether it has generation blocks; `now` is the time that
-    strftime_now shows. Raises jinja2.TemplateSyntaxError."""
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Compiles a template, and renders it.
+
+    The question has the `text` of the template, the `marks` around what it writes in generation
+    blocks, and the `day` that strftime_now shows, null for the present. Without messages the answer
+    has `blocks`, whether it has generation blocks, or `wrong`: what is wrong, and `line` if that is
+    in one line.
+
+    With `messages`, the `names` of special tokens and `cuts`, it has `texts`: for each cut [count,
+    prompt] the text of the first messages, with the beginning of an answer if `prompt`. They end
+    where the template refuses the messages, and `refused` says why; else that is null.
+    """
+    text, marks, day = question["text"], tuple(question["marks"]), question["day"]
+    if "messages" not in question:
+        return _checked(text, marks, day)
+    template, texts = compiled(text, marks, day)[0], list[str]()
+    for count, prompt in question["cuts"]:
+        try:
+            rendered = template.render(
+                messages=question["messages"][:count],
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **question["names"],
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template's own, or any that its code may lead to
+            return {"texts": texts, "refused": _told(error)}
+        if len(rendered) > MOST_RENDERED:
+            raise OutOfBounds(f"writes more than {MOST_RENDERED:,} characters")
+        texts.append(rendered)
+    return {"texts": texts, "refused": None}
+
+
+def _checked(text: str, marks: tuple[str, str], day: str | None) -> dict[str, Any]:
+    try:
+        return {"blocks": compiled(text, marks, day)[1]}
+    except jinja2.TemplateSyntaxError as error:
+        return {"wrong": error.message, "line": error.lineno}
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # of Python's own parser, as for a number of too many digits
+        return {"wrong": _told(error).partition(";")[0], "line": None}
+
+
+def _told(error: Exception) -> str:
+    told = str(error).strip().rstrip(".") or type(error).__name__
+    return told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}..."
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(text: str, marks: tuple[str, str], day: str | None) -> tuple[jinja2.Template, bool]:
+    """The template of a text, and whether it has generation blocks; `day` is the one that
+    strftime_now shows, None for the present. Raises jinja2.TemplateSyntaxError."""
+    now: Now = datetime.datetime.now
+    if day is not None:
+        now = functools.partial(datetime.datetime.fromisoformat, day)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
