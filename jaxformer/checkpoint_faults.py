@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.digests import Altered, altered_files
-from jaxformer.files import first_of
+from jaxformer.files import first_of, write_text
 from jaxformer.settings import ConfigError, Log
 
 # TensorStore's statuses, and a part of its messages, that speak of the machine and not of a file.
@@ -181,7 +181,7 @@ def set_aside(folder: Path, damaged: Mapping[int, str], log: Log) -> None:
             number += 1
             place = folder / f"damaged-{step}-{number}"
         (folder / str(step)).rename(place)
-        (place / "damage.txt").write_text(damaged[step] + "\n", encoding="utf-8")
+        write_text(place / "damage.txt", damaged[step] + "\n", follow=False)
         log(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
 
 

@@ -5,7 +5,9 @@ import errno
 import json
 import os
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,17 +17,21 @@ LOCK = ".lock"  # the file in a run directory that the process of the run locks
 
 
 @contextlib.contextmanager
-def replacing(path: Path, advice: str = "make room, or choose another path") -> Iterator[BinaryIO]:
+def replacing(
+    path: Path, advice: str = "make room, or choose another path", follow: bool = True
+) -> Iterator[BinaryIO]:
     """Opens a binary file that takes the name `path` when the block ends without an error.
 
     The content is on the disk before the name changes, and until then an earlier file stays. After
-    an error nothing is left of the new one. A link stays, and what it leads to is replaced. Raises
+    an error nothing is left of the new one. A link stays, and what it leads to is replaced; without
+    `follow`, as in a run directory, the link itself is replaced, which is warned of. Raises
     ConfigError, with `advice`, where the file or its directory cannot be written, and where the
     path is something else than a file, such as a device.
     """
     draft = None
     try:
-        place = place_of(path, advice)
+        replaced_link = not follow and path.is_symlink()
+        place = path if replaced_link else place_of(path, advice)
         draft = place.with_name(f"{place.name}.{uuid.uuid4().hex}.tmp")
         place.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "wb") as file:
@@ -34,6 +40,12 @@ def replacing(path: Path, advice: str = "make room, or choose another path") -> 
             os.fsync(file.fileno())
         os.replace(draft, place)
         sync(place.parent)
+        if replaced_link:
+            warnings.warn(
+                f"{path} was a link. It is a file now, and what it led to was not changed: nothing"
+                " in a run directory is written through a link.",
+                stacklevel=3,
+            )
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}): {advice}."
@@ -72,9 +84,18 @@ def _kind_of(place: Path) -> str:
     return "a directory" if place.is_dir() else "a device, a pipe or a socket"
 
 
-def write_text(path: Path, text: str) -> None:
+def append_to(path: Path) -> FileIO:
+    """Opens a file without a buffer, to write at its end. A link is not followed, but an error."""
+    return open(path, "ab", buffering=0, opener=_without_links)
+
+
+def _without_links(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+
+def write_text(path: Path, text: str, follow: bool = True) -> None:
     """Writes a text file (UTF-8) as `replacing` does. Raises ConfigError."""
-    with replacing(path) as file:
+    with replacing(path, follow=follow) as file:
         file.write(text.encode())
 
 

@@ -255,11 +255,12 @@ def save_run(target: Path, model: Loaded, origin: Path) -> None:
     """Writes a model, read from the model directory `origin`, as a run directory with one
     checkpoint, of step 0."""
     if model.tokenizer is not None:
-        model.tokenizer.save(target / "tokenizer.json")
+        model.tokenizer.save(target / "tokenizer.json", follow=False)
     with Checkpoints(target) as checkpoints:
         checkpoints.save({"params": model.params}, 0)
     if model.labels:
-        write_text(target / "data.json", json.dumps({"labels": list(model.labels)}) + "\n")
+        named = json.dumps({"labels": list(model.labels)}) + "\n"
+        write_text(target / "data.json", named, follow=False)
     settings, tokenizer = RunSettings(dir=str(target)), TokenizerConfig(path=str(target))
     run = dataclasses.replace(run_of(origin), run=settings, tokenizer=tokenizer)
-    write_text(target / "config.json", to_json(run))
+    write_text(target / "config.json", to_json(run), follow=False)

@@ -85,7 +85,8 @@ class Reference:
         """Writes the digests of the params into the run directory, where it has none yet."""
         _, found = self.load()
         if jax.process_index() == 0 and not self._record.is_file():
-            write_text(self._record, json.dumps({"digests": found}, indent=1) + "\n")
+            text = json.dumps({"digests": found}, indent=1) + "\n"
+            write_text(self._record, text, follow=False)
 
     def __call__(self, batch: Any) -> Any:
         """A batch of pairs on the devices, with the log-probabilities of its completions."""

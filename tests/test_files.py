@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.config import ConfigError
-from jaxformer.files import read_text, replacing, write_text
+from jaxformer.files import append_to, read_text, replacing, write_text
 
 
 def names(folder: Path) -> set[str]:
@@ -35,6 +35,34 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
         write_text(link, "text")
         assert link.is_symlink() and target.read_text() == "text" and not target.is_symlink()
     assert names(tmp_path / "elsewhere") == {"old.txt", "new.txt"}
+
+
+@pytest.mark.parametrize("leads_to", ["a file", "nothing", "a directory", "itself"])
+def test_without_following_a_link_is_replaced_and_what_it_leads_to_stays(
+    leads_to: str, tmp_path: Path
+) -> None:
+    target, link = tmp_path / "elsewhere", tmp_path / "link"
+    if leads_to == "a file":
+        target.write_text("old")
+    elif leads_to == "a directory":
+        target.mkdir()
+    link.symlink_to(link if leads_to == "itself" else target)
+    with pytest.warns(UserWarning, match="link was a link. It is a file now"):
+        write_text(link, "text", follow=False)
+    assert link.read_text() == "text" and not link.is_symlink()
+    assert target.exists() == (leads_to in ("a file", "a directory"))
+    assert leads_to != "a file" or target.read_text() == "old"
+
+
+def test_a_link_is_not_appended_through(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        append_to(tmp_path / "link")
+    assert names(tmp_path) == {"link"}
+    for text in (b"first ", b"second"):
+        with append_to(tmp_path / "file") as file:
+            file.write(text)
+    assert (tmp_path / "file").read_text() == "first second"
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "link to a pipe"])

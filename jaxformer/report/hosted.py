@@ -80,7 +80,7 @@ def _identity(run_dir: Path, name: str) -> str:
     known = read_object(path) if path.exists() else {}
     if not isinstance(known.get(name), str):
         known[name] = secrets.token_hex(4)
-        write_text(path, json.dumps(known) + "\n")
+        write_text(path, json.dumps(known) + "\n", follow=False)
     return str(known[name])
 
 

@@ -4,13 +4,14 @@ same numbers."""
 import contextlib
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.files import read_file, replacing
+from jaxformer.files import append_to, read_file, replacing
 from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         began = time.monotonic() if began is None else began
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        before = _remove_later_lines(self.path, resume_step) if self.path.exists() else 0.0
+        begun = os.path.lexists(self.path)
+        before = _remove_later_lines(self.path, resume_step) if begun else 0.0
         self._zero = began - before
         try:
-            self._file = self.path.open("ab", buffering=0)
+            self._file = append_to(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({error.strerror}).") from error
         self._unwritten, self._missing = bytearray(), list[int]()
@@ -147,7 +149,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _remove_later_lines(path: Path, resume_step: int) -> float:
     """Keeps the lines up to `resume_step`; the seconds of the last of them, 0 where it has none."""
-    kept = [line for line in _lines(path) if resume_step > 0 and line["step"] <= resume_step]
-    with replacing(path) as file:
+    lines = _lines(path) if path.exists() else ()  # a link may lead to nothing
+    kept = [line for line in lines if resume_step > 0 and line["step"] <= resume_step]
+    with replacing(path, follow=False) as file:
         file.writelines(json.dumps(line, allow_nan=False).encode() + b"\n" for line in kept)
     return max((line.get("seconds", 0.0) for line in kept), default=0.0)

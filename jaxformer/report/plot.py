@@ -59,7 +59,7 @@ def plot_losses(run_dir: str | Path) -> Path:
 
         figure = Figure(figsize=(8, 5), dpi=160, facecolor="white")
         _draw(figure, train, evals, Path(run_dir).resolve().name)
-        with replacing(path) as file:
+        with replacing(path, follow=False) as file:
             figure.savefig(file, format="png")
     return path
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import threading
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,7 +47,10 @@ class TensorBoard:
             return
         try:
             if self._board is None:
-                self._board = _summary_writer()(str(self._folder), purge_step=self._purged)
+                suffix = f".{uuid.uuid4().hex}"  # no link can stand at a name that nobody foresees
+                self._board = _summary_writer()(
+                    str(self._folder), purge_step=self._purged, filename_suffix=suffix
+                )
                 _keep_quiet(self._worker())
             if self._is_written():
                 for name, value in numbers.items():

@@ -18,12 +18,13 @@ from jaxformer.checkpoints import require_savable
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_file import differences, read_config
 from jaxformer.config_json import to_json
-from jaxformer.files import LOCK, read_object, write_text
+from jaxformer.files import LOCK, first_of, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 LEFT_OPEN = (("train", "microbatches"), ("train", "preference_dropout"), ("data", "cut"))
+DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 
 
 @contextlib.contextmanager
@@ -38,6 +39,7 @@ def lock(run: RunConfig) -> Iterator[None]:
         raise ConfigError("run.dir is empty: name the directory of the run, for example runs/mine.")
     if jax.process_index():
         if not run.run.restart:
+            require_no_links(Path(run.run.dir))
             check_config(run)
         yield
         return
@@ -63,6 +65,7 @@ def lock(run: RunConfig) -> Iterator[None]:
                 from jaxformer.runs.restart import move_away
 
                 move_away(folder)
+            require_no_links(folder)
             check_config(run)
             if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
                 from jaxformer.runs.restart import require_checkpoints
@@ -82,6 +85,23 @@ def _opened(path: Path) -> Any:
         os.close(held)
         raise OSError(errno.EINVAL, f"{path} is not a regular file")
     return os.fdopen(held, "r+")
+
+
+def require_no_links(folder: Path) -> None:
+    """Raises ConfigError where a run would write through a link to a directory.
+
+    Links at the names of files are replaced when these are written. `wandb/` holds links of its
+    own, and its entries are left to that package.
+    """
+    places = [folder / name for name in DIRECTORIES]
+    places += [*(folder / "checkpoints").glob("*"), *(folder / "profile").rglob("*")]
+    links = [str(place) for place in places if place.is_symlink()]
+    if links:
+        raise ConfigError(
+            f"{first_of(links, 5, ', ')}: a link in a run directory, through which nothing is"
+            " written; nothing was changed. Put the directory itself there, or choose another"
+            " run.dir. To keep a run on another disk, name a directory there as run.dir."
+        )
 
 
 def _remove_empty(folder: Path, missing: list[Path]) -> None:
@@ -168,9 +188,10 @@ def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
         return
     folder = Path(run.run.dir)
     own = dataclasses.replace(run.run, restart=False)
-    tokenizer.save(folder / "tokenizer.json")
-    write_text(folder / "config.json", to_json(dataclasses.replace(run, run=own)))
-    write_text(folder / "data.json", json.dumps(record, indent=2) + "\n")
+    tokenizer.save(folder / "tokenizer.json", follow=False)
+    config = to_json(dataclasses.replace(run, run=own))
+    write_text(folder / "config.json", config, follow=False)
+    write_text(folder / "data.json", json.dumps(record, indent=2) + "\n", follow=False)
 
 
 def profile_dir(run_dir: str) -> Path:

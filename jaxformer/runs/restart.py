@@ -1,27 +1,27 @@
 """A run directory whose run is begun anew, and one whose checkpoints have gone."""
 
+import os
 from pathlib import Path
 
 from jaxformer.config_file import read_config
 from jaxformer.report import read_metrics
-from jaxformer.runs.directory import ROLLBACKS
+from jaxformer.runs.directory import DIRECTORIES, ROLLBACKS
 from jaxformer.settings import ConfigError
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
     *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl"),
-    *(ROLLBACKS, "reference.json", "checkpoints", "loss.png", "profile"),
-    *("tensorboard", "tracker.json", "wandb"),
+    *(ROLLBACKS, "reference.json", "loss.png", "tracker.json", *DIRECTORIES),
 )
 
 
 def move_away(folder: Path) -> None:
     """Moves what a run has written in a directory into a directory there, `before-1` or the next
-    free number. Nothing is removed."""
-    found = [name for name in FILES_OF_A_RUN if (folder / name).exists()]
+    free number. Nothing is removed, and a link is moved itself."""
+    found = [name for name in FILES_OF_A_RUN if os.path.lexists(folder / name)]
     number = 1
-    while (folder / f"before-{number}").exists():
+    while os.path.lexists(folder / f"before-{number}"):
         number += 1
     for name in found:
         (folder / f"before-{number}").mkdir(exist_ok=True)

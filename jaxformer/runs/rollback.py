@@ -94,7 +94,8 @@ def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     def write() -> None:
         if jax.process_index() == 0:
             table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
-            write_text(Path(run_dir) / ROLLBACKS, json.dumps(table, indent=2) + "\n")
+            path = Path(run_dir) / ROLLBACKS
+            write_text(path, json.dumps(table, indent=2) + "\n", follow=False)
 
     together(write)
     require_same({ROLLBACKS: str(read_rollbacks(run_dir))})

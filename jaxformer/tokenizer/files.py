@@ -116,12 +116,13 @@ class TokenizerMetadata:
         special_tokens: dict[str, str],
         ids: dict[str, Any],
         max_length: int | None,
+        follow: bool = True,
     ) -> None:
         """Writes the files that stand beside a tokenizer.json.
 
         tokenizer_config.json holds what it held when it was read; what was not read is made of
         `special_tokens`, by role, and of `max_length`. generation_config.json keeps what it holds,
-        with `ids` and the rules.
+        with `ids` and the rules. `follow` is that of `files.replacing`.
         """
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if max_length is not None:
@@ -130,11 +131,11 @@ class TokenizerMetadata:
             settings["clean_up_tokenization_spaces"] = False
         if "tokenizer_class" not in self.settings:  # a class knows its special tokens
             settings |= {f"{role}_token": name for role, name in special_tokens.items()}
-        _write_json(folder / SETTINGS_FILE, settings | self.settings)
+        _write_json(folder / SETTINGS_FILE, settings | self.settings, follow)
         if self.template is not None:
-            write_text(folder / TEMPLATE_FILE, self.template)
+            write_text(folder / TEMPLATE_FILE, self.template, follow)
         if stored := ids | self.rules:
-            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | stored)
+            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | stored, follow)
 
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
         """Whether decoded text loses the spaces before punctuation. With BPE it does not: those
@@ -170,8 +171,8 @@ def read_optional(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+def _write_json(path: Path, values: dict[str, Any], follow: bool) -> None:
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n", follow)
 
 
 def tokenizer_file(path: Path) -> Path:

@@ -143,13 +143,16 @@ class Tokenizer:
         found = file.is_file() and (file.name == TOKENIZER_FILE or is_gpt2(file))
         return cls.load(file) if found else None
 
-    def save(self, path: str | os.PathLike[str], max_length: int | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], max_length: int | None = None, follow: bool = True
+    ) -> None:
         """Writes tokenizer.json, from which transformers loads the same tokenizer.
 
         `path` is that file or its directory, which has no suffix. Beside it go
         tokenizer_config.json, with `max_length` as model_max_length where it says none, the chat
         template, and in generation_config.json the ids that the other files do not give. Under
-        another name the file is written alone.
+        another name the file is written alone. Without `follow` a link at one of these names is
+        replaced, and what it leads to stays as it is.
         """
         file = Path(os.path.expanduser(path))
         file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
@@ -162,8 +165,8 @@ class Tokenizer:
             ids = {key: token for key, token in self.ids().items() if token != told.get(IDS[key])}
             if self.metadata.rules:  # transformers then takes nothing from config.json
                 ids = self.ids()
-            self.metadata.write(file.parent, names, ids, max_length)
-        write_text(file, self._backend.to_str(pretty=True))
+            self.metadata.write(file.parent, names, ids, max_length, follow)
+        write_text(file, self._backend.to_str(pretty=True), follow)
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, without an end token. Raises ConfigError for a character that the

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxformer.files import write_text
+from jaxformer.files import replacing, write_text
 from jaxformer.report import human_bytes
 from jaxformer.step_range import step_range
 from jaxformer.training.program import Metrics
@@ -103,7 +103,8 @@ class Profile:
             return
         seconds, self._began = time.perf_counter() - self._began, None
         jax.profiler.stop_trace()
-        jax.profiler.save_device_memory_profile(str(self.directory / MEMORY))
+        with replacing(self.directory / MEMORY, follow=False) as file:
+            file.write(jax.profiler.device_memory_profile())
         if sizes is None or jax.process_index():
             return
         trace = newest_trace(self.directory)
@@ -112,7 +113,7 @@ class Profile:
         times = time_table(devices, programs, self._number - self._first + 1, seconds)
         first, last = self._first, self._number
         self.table = f"Steps {first} to {last}\n\n{times}\n\n{_memory(sizes, self.programs)}"
-        write_text(self.directory / TABLE, self.table + "\n")
+        write_text(self.directory / TABLE, self.table + "\n", follow=False)
 
     @property
     def programs(self) -> list[Any]:

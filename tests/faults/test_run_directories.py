@@ -178,6 +178,64 @@ def test_a_lock_that_is_no_file_is_refused(
 
 
 @pytest.mark.fault(
+    "files of a run directory are links: each of them, to a file and to nothing",
+    kept="The links are replaced by files, which is said. What they led to is not changed, and"
+    " nothing is made there.",
+    status="0",
+)
+@pytest.mark.filterwarnings("default:.* was a link")
+@pytest.mark.parametrize("leads_to", ["a file", "nothing"])
+def test_no_file_of_a_run_is_written_through_a_link(
+    leads_to: str, whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    assert train_here(line(run_dir, whole[1], {"train.steps": EVERY})) == 0
+    written = [path for path in run_dir.iterdir() if path.is_file() and path.name != ".lock"]
+    assert {"config.json", "tokenizer.json", "metrics.jsonl"} <= {path.name for path in written}
+    for path in written:
+        content = path.read_bytes()
+        path.unlink()
+        path.symlink_to(elsewhere / path.name)
+        if leads_to == "a file":
+            (elsewhere / path.name).write_bytes(content)
+    if leads_to == "nothing":
+        shutil.rmtree(run_dir / "checkpoints")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    capsys.readouterr()
+    assert train_here(line(run_dir, whole[1], {"train.steps": 2 * EVERY})) == 0
+    said = capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+    for path in written:
+        assert path.is_file() and not path.is_symlink()
+        assert f"{path} was a link" in said
+
+
+@pytest.mark.fault(
+    "a directory in a run directory is a link, or holds one",
+    kept="Nothing is written there, and nothing is changed. With `--run.restart True` the link is"
+    " moved into `before-1/`.",
+    status="2; 0 with run.restart",
+)
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/4", "profile/plugins", "tensorboard"])
+def test_no_directory_of_a_run_is_written_through_a_link(
+    name: str, whole: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "run" / name
+    elsewhere.mkdir()
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    before = contents(tmp_path / "run")
+    arguments = line(tmp_path / "run", whole[1], {"train.steps": EVERY})
+    assert train_here(arguments) == 2
+    assert f"{link}: a link in a run directory" in capsys.readouterr().err
+    (tmp_path / "run/.lock").unlink()
+    assert contents(tmp_path / "run") == before and not any(elsewhere.iterdir())
+    assert train_here([*arguments, "--run.restart", "True"]) == 0
+    assert (tmp_path / "run/before-1" / name).is_symlink() and not any(elsewhere.iterdir())
+
+
+@pytest.mark.fault(
     "a start that fails before the first step is ready",
     kept="The run directory is not claimed: the corrected command may use it.",
     status="any",
