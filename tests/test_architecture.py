@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -381,3 +382,21 @@ def test_every_module_can_be_imported_under_its_own_name() -> None:
         ]
         if parts[-1] != "__main__":
             importlib.import_module(".".join(parts))
+
+
+def test_the_documentation_claims_of_imports_what_the_contract_checks() -> None:
+    """The contract orders the files and packages directly in `jaxformer/`, all of them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (entry for entry in settings["contracts"] if entry["type"] == "layers")
+    assert layers["containers"] == ["jaxformer"] and layers["exhaustive"]
+    listed = {name for layer in layers["layers"] for name in re.findall(r"\((\w+)\)", layer)}
+    places = (ROOT / "jaxformer").iterdir()
+    direct = {
+        place.stem for place in places if place.suffix == ".py" or (place / "__init__.py").is_file()
+    }
+    assert listed == direct - {"__init__"}
+    scope = (
+        "for the files and packages directly in `jaxformer/`, not for the files inside a package."
+    )
+    for page in ("README.md", "docs/explanation/design.md"):
+        assert scope in " ".join((ROOT / page).read_text().split()), page
