@@ -41,6 +41,9 @@ class TrainConfig(Section):
     preference_dropout: Literal["auto", "off", "on"] = "auto"
     """Whether a preference objective applies model.dropout and adapter.dropout. The reference never
     has any. auto is off, and on in a run that an earlier version began."""
+    deterministic: Volatile[bool] = False
+    """Whether XLA adds in a fixed order on a GPU (--xla_gpu_deterministic_ops), so that a resumed
+    run there is bitwise the uninterrupted one; steps may be slower. No effect on CPU and TPU."""
     log_every: Volatile[Count] = 10
     """Number of steps between lines of metrics.jsonl."""
     eval_every: Volatile[Natural] = 200

@@ -26,6 +26,7 @@ from jaxformer.hardware import Device
 from jaxformer.plan.compiler_report import CompiledReport, memory_of, report_of
 from jaxformer.plan.hlo_counts import count
 from jaxformer.plan.targets import Target, cudnn_of, parse_target, require_compiler
+from jaxformer.training.deterministic import FLAG
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
@@ -74,6 +75,8 @@ def compiled_report(
     asked = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.plan.compiled"]
     environment = os.environ | ENVIRONMENT
+    if run.train.deterministic:
+        environment["XLA_FLAGS"] = FLAG
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:

@@ -30,6 +30,7 @@ from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, batches_of, make_setup
 from jaxformer.runs.states import first_state, unsaved, with_base_of
 from jaxformer.settings import Log
+from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, gradients
 
@@ -91,6 +92,8 @@ def replay(
         mesh=dataclasses.replace(run.mesh, **(mesh or {})),
         data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
     )
+    if run.train.deterministic:
+        require_deterministic()
     setup = make_setup(run, log)
     if not 1 <= step <= run.train.steps:
         raise ConfigError(

@@ -60,6 +60,10 @@ def train(run: RunConfig) -> Result:
     from jaxformer.runs.launch import joined
 
     begin = time.monotonic()
+    if run.train.deterministic:
+        from jaxformer.training.deterministic import require_deterministic
+
+        require_deterministic()
     with joined(run.launch, _ignore if run.run.progress == "none" else _print):
         return _train(dataclasses.replace(run, launch=LaunchConfig()), begin)
 

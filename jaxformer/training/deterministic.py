@@ -1,0 +1,40 @@
+"""train.deterministic: the same program gives the same bits on a GPU, as it does elsewhere."""
+
+import os
+
+from jaxformer.settings import ConfigError
+
+OPTION = "--xla_gpu_deterministic_ops"
+FLAG = f"{OPTION}=true"
+
+
+def require_deterministic() -> None:
+    """Adds the flag of deterministic operations to XLA_FLAGS, which XLA reads when its backend
+    starts. Devices that are no GPU do not heed it.
+
+    Raises ConfigError where XLA_FLAGS turns it off, and where a GPU has been started without it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    values = [flag for flag in flags if flag.partition("=")[0] == OPTION]
+    if values and values[-1].lower() in (OPTION, FLAG, f"{OPTION}=1"):
+        return
+    if values:
+        raise ConfigError(
+            f"train.deterministic is on, but XLA_FLAGS has {values[-1]}: leave that out of"
+            " XLA_FLAGS, or set train.deterministic=False."
+        )
+    if _gpu_has_started():
+        raise ConfigError(
+            f"train.deterministic needs {FLAG} in XLA_FLAGS before JAX uses the GPU, and this"
+            " process has used it already. Start the process anew (restart the kernel of a"
+            " notebook), and before the first use of JAX call jf.train, or run"
+            f' `import os; os.environ["XLA_FLAGS"] = "{FLAG}"`.'
+        )
+    os.environ["XLA_FLAGS"] = " ".join([*flags, FLAG])
+
+
+def _gpu_has_started() -> bool:
+    import jax  # which a command that plans does not need
+    from jax._src.xla_bridge import backends_are_initialized  # there is no public name
+
+    return backends_are_initialized() and jax.default_backend() == "gpu"
