@@ -215,6 +215,16 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
             ("long", "utf-32-le", "UTF-32LE", "words"),
         )
     },
+    **{
+        f"zeros.{suffix}": (
+            b"\0" * 2**21,
+            [
+                f"zeros.{suffix} is no text: its first 1,048,576 bytes are all zero",
+                "fetch it again",
+            ],
+        )
+        for suffix in ("txt", "jsonl")
+    },
     "wide.jsonl": (
         '{"text": "a"}\n'.encode("utf-16"),
         ["wide.jsonl", "is not UTF-8 text but UTF-16", "iconv -f UTF-16"],

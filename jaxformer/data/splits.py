@@ -13,7 +13,7 @@ from jaxformer.data.directories import make_folder
 from jaxformer.data.shards import WRONG_RECORD
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.error_policy import Skipped
-from jaxformer.data.sources.reading import SourceFile
+from jaxformer.data.sources.reading import PACKED, SourceFile
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import read_object, write_text
@@ -115,14 +115,17 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
 def _read(group: Source, log: Log) -> Scan:
     """Reads some files of a source."""
     log(f"{group}: reading {len(group.files):,} new or changed file{'s' * (len(group.files) > 1)}")
-    digest, progress = hashlib.blake2b(digest_size=16), ProgressNotes(log, work=f"{group}: read")
+    is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
+    size = sum(file.size for file in group.files) if is_plain else 0  # else bytes of text differ
+    digest = hashlib.blake2b(digest_size=16)
+    progress = ProgressNotes(log, size, f"{group}: read")
     documents, skipped = 0, Skipped()
     for text, name, ends, fields, _ in group.pieces(skipped):
         raw = text.encode()
         digest.update(json.dumps(fields).encode() if fields else raw)
         progress.done += len(raw)
+        progress.tell()
         if ends:
-            progress.tell()
             digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
             documents += 1
     return Scan(digest.hexdigest(), documents, progress.done, skipped)

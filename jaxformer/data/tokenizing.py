@@ -47,7 +47,7 @@ class ProgressNotes:
             return
         self._said, rate = now, self.done / (now - self._began)
         whole = left = ""
-        if self._total:
+        if self._total and rate:
             whole = f" of {self._total / 1e9:.2f}"
             left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left"
         self.log(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")

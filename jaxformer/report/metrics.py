@@ -5,6 +5,8 @@ import contextlib
 import json
 import math
 import os
+import reprlib
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from jaxformer.report.trackers import Tracker
 
 FILE = "metrics.jsonl"
+LARGEST_STEP = 2**53  # the whole numbers that a float64 holds
+LARGEST_NUMBER = sys.float_info.max
+NON_FINITE = ("nan", "inf", "-inf")
 
 
 class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
@@ -111,7 +116,8 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl, oldest first, without a last line that is still being
-    written."""
+    written. Raises ConfigError for a file that is missing, and for a line that `MetricsLog` does
+    not write."""
     path = Path(run_dir) / FILE
     if not path.exists():
         raise ConfigError(
@@ -137,14 +143,41 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
+            if number == len(lines):
+                return  # it is still being written
             entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            yield entry
-        elif number < len(lines):
+        if fault := _fault(entry):
             raise ConfigError(
-                f"{path}, line {number}, is not a JSON object with an integer step: correct or"
-                " delete that line."
+                f"{path}, line {number}, is not a JSON object with an integer step and numbers:"
+                f" {fault}. Correct or delete that line."
             )
+        yield entry
+
+
+def _fault(entry: Any) -> str:
+    """What is wrong with a line of metrics.jsonl; nothing for one that `MetricsLog` writes."""
+    if not isinstance(entry, dict):
+        return "it is no object"
+    step, odd = entry.get("step"), entry.get("non_finite", {})
+    if type(step) is not int or not 0 <= step <= LARGEST_STEP:
+        return f"step is {_shown(step)}, not a whole number from 0 to {LARGEST_STEP}"
+    if not isinstance(odd, dict) or not all(map(_is_non_finite, odd.values())):
+        return f"non_finite is {_shown(odd)}, not names with one of {', '.join(NON_FINITE)} each"
+    for name, value in entry.items():
+        if name == "non_finite" or (value is None and name in odd):
+            continue
+        if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
+            return f"{_shown(name)} is {_shown(value)}, not a finite number"
+    return ""
+
+
+def _is_non_finite(value: Any) -> bool:
+    return isinstance(value, str) and value in NON_FINITE
+
+
+def _shown(value: Any) -> str:
+    text = reprlib.repr(value)
+    return f"{text[:60]}..." if len(text) > 60 else text
 
 
 def _remove_later_lines(path: Path, resume_step: int) -> float:

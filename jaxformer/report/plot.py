@@ -69,7 +69,11 @@ def _draw(figure: "Figure", train: Lines, evals: Lines, title: str) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     figure.subplots_adjust(left=0.06, right=0.92, top=0.835, bottom=0.105, hspace=0.1)
     figure.text(0.06, 0.95, title, fontsize=13, fontweight="bold", va="center")
-    known = [line["tokens"] / line["step"] for line in train if line.get("tokens") and line["step"]]
+    known = [
+        line["tokens"] / line["step"]
+        for line in train
+        if line.get("tokens", 0) >= 1 and line["step"]
+    ]
     scale = known[-1] if known else 1.0  # tokens per step; unknown, the axis counts steps
     _losses(top, train, evals, scale)
     legend: dict[str, Any] = {"loc": "center right", "bbox_to_anchor": (0.93, 0.95)}

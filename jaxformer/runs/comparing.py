@@ -57,7 +57,10 @@ def read_runs(paths: Sequence[Path], notes: list[str]) -> list[ComparedRun]:
             notes.append(f"{run.path} has logged no loss yet and is left out.")
     if not found:
         where = ", ".join(map(str, paths))
-        raise ConfigError(f"There is no run with a logged loss in {where}: give run directories.")
+        reasons = "".join(f"\n  {note}" for note in notes[:20])
+        raise ConfigError(
+            f"There is no run with a logged loss in {where}: give run directories.{reasons}"
+        )
     return found
 
 

@@ -5,7 +5,12 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxformer.data.sources.error_policy import ErrorHandler, is_wide, wide_encoding
+from jaxformer.data.sources.error_policy import (
+    ErrorHandler,
+    is_wide,
+    require_content,
+    wide_encoding,
+)
 from jaxformer.data.sources.reading import SourceFile, is_blank, read_blocks
 
 SEPARATOR = re.compile(r"(<\|endoftext\|>)(?:\r?\n)?")
@@ -116,8 +121,10 @@ def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
         return (text if offset else text.removeprefix("\ufeff")), raw[used:]
 
     for block in read_blocks(path):
-        if not offset and not held and (encoding := wide_encoding(block)):
-            raise is_wide(str(path), encoding)
+        if not offset and not held:
+            require_content(str(path), block)
+            if encoding := wide_encoding(block):
+                raise is_wide(str(path), encoding)
         raw = held + block
         text, held = decoded(raw, False)
         yield text, False

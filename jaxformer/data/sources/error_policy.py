@@ -107,6 +107,15 @@ def wide_encoding(raw: bytes) -> str:
     return "UTF-16BE" if raw[::2].count(0) > raw[1::2].count(0) else "UTF-16LE"
 
 
+def require_content(where: str, beginning: bytes) -> None:
+    """Raises ConfigError where the beginning of a file is zero bytes and nothing else."""
+    if beginning and not beginning.strip(b"\0"):
+        raise ConfigError(
+            f"{where} is no text: its first {len(beginning):,} bytes are all zero, as of a file"
+            " that was reserved and never written. Make or fetch it again."
+        )
+
+
 def is_wide(where: str, encoding: str) -> ConfigError:
     """The error of a text in an encoding that `wide_encoding` found."""
     return ConfigError(

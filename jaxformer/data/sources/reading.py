@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config import ConfigError
-from jaxformer.data.sources.error_policy import ErrorHandler
+from jaxformer.data.sources.error_policy import ErrorHandler, require_content
 
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
@@ -105,7 +105,9 @@ def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | N
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """The bytes of a file in parts that end with a line break, except perhaps the last."""
     held: list[bytes] = []
-    for block in read_blocks(path):
+    for number, block in enumerate(read_blocks(path)):
+        if not number:
+            require_content(str(path), block)
         if end := block.rfind(b"\n") + 1:
             yield b"".join((*held, block[:end]))
             held = []
