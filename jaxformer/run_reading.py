@@ -1,7 +1,7 @@
 """What a run directory holds of a model: its record, and the parameters of its checkpoints."""
 
 import functools
-import json
+import reprlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -154,10 +154,16 @@ def record_of(run_dir: Path) -> dict[str, Any]:
     """What data.json of a run directory holds; nothing where there is none. Raises ConfigError."""
     path = run_dir / "data.json"
     record = read_object(path) if path.exists() else {}
-    labels = record.get("labels", [])
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        shown = json.dumps(labels)[:80]
-        raise ConfigError(f"{path}: labels={shown} must be a list of names: restore the file.")
+    for key in ("labels", "learned"):
+        names = record.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            shown = reprlib.repr(names)[:80]
+            raise ConfigError(f"{path}: {key}={shown} must be a list of names: restore the file.")
+    for key in ("base", "base_path"):
+        text = record.get(key, "")
+        if not isinstance(text, str) or "\0" in text:
+            shown = reprlib.repr(text)[:80]
+            raise ConfigError(f"{path}: {key}={shown} must be a text: restore the file.")
     return record
 
 

@@ -11,12 +11,15 @@ from jaxformer.cli import main
 from jaxformer.config import ConfigError, RunConfig
 from jaxformer.config_json import to_json
 from jaxformer.data import tokenizing
+from jaxformer.data.shards import read_manifest
 from jaxformer.data.sources.source import find_source
-from jaxformer.data.splits import scan
+from jaxformer.data.splits import Scan, cached_scan, scan
 from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses
+from jaxformer.run_reading import record_of
 from jaxformer.runs.metric_logger import logged_before
 from jaxformer.runs.restart import require_checkpoints
+from jaxformer.runs.rollback import read_rollbacks
 from jaxformer.tokenizer import byte_tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate
 
@@ -127,3 +130,52 @@ def test_the_reading_of_one_long_document_says_how_far_it_is(
     scan(source, tmp_path / "cache", said.append)
     notes = [line for line in said if " of 0.02 GB, " in line]
     assert len(notes) > 5 and all(": read 0.0" in line for line in notes), said
+
+
+@pytest.mark.parametrize("key", ["labels", "learned", "base", "base_path"])
+@pytest.mark.parametrize("text", ["5", "[1]", "true", "null", "{}", "1e999", DIGITS, NESTED])
+def test_a_data_json_of_other_types_is_refused(key: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(f'{{"run_id": "a", "{key}": {text}}}')
+    said = "is not JSON" if text == DIGITS else f"data.json: {key}="
+    with pytest.raises(ConfigError, match=said):
+        record_of(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["at", "skip"])
+@pytest.mark.parametrize("text", [*NO_NUMBERS, "-1", "1.5", "1" + "0" * 300])
+def test_rollbacks_of_other_types_are_refused(key: str, text: str, tmp_path: Path) -> None:
+    entry = {"at": 1, "skip": 1, key: "HERE"}
+    written = json.dumps({"rollbacks": [entry]}).replace('"HERE"', text)
+    (tmp_path / "rollbacks.json").write_text(written)
+    with pytest.raises(ConfigError, match=r"rollbacks\.json (holds no list|is not JSON)"):
+        read_rollbacks(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["content", "documents", "bytes", "skipped", "parts"])
+@pytest.mark.parametrize("text", [*NO_NUMBERS, "-1", "1" + "0" * 300])
+def test_a_scan_of_other_types_is_made_again(key: str, text: str, tmp_path: Path) -> None:
+    made = Scan("digest", 1, 2)
+    record = {"content": "other", "documents": 3, "bytes": 4, "skipped": {}, "parts": []}
+    path = tmp_path / "scan.json"
+    path.write_text(json.dumps(record))
+    assert cached_scan(path, lambda: made).content == "other"
+    path.write_text(json.dumps(record | {key: "HERE"}).replace('"HERE"', text))
+    if (key, text) in {("content", '"text"'), ("skipped", "{}"), ("parts", "{}")}:
+        return  # which are of the type
+    assert cached_scan(path, lambda: made) == made
+
+
+@pytest.mark.parametrize("key", ["tokens", "documents", "bytes", "files", "name"])
+@pytest.mark.parametrize("text", [*NO_NUMBERS, "-1", "1" + "0" * 300])
+def test_a_store_whose_manifest_has_other_types_is_not_read(
+    key: str, text: str, tmp_path: Path
+) -> None:
+    shard = {"name": "00000", "tokens": 1, "documents": 1, "bytes": 1, "files": {}}
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"dtype": "uint16", "shards": [shard]}))
+    assert read_manifest(tmp_path) is not None
+    written = json.dumps({"dtype": "uint16", "shards": [shard | {key: "HERE"}]})
+    path.write_text(written.replace('"HERE"', text))
+    if (key, text) in {("files", "{}"), ("name", '"text"')}:
+        return  # which are of the type
+    assert read_manifest(tmp_path) is None

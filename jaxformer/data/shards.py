@@ -14,7 +14,8 @@ joins them.
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,15 @@ HASH_BYTES = 1 << 22
 BLOCK_IDS = 1 << 22  # an even number, as the test for ids of another width needs
 FILE_KINDS = ("tokens", "documents")
 # What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
-WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError)
+WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError)
+LARGEST_COUNT = 2**62
+
+
+def require_counts(record: Mapping[str, Any], *names: str) -> None:
+    """Raises TypeError where one of these entries of a JSON object is no count."""
+    for name in names:
+        if type(record[name]) is not int or not 0 <= record[name] <= LARGEST_COUNT:
+            raise TypeError(f"{name} is {reprlib.repr(record[name])}, not a count")
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,9 @@ class Shard:
         """A shard by its entry in a manifest. Raises KeyError or TypeError for a wrong entry."""
         counts = dict(entry)
         path, files = folder / counts.pop("name"), counts.pop("files")
+        require_counts(entry, "tokens", "documents", "bytes")
+        for file in files.values():
+            require_counts(file, "size")
         return cls(path, files={kind: Written(**file) for kind, file in files.items()}, **counts)
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxformer.config import ConfigError
 from jaxformer.data.directories import make_folder
-from jaxformer.data.shards import WRONG_RECORD
+from jaxformer.data.shards import WRONG_RECORD, require_counts
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.error_policy import Skipped
 from jaxformer.data.sources.reading import PACKED, SourceFile
@@ -45,7 +45,10 @@ class Scan:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> "Scan":
-        """A scan as JSON holds it. Raises KeyError or TypeError for a wrong record."""
+        """A scan as JSON holds it. Raises one of WRONG_RECORD for a wrong record."""
+        require_counts(record, "documents", "bytes")
+        if not isinstance(record["content"], str):
+            raise TypeError("content is no digest")
         skipped = Skipped()
         skipped.merge(record["skipped"])
         parts = tuple(map(cls.read, record["parts"]))

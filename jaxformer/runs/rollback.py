@@ -14,6 +14,7 @@ from jaxformer.checkpoints import Checkpoints
 from jaxformer.data.rows import NumpyBatch
 from jaxformer.files import read_object, write_text
 from jaxformer.processes import require_same, together
+from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.states import first_state, restored
@@ -39,7 +40,9 @@ def read_rollbacks(run_dir: str) -> list[Rollback]:
     entries = read_object(path, advice).get("rollbacks")
     try:
         found = [Rollback(**entry) for entry in entries]  # type: ignore[union-attr]
-        if all(type(n) is int and n >= 0 for one in found for n in (one.at, one.skip)):
+        if all(
+            type(n) is int and 0 <= n <= LARGEST_STEP for one in found for n in (one.at, one.skip)
+        ):
             return found
     except TypeError:
         pass
