@@ -27,7 +27,8 @@ def from_json(text: str, where: str) -> RunConfig:
     and renamed ones are found under their old names. Raises ConfigError for a file of a newer
     version, for what is not a config, naming every unknown section and field, and for a bad value.
 
-    What data.cut and train.preference_dropout now choose was the end, and on, in older files.
+    What data.cut, data.bos and train.preference_dropout now choose was the end, never, and on, in
+    older files.
 
     run.compilation_cache keeps its default: whoever wrote the file does not choose from where this
     machine takes compiled programs, or where it keeps them.
@@ -65,6 +66,8 @@ def _keep_former_choices(values: dict[str, Any]) -> None:
     objective = values.get("data.objective")
     if objective in ("sft", "answers"):
         values.setdefault("data.cut", "end")
+    if objective not in ("sft", "answers", *PREFERENCES):  # whose templates write the BOS
+        values.setdefault("data.bos", "never")
     if objective in PREFERENCES and (values.get("model.dropout") or values.get("adapter.dropout")):
         values.setdefault("train.preference_dropout", "on")
 

@@ -5,11 +5,18 @@ import functools
 import inspect
 import pkgutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 
-from jaxformer.config import FORMER_OBJECTIVES, ConfigError, DataConfig, ModelConfig, ObjectiveName
+from jaxformer.config import (
+    FORMER_OBJECTIVES,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ObjectiveName,
+    PreferenceObjective,
+)
 from jaxformer.data.phases import row_lengths
 from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
@@ -21,6 +28,7 @@ from jaxformer.data.task import (
     missing_sentinels,
     nothing_missing,
     prefix_rows,
+    reads_plain_text,
     span_rows,
 )
 from jaxformer.data.templates import PairTemplate, Template
@@ -221,6 +229,13 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f"data.cut={data.cut} says how examples of data.objective=sft are cut, and here is"
             f" data.objective={name}: set it to auto."
         )
+    written = data.bos == "never" and name in ("sft", *get_args(PreferenceObjective))
+    if written or (data.bos == "always" and not reads_plain_text(row.template, row.rows)):
+        raise ConfigError(
+            f"data.bos={data.bos} says how documents of data.objective=causal begin, and here is"
+            f" data.objective={name}, whose rows begin as the tokenizer's template says or in a way"
+            " of their own: set it to auto."
+        )
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
         what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         asked = f"data.packing={data.packing}"
@@ -230,7 +245,7 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     if data.order == "random":
         from jaxformer.data.windows import check_windows
 
-        check_windows(data, name, row.template is None and row.rows is causal_rows)
+        check_windows(data, name, reads_plain_text(row.template, row.rows))
     if len(row_lengths(data)) > 1 and not row.can_be_cut:
         raise ConfigError(
             f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "

@@ -59,7 +59,8 @@ class BestFit:
 
 class BestFitRows(Rows):
     """Every token of a store is a target once, and its input is the one before it; the store's
-    first follows an end token.
+    first follows an end token. Where documents begin with a BOS, that is no target: each token is
+    then an input once, and its target is the one after it, none for the last one of a document.
 
     A row is a `BestFit` row: each piece is a segment, and the rest of the row is padded (token 0,
     weight 0, segment 0).
@@ -78,15 +79,26 @@ class BestFitRows(Rows):
         return self._fit.most_pieces()
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        parts = [self._with_one_before(begin, end) for begin, end in self._fit.pieces(int(index))]
-        targets = np.concatenate([part[1:] for part in parts])
+        pieces = [*self._fit.pieces(int(index))]
+        if self.store.beginning:
+            parts = [self._with_one_after(begin, end) for begin, end in pieces]
+            learned = [self.store.is_text(begin + 1, end + 1) for begin, end in pieces]
+        else:
+            parts = [self._with_one_before(begin, end) for begin, end in pieces]
+            learned = [np.ones(len(part) - 1, bool) for part in parts]
+        weights = np.concatenate(learned).astype(np.float32)
         row = {
             "tokens": np.concatenate([part[:-1] for part in parts]),
-            "targets": targets,
-            "weights": np.ones(len(targets), np.float32),
+            "targets": np.concatenate([part[1:] for part in parts]),
+            "weights": weights,
             "segment_ids": numbered([len(part) - 1 for part in parts]),
         }
         return padded(row, dict.fromkeys(row, self.length))
+
+    def _with_one_after(self, begin: int, end: int) -> np.ndarray:
+        """Tokens begin to end, and the one at `end`, or 0 where the store ends there."""
+        tokens = self.store.read(begin, end + 1)
+        return np.pad(tokens, (0, end + 1 - begin - len(tokens)))
 
     def _with_one_before(self, begin: int, end: int) -> np.ndarray:
         if begin:

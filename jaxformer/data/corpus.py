@@ -106,7 +106,9 @@ def prepare(
             pairs = zip(splits, examples[side], strict=True)
             rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
     else:
-        stores = text_stores(sides, tokenizer, cache / "stores", log, data.verify == "always")
+        beginning = task.beginning(data.bos, tokenizer)
+        always = data.verify == "always"
+        stores = text_stores(sides, tokenizer, cache / "stores", log, always, beginning)
         for side, several in stores.items():
             own = data if side == "train" else held
             rows[side] = [task.rows(store, own, task.format, tokenizer) for store in several]
@@ -183,16 +185,24 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
 
 
 def text_stores(
-    sides: Sides, tokenizer: Tokenizer, folder: Path, log: Log, verify: bool = False
+    sides: Sides,
+    tokenizer: Tokenizer,
+    folder: Path,
+    log: Log,
+    verify: bool = False,
+    beginning: tuple[int, ...] = (),
 ) -> dict[SideName, list[TokenStore]]:
     """The tokens of each side's texts. A text that is on both sides is tokenized once. `verify`
-    compares all files with their digests now, and not when each is first read."""
+    compares all files with their digests now, and not when each is first read. Each document begins
+    with `beginning`."""
     whole: dict[int, TokenStore] = {}
     found: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             source, key = split.source, id(split.source)
-            whole[key] = whole.get(key) or store_of(source, split.scan, tokenizer, folder, log)
+            whole[key] = whole.get(key) or store_of(
+                source, split.scan, tokenizer, folder, log, beginning=beginning
+            )
             if verify:
                 whole[key].verify()
             store = split.of(whole[key])

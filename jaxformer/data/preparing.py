@@ -63,18 +63,21 @@ def prepare_text(
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
+    beginning = task.beginning(data.bos, tokenizer)
     if output:
-        _require_own(output, tokenizer, [split.source.spec for split in sides["train"]])
+        specs = [split.source.spec for split in sides["train"]]
+        _require_own(output, tokenizer, beginning, specs)
     summary: list[TextSummary] = []
     texts: dict[str, list[tuple[Source, Scan]]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             if side == "train" or split.side == "all":  # else the text is on both sides
-                store = store_of(split.source, split.scan, tokenizer, folder, log, thorough)
+                source, found = split.source, split.scan
+                store = store_of(source, found, tokenizer, folder, log, thorough, beginning)
                 summary.append(_summary(split, store))
                 texts[side].append((split.source, split.scan))
     if output:
-        write_prepared(output, tokenizer, texts)
+        write_prepared(output, tokenizer, texts, beginning)
     return summary
 
 
@@ -104,11 +107,12 @@ def prepare_share(
         sides = find_sides(data, settings, task, kept / SCANS, log)
         tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
+    beginning = task.beginning(data.bos, tokenizer)
     if output:
-        _require_own(output, tokenizer, [source.spec for source in train])
+        _require_own(output, tokenizer, beginning, [source.spec for source in train])
     for source in [*train, *held]:
         if not isinstance(source, (Prepared, IdFiles)):
-            build_part(source, tokenizer, kept / SCANS, folder, share, log)
+            build_part(source, tokenizer, kept / SCANS, folder, share, log, beginning)
 
 
 def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
@@ -132,12 +136,17 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
     return output, output
 
 
-def _require_own(output: Path, tokenizer: Tokenizer, specs: list[str]) -> None:
-    """Raises ConfigError for a directory that other text, or another tokenizer, made."""
+def _require_own(
+    output: Path, tokenizer: Tokenizer, beginning: tuple[int, ...], specs: list[str]
+) -> None:
+    """Raises ConfigError for a directory that other text, another tokenizer or another data.bos
+    made."""
     try:
         manifest = read_object(output / MANIFEST)
         before = [entry["spec"] for entry in manifest["train"]]
         other = "with another tokenizer" if manifest["tokenizer"] != tokenizer.fingerprint() else ""
+        if not other and tuple(manifest.get("beginning", ())) != beginning:
+            other = "with another data.bos"
     except WRONG_RECORD:
         return
     if before != specs:

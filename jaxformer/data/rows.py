@@ -131,20 +131,25 @@ class TextRows(Rows):
         begun = stops - np.searchsorted(ends, starts + 1, side="right")
         return int(begun.max(initial=0)) + 1
 
+    def weights(self, start: int, used: int) -> np.ndarray:
+        """1 for each target of `used` places from `start` on, and 0 for a BOS: float32 [used]."""
+        return self.store.is_text(start + 1, start + 1 + used).astype(np.float32)
+
     def segments(self, start: int, used: int) -> np.ndarray:
         """The documents of `used` places from `start` on, numbered from 1: int32 [used].
 
         The end token before a document is the first token of its segment, so the first token of the
-        document is a target too.
+        document is a target too; a document that begins with a BOS is a segment from it on.
         """
-        begins = self.store.boundaries(start, start + used + 1) - start - 1
+        before = 0 if self.store.beginning else 1
+        begins = self.store.boundaries(start, start + used + before) - start - before
         segments = np.zeros(used, np.int32)
         segments[begins[begins > 0]] = 1
         return np.cumsum(segments, dtype=np.int32) + 1
 
 
 class CausalRows(TextRows):
-    """Each token of a store but the first is a target once.
+    """Each token of a store but the first, and the BOS of documents, is a target once.
 
     Row i reads tokens i T to i T + T; a last row that the store cannot fill is padded (token 0,
     weight 0, segment 0).
@@ -158,7 +163,8 @@ class CausalRows(TextRows):
         start = int(index) * self.stride
         window = self.store.read(start, start + self.window)
         used = len(window) - 1
-        row = {"tokens": window[:-1], "targets": window[1:], "weights": np.ones(used, np.float32)}
+        weights = self.weights(start, used)
+        row = {"tokens": window[:-1], "targets": window[1:], "weights": weights}
         row |= {"segment_ids": self.segments(start, used)} if self.packed else {}
         return padded(row, dict.fromkeys(row, self.stride))
 

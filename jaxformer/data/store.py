@@ -19,11 +19,18 @@ class TokenStore:
 
     A part is a list of runs of tokens: run r holds the tokens of shard `_runs[r]` from `_lows[r]`
     on, and they are places `_starts[r]` to `_starts[r + 1]` of the part. `fingerprint` is equal for
-    equal tokens. A file is compared with its digest when it is first read in a process.
+    equal tokens; `beginning` are the tokens before the text of each document, as a BOS. A file is
+    compared with its digest when it is first read in a process.
     """
 
-    def __init__(self, shards: Sequence[Shard], dtype: np.dtype, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        dtype: np.dtype,
+        fingerprint: str,
+        beginning: tuple[int, ...] = (),
+    ) -> None:
+        self.fingerprint, self.beginning = fingerprint, beginning
         self._shards, self._dtype = list(shards), dtype
         # A cache of the instance, so that maps are closed when the store goes.
         self._map = functools.lru_cache(most_maps())(self._open_map)
@@ -47,13 +54,16 @@ class TokenStore:
             return None
         if whole != shards:  # copied files have other times, and are not read whole again
             write_manifest(directory, manifest | {"shards": [shard.entry() for shard in whole]})
-        return cls(whole, np.dtype(manifest["dtype"]), directory.name)
+        beginning = tuple(manifest.get("beginning", ()))
+        return cls(whole, np.dtype(manifest["dtype"]), directory.name, beginning)
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":
         """Whole stores of one tokenizer, one after the other."""
         shards = [shard for store in stores for shard in store._shards]
-        return stores[0] if len(stores) == 1 else cls(shards, stores[0]._dtype, fingerprint)
+        if len(stores) == 1:
+            return stores[0]
+        return cls(shards, stores[0]._dtype, fingerprint, stores[0].beginning)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
@@ -80,6 +90,18 @@ class TokenStore:
             found.append(ends[first:last] + (at - low))
         places = np.concatenate(found)
         return places[places < stop]
+
+    def is_text(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of the places start to stop holds a token of a text or its end, rather than
+        one of `beginning` or none: bool [stop - start]. Place 0 counts as the beginning of a
+        document."""
+        width, found = len(self.beginning), np.arange(start, stop) < self.tokens
+        if width:
+            earliest = max(0, start - width)
+            firsts = self.boundaries(earliest, stop)
+            for first in [0, *firsts.tolist()] if earliest == 0 else firsts.tolist():
+                found[max(0, first - start) : max(0, first + width - start)] = False
+        return found
 
     def ends(self) -> np.ndarray:
         """The place after each document: int64, ascending, the last one `tokens` even where the
@@ -134,7 +156,7 @@ class TokenStore:
         self, starts: np.ndarray, stops: np.ndarray, counts: tuple[int, int], rule: str
     ) -> "TokenStore":
         name = hashlib.blake2b(f"{self.fingerprint} {rule}".encode(), digest_size=16).hexdigest()
-        found = TokenStore(self._shards, self._dtype, name)
+        found = TokenStore(self._shards, self._dtype, name, self.beginning)
         found._map = self._map
         found._take(starts, stops)
         found.documents, found.bytes = counts

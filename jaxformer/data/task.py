@@ -57,6 +57,11 @@ def nothing_missing(tokenizer: Tokenizer) -> list[str]:
     return []
 
 
+def reads_plain_text(template: object, rows: object) -> bool:
+    """Whether rows are plain text that a decoder learns, without a template of their own."""
+    return template is None and rows is causal_rows
+
+
 class Task(NamedTuple):
     """An objective as the data package sees it, resolved for one run (`objectives.task_of`).
 
@@ -75,6 +80,22 @@ class Task(NamedTuple):
     rows: MakeRows = causal_rows
     missing: Callable[[Tokenizer], list[str]] = nothing_missing
     every_token: bool = False
+
+    def beginning(self, bos: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The tokens with which each document of a text begins, as data.bos=`bos` says; none where
+        rows are made otherwise. Raises ConfigError where the tokenizer has no BOS."""
+        if bos == "never" or not reads_plain_text(self.template, self.rows):
+            return ()
+        beginning = tuple(tokenizer.prefix)  # as prompts and the templates of records have it
+        if bos == "auto" or beginning:
+            return beginning
+        token = tokenizer.special("bos")
+        if token is None:
+            raise ConfigError(
+                f"data.bos=always, and {tokenizer.origin} has no BOS: name it as bos_token in the"
+                " tokenizer_config.json beside it, or set data.bos to auto or never."
+            )
+        return (token,)
 
     def check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
         """Raises ConfigError where a tokenizer, that of tokenizer.path=`path`, lacks tokens."""

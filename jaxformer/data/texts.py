@@ -39,6 +39,7 @@ class Prepared(Source):
     folder: Path = Path()
     scanned: Scan | None = None
     tokenizer: str = ""
+    beginning: tuple[int, ...] = ()
 
 
 def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
@@ -95,6 +96,7 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
         texts, made_by = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
+        beginning = tuple(manifest.get("beginning", ()))
         scans = [
             (entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts
         ]
@@ -107,7 +109,9 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
         told = "holds tokens of text, and data.objective reads records: name their source"
         raise ConfigError(f"{setting}: {folder} {told}.")
     return [
-        Prepared(setting, spec, (), folder=folder, scanned=found, tokenizer=made_by)
+        Prepared(
+            setting, spec, (), folder=folder, scanned=found, tokenizer=made_by, beginning=beginning
+        )
         for spec, found in scans
     ]
 
@@ -130,18 +134,24 @@ def store_of(
     folder: Path,
     log: Log,
     thorough: bool = False,
+    beginning: tuple[int, ...] = (),
 ) -> TokenStore:
-    """The tokens of a text, in `folder` or where it is prepared; `thorough` only checks them."""
-    names = [directory_of(part, tokenizer) for part in found.parts]
+    """The tokens of a text, in `folder` or where it is prepared; `thorough` only checks them.
+
+    Each document begins with `beginning`; files of token ids stay as they are.
+    """
     if isinstance(source, IdFiles):
         from jaxformer.data.ids import id_store
 
+        names = [directory_of(part, tokenizer) for part in found.parts]
         return id_store(source, found, [folder / name for name in names], thorough, log)
+    names = [directory_of(part, tokenizer, beginning) for part in found.parts]
     if isinstance(source, Prepared):
+        _require_beginning(source, tokenizer, beginning)
         stores = [_prepared(source, name, tokenizer, thorough) for name in names]
     else:
         directories = [folder / name for name in names]
-        stores = _group_stores(source, found, directories, tokenizer, log, thorough)
+        stores = _group_stores(source, found, directories, tokenizer, log, thorough, beginning)
     return TokenStore.joined(stores, fingerprint(names))
 
 
@@ -152,6 +162,7 @@ def _group_stores(
     tokenizer: Tokenizer,
     log: Log,
     thorough: bool,
+    beginning: tuple[int, ...],
 ) -> list[TokenStore]:
     """The stores of the file groups of a source."""
     count, began = len(directories), time.perf_counter()
@@ -167,7 +178,9 @@ def _group_stores(
     progress, made = ProgressNotes(log, size), []
     groups = zip(directories, file_groups(source), found.parts, stores, strict=True)
     for directory, group, part, store in groups:
-        store = store or open_or_build(directory, group.pieces, tokenizer, progress, source.place)
+        store = store or open_or_build(
+            directory, group.pieces, tokenizer, progress, source.place, beginning
+        )
         _require_text_of(part, store, directory, source)
         made.append(store)
     more = f" and {count - 1:,} more" * (count > 1)
@@ -183,8 +196,10 @@ def build_part(
     folder: Path,
     part: tuple[int, int],
     log: Log,
+    beginning: tuple[int, ...] = (),
 ) -> None:
     """Makes the part (number from 0, of how many) of a text's shards, independently of others.
+    Each document begins with `beginning`.
 
     Parts are file groups where there are enough of them, otherwise shards of each group.
     """
@@ -199,16 +214,18 @@ def build_part(
     scans = [scan_group(group, scanned, log) for _, group in mine]
     progress = ProgressNotes(log, sum(found.bytes for found in scans))
     for (number, group), found in zip(mine, scans, strict=True):
-        directory = folder / directory_of(found, tokenizer)
+        directory = folder / directory_of(found, tokenizer, beginning)
+        pieces, place = group.pieces, source.place
         if by_group:
-            store = open_or_build(directory, group.pieces, tokenizer, progress, source.place)
+            store = open_or_build(directory, pieces, tokenizer, progress, place, beginning)
             _require_text_of(found, store, directory, source)
         elif TokenStore.open(directory) is None:
             chosen = functools.partial(_is_mine, number, index, count)
             with claimed(directory, log, shared=True):
-                pieces, place = group.pieces(), source.place
-                shards = build_shards(directory, pieces, tokenizer, progress, place, chosen)
-                complete(directory, shards, tokenizer)
+                shards = build_shards(
+                    directory, pieces(), tokenizer, progress, place, chosen, beginning
+                )
+                complete(directory, shards, tokenizer, beginning)
 
 
 def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
@@ -224,21 +241,44 @@ def _require_text_of(part: Scan, store: TokenStore, directory: Path, source: Sou
 
 
 def write_prepared(
-    folder: Path, tokenizer: Tokenizer, texts: dict[str, list[tuple[Source, Scan]]]
+    folder: Path,
+    tokenizer: Tokenizer,
+    texts: dict[str, list[tuple[Source, Scan]]],
+    beginning: tuple[int, ...] = (),
 ) -> None:
-    """Writes what makes a directory of stores a source: its tokenizer and its manifest."""
+    """Writes what makes a directory of stores a source: its tokenizer and its manifest, which says
+    with which tokens documents begin."""
     tokenizer.save(folder / TOKENIZER_FILE)
     listed = {
         side: [{"spec": source.spec, "scan": asdict(found)} for source, found in several]
         for side, several in texts.items()
     }
-    manifest = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint(), **listed}
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+    made_by = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint()}
+    begun = {"beginning": [*beginning]} if beginning else {}
+    write_text(folder / MANIFEST, json.dumps(made_by | begun | listed, indent=1))
 
 
-def directory_of(part: Scan, tokenizer: Tokenizer) -> str:
-    """The name of the directory of a file group's tokens, the same for equal text and tokenizer."""
-    return fingerprint(FORMAT, part.content, tokenizer.fingerprint())
+def directory_of(part: Scan, tokenizer: Tokenizer, beginning: tuple[int, ...] = ()) -> str:
+    """The name of the directory of a file group's tokens, the same for equal text, tokenizer and
+    tokens with which documents begin."""
+    begun = [[*beginning]] if beginning else []
+    return fingerprint(FORMAT, part.content, tokenizer.fingerprint(), *begun)
+
+
+def _require_beginning(source: Prepared, tokenizer: Tokenizer, beginning: tuple[int, ...]) -> None:
+    """Raises ConfigError where prepared documents begin otherwise than data.bos says."""
+    if source.tokenizer != tokenizer.fingerprint() or source.beginning == beginning:
+        return
+    stored, asked = (
+        " ".join(map(tokenizer.shown, tokens)) or "no BOS"
+        for tokens in (source.beginning, beginning)
+    )
+    setting = "always" if source.beginning else "never"
+    raise ConfigError(
+        f"{source.setting}: the documents of {source.folder} were prepared with {stored}, and the"
+        f" run's data.bos and data.objective ask for {asked}: set data.bos={setting}, or prepare"
+        " the text again with the settings of the run."
+    )
 
 
 def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool) -> TokenStore:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,15 @@ Place = Callable[[str], float]
 # Of each document of a shard: the place after its end (int64), the bytes of its text (int64), and
 # its place in the order in which documents are held out (float64).
 DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
+
+
+class SizedPiece(NamedTuple):
+    """A piece of text, the bytes of its document up to its end, and whether it is the first one of
+    its document."""
+
+    piece: Piece
+    size: int
+    begins: bool
 
 
 class ProgressNotes:
@@ -59,12 +68,14 @@ def open_or_build(
     tokenizer: Tokenizer,
     progress: ProgressNotes | None = None,
     place: Place = lambda document: 0.0,
+    beginning: tuple[int, ...] = (),
 ) -> TokenStore:
     """The finished store in a directory, or a new one, which keeps the shards that an earlier
     attempt finished.
 
-    `place` gives the place of a document in the order in which they are held out. A second process
-    on this machine waits and then reuses. Raises ConfigError where a file of the store was altered.
+    `place` gives the place of a document in the order in which they are held out, and `beginning`
+    are the tokens that each begins with. A second process on this machine waits and then reuses.
+    Raises ConfigError where a file of the store was altered.
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
@@ -74,13 +85,15 @@ def open_or_build(
             return store
         for draft in directory.glob("*.tmp") if alone else ():
             draft.unlink(missing_ok=True)
-        shards = build_shards(directory, pieces(), tokenizer, progress, place)
-        store = complete(directory, shards, tokenizer)
+        shards = build_shards(directory, pieces(), tokenizer, progress, place, beginning=beginning)
+        store = complete(directory, shards, tokenizer, beginning)
     assert store is not None  # every shard was made here
     return store
 
 
-def complete(directory: Path, made: list[Shard | None], tokenizer: Tokenizer) -> TokenStore | None:
+def complete(
+    directory: Path, made: list[Shard | None], tokenizer: Tokenizer, beginning: tuple[int, ...] = ()
+) -> TokenStore | None:
     """Writes the manifest of a store whose shards are all there; None where one is not."""
     shards = [shard for shard in made if shard]
     if len(shards) < len(made):
@@ -90,8 +103,9 @@ def complete(directory: Path, made: list[Shard | None], tokenizer: Tokenizer) ->
         name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")
     }
     made_by = {"dtype": tokenizer.dtype.name, "tokenizer": tokenizer.fingerprint()}
-    write_manifest(directory, {**made_by, **counts, "shards": entries})
-    return TokenStore(shards, tokenizer.dtype, directory.name)
+    begun = {"beginning": [*beginning]} if beginning else {}
+    write_manifest(directory, {**made_by, **begun, **counts, "shards": entries})
+    return TokenStore(shards, tokenizer.dtype, directory.name, beginning)
 
 
 def build_shards(
@@ -101,6 +115,7 @@ def build_shards(
     progress: ProgressNotes,
     place: Place,
     mine: Callable[[int], bool] = lambda index: True,
+    beginning: tuple[int, ...] = (),
 ) -> list[Shard | None]:
     """Writes the shards of a store whose numbers are `mine`, unless they are there; None for those
     that others make."""
@@ -108,46 +123,53 @@ def build_shards(
     for index, group in enumerate(_groups(_sized(pieces, progress))):
         shard = Shard.finished(directory, index)
         if not shard and mine(index):
-            shard = _write_shard(directory / f"{index:05d}", group, tokenizer, place)
+            path = directory / f"{index:05d}"
+            shard = _write_shard(path, group, tokenizer, place, beginning)
         progress.tell()
         made.append(shard)
     return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
 
 
-def _sized(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[tuple[Piece, int]]:
-    """Each piece with the bytes of its document up to its end."""
-    size = 0
+def _sized(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[SizedPiece]:
+    """The pieces with what is counted over several of them."""
+    size, begins = 0, True
     for piece in pieces:
         own = len(piece.text.encode())
         size, progress.done = size + own, progress.done + own
-        yield piece, size
-        size = 0 if piece.ends else size
+        yield SizedPiece(piece, size, begins)
+        size, begins = 0 if piece.ends else size, piece.ends
 
 
-def _groups(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Iterable[tuple[Piece, int]]]:
+def _groups(pieces: Iterable[SizedPiece]) -> Iterator[Iterable[SizedPiece]]:
     """The pieces of each shard; those of a shard that is not consumed are passed over."""
     seen = 0
 
-    def shard(sized: tuple[Piece, int]) -> int:
+    def shard(sized: SizedPiece) -> int:
         nonlocal seen
-        seen += len(sized[0].text)
+        seen += len(sized.piece.text)
         return (seen - 1) // SHARD_CHARACTERS
 
     return (group for _, group in itertools.groupby(pieces, shard))
 
 
 def _write_shard(
-    path: Path, pieces: Iterable[tuple[Piece, int]], tokenizer: Tokenizer, place: Place
+    path: Path,
+    pieces: Iterable[SizedPiece],
+    tokenizer: Tokenizer,
+    place: Place,
+    beginning: tuple[int, ...],
 ) -> Shard:
+    before = np.array(beginning, np.uint32)
     tokens, ends, sizes, places = 0, array("q"), array("q"), array("d")
     read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
     with replacing(path.with_suffix(".tokens")) as file:
-        for batch in _ahead(in_batches(pieces, lambda sized: len(sized[0].text))):
+        for batch in _ahead(in_batches(pieces, lambda sized: len(sized.piece.text))):
             rows = []
-            encoded = tokenizer.encode_arrays([piece.text for piece, _ in batch])
-            for (piece, size), ids in zip(batch, encoded, strict=True):
-                rows += [ids, end[: piece.ends]]
-                tokens += len(ids) + piece.ends
+            encoded = tokenizer.encode_arrays([sized.piece.text for sized in batch])
+            for (piece, size, begins), ids in zip(batch, encoded, strict=True):
+                first = before if begins else before[:0]
+                rows += [first, ids, end[: piece.ends]]
+                tokens += len(first) + len(ids) + piece.ends
                 if piece.ends:
                     ends.append(tokens)
                     sizes.append(size)

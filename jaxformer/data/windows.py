@@ -27,7 +27,7 @@ class WindowRows(TextRows):
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         window = self.store.read(int(index), int(index) + self.window)
-        weights = np.ones(self.window - 1, np.float32)
+        weights = self.weights(int(index), self.window - 1)
         return {"tokens": window[:-1], "targets": window[1:], "weights": weights}
 
     def order(self, seed: int, batch_size: int) -> Any:

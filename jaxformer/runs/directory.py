@@ -23,7 +23,12 @@ from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
-LEFT_OPEN = (("train", "microbatches"), ("train", "preference_dropout"), ("data", "cut"))
+LEFT_OPEN = (
+    ("train", "microbatches"),
+    ("train", "preference_dropout"),
+    ("data", "cut"),
+    ("data", "bos"),
+)
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 
 
@@ -117,7 +122,7 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
 
 def as_begun(run: RunConfig) -> RunConfig:
     """`run`, with the settings of `LEFT_OPEN` that its directory names where it leaves the choice:
-    earlier versions began runs with 1 microbatch, cut at the end, and with dropout."""
+    earlier versions began runs with 1 microbatch, cut at the end, without BOS, and with dropout."""
     path = Path(run.run.dir) / "config.json"
     if not run.run.dir or not path.is_file():
         return run

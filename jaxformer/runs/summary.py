@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxformer.config import ModelConfig
+from jaxformer.data import Corpus
 from jaxformer.models.stack import compute_dtype
 from jaxformer.optim import decay_groups, schedule_text
 from jaxformer.params import count
@@ -79,6 +80,8 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
             f" ({train.documents:,} documents), {held_out}"
         )
     }
+    if text := beginning_text(setup.corpus, setup.run.data.bos):
+        found["documents"] = text
     if shares := train.shares(settings.steps, settings.batch_size):
         found["mixture"] = [
             f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
@@ -97,6 +100,15 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
             f" {settings.steps / epoch:.2f} epochs"
         ),
     }
+
+
+def beginning_text(corpus: Corpus, bos: str) -> str:
+    """With which token documents begin, as data.bos=`bos` says; empty where with their text."""
+    stores = [store for store in corpus.stores["train"] if store.beginning]
+    if not stores:
+        return ""
+    shown = " ".join(map(corpus.tokenizer.shown, stores[0].beginning))
+    return f"begin with {shown}, which is no target (data.bos={bos})"
 
 
 def _rows(setup: RunSetup) -> str:
