@@ -119,7 +119,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         ({"eos_token_id": -5}, "eos_token_id is -5"),
         ({"eos_token_id": 10**18}, "eos_token_id is 1000000000000000000"),
         ({"architectures": 1.5}, "architectures is 1.5, and must be a list of names"),
-        ({"rope_theta": "x"}, "could not convert string to float"),
+        ({"rope_theta": "x"}, 'rope_theta="x" is not supported'),
         ({"torch_dtype": "\ud800"}, "is not JSON"),
     ],
 )
