@@ -134,6 +134,17 @@ def test_a_document_in_several_shards_has_one_bos(
     ]
 
 
+@pytest.mark.parametrize("wrong", [5, ["x"], [None]])
+def test_a_store_that_does_not_say_how_it_begins_is_made_again(wrong: Any, tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    before = rows_of(run)
+    manifest = next((tmp_path / "cache/stores").iterdir()) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"beginning": wrong}))
+    assert data.TokenStore.open(manifest.parent) is None
+    for row, again in zip(before, rows_of(run), strict=True):
+        assert all((row[name] == again[name]).all() for name in row)
+
+
 def test_auto_is_never_without_a_template_and_always_takes_the_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved("gpt2"))
     bos_token = tokenizer.special("bos")

@@ -156,6 +156,7 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], list[Shard]] | None:
     try:
         manifest = read_object(directory / MANIFEST)
         np.dtype(manifest["dtype"])
+        manifest["beginning"] = tuple(map(int, manifest.get("beginning", ())))
         return manifest, [Shard.of(directory, entry) for entry in manifest["shards"]]
     except WRONG_RECORD:
         return None

@@ -54,8 +54,7 @@ class TokenStore:
             return None
         if whole != shards:  # copied files have other times, and are not read whole again
             write_manifest(directory, manifest | {"shards": [shard.entry() for shard in whole]})
-        beginning = tuple(manifest.get("beginning", ()))
-        return cls(whole, np.dtype(manifest["dtype"]), directory.name, beginning)
+        return cls(whole, np.dtype(manifest["dtype"]), directory.name, manifest["beginning"])
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":

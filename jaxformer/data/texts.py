@@ -96,7 +96,7 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
         texts, made_by = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
-        beginning = tuple(manifest.get("beginning", ()))
+        beginning = tuple(map(int, manifest.get("beginning", ())))
         scans = [
             (entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts
         ]
