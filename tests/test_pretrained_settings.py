@@ -174,7 +174,8 @@ def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
     place = written(tmp_path / "old", old)
     new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
     run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
-    found, renewed = warm_start(run)
+    start = warm_start(run)
+    found, renewed = start.params, start.new
     assert "pooler" not in found and "next_sentence" not in found
     assert renewed == ["head.weight", "head.bias"]
     assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
