@@ -44,7 +44,8 @@ def test_a_chat_template_that_cannot_be_compiled_is_one_message(name: str) -> No
     with pytest.raises(ConfigError) as raised:
         ChatTemplate(TEMPLATES[name], byte_tokenizer(), "the template")
     said = str(raised.value)
-    assert said.startswith("the template cannot be compiled by Jinja (") and len(said) < 400
+    assert said.startswith(("the template is no template of Jinja (", "the template is nested too"))
+    assert len(said) < 400
     assert said.endswith("set tokenizer.chat_template to another one.")
 
 

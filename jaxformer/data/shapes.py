@@ -57,6 +57,7 @@ class _InventedText(TokenStore):
 
     def __init__(self, tokens: int, tokenizer: Tokenizer) -> None:
         self.tokens, self.documents, self.bytes, self.fingerprint = tokens, 1, tokens, ""
+        self.beginning, self.is_cut = (), False
         self._ids = np.full(tokens, tokenizer.encode("a")[0], np.int32)
 
     def read(self, start: int, stop: int) -> np.ndarray:

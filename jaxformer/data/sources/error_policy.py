@@ -14,7 +14,14 @@ BYTE_ORDER_MARKS = {  # the longer ones first, of which UTF-32LE begins with tha
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-FEWEST_ZEROS = 0.2  # share of zero bytes from which a text is no UTF-8
+# Of four bytes in turn, those that are mostly zero in such a text, and those that hardly ever are.
+ZERO_BYTES = {
+    "UTF-32LE": ((2, 3), (0,)),
+    "UTF-32BE": ((0, 1), (3,)),
+    "UTF-16LE": ((1, 3), (0, 2)),
+    "UTF-16BE": ((0, 2), (1, 3)),
+}
+MOSTLY, HARDLY = 0.8, 0.1  # shares of zero bytes
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,13 @@ def wide_encoding(raw: bytes) -> str:
     for mark, name in BYTE_ORDER_MARKS.items():
         if raw.startswith(mark):
             return name
-    zeros = raw.count(0) / max(len(raw), 1)
-    if zeros < FEWEST_ZEROS:
-        return ""
-    if zeros > 0.6:
-        return "UTF-32BE" if raw[0] == 0 else "UTF-32LE"
-    return "UTF-16BE" if raw[::2].count(0) > raw[1::2].count(0) else "UTF-16LE"
+    in_turn = [raw[place::4] for place in range(4)]
+    shares = [part.count(0) / max(len(part), 1) for part in in_turn]
+    for name, (zero, other) in ZERO_BYTES.items():
+        is_zero = all(shares[place] >= MOSTLY for place in zero)
+        if is_zero and all(shares[place] <= HARDLY for place in other):
+            return name
+    return ""
 
 
 def require_content(where: str, beginning: bytes) -> None:
