@@ -200,8 +200,10 @@ def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:
 
 def with_rows_of(run: RunConfig, length: int) -> RunConfig:
     """`run` with rows of `length` tokens, and as many tokens per step as before."""
+    if length == run.data.sequence_length:
+        return run
     rows = run.train.batch_size * run.data.sequence_length // length
-    data = dataclasses.replace(run.data, sequence_length=length)
+    data = dataclasses.replace(run.data, sequence_length=length, length_warmup="")
     train = dataclasses.replace(run.train, batch_size=rows)
     return dataclasses.replace(run, data=data, train=train)
 
