@@ -15,6 +15,7 @@ from jaxformer.interop.pretrained import pretrained_config
 from jaxformer.layers.norm import NORMS, NormRow
 from jaxformer.layers.positions import FREQUENCIES, rope_frequencies
 from jaxformer.params import Spec, zeros
+from jaxformer.tokenizer import Tokenizer
 
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -222,6 +223,21 @@ def test_a_number_that_is_null_is_named_or_means_what_is_left_out(name, tmp_path
             refused.add(key)
     scales = {"rope_theta", "rotary_emb_base", "query_pre_attn_scalar"} & {*numbers}
     assert refused >= scales and len(refused) > 3
+
+
+def test_a_giant_number_in_a_table_or_a_version_is_no_failure_of_ours(tmp_path):
+    place = shutil.copytree(directory("mistral"), tmp_path / "model")
+    keys = json.loads((place / CONFIG).read_text())
+    (place / CONFIG).write_text(json.dumps(keys | {"transformers_version": "9" * 5000}))
+    Tokenizer.from_bpe({i: bytes([i]) for i in range(256)}, [], ["[INST]"], "llama3").save(place)
+    Tokenizer.load(place)
+    table = {"rope_type": "linear", "factor": float("nan")}
+    (place / CONFIG).write_text(json.dumps(keys | {"rope_scaling": table}))
+    with pytest.raises(jf.ConfigError, match=r"rope_parameters\.factor=NaN"):
+        pretrained_config(place)
+    (place / CONFIG).write_text(json.dumps(keys | {"rope_scaling": table | {"factor": 10**400}}))
+    with pytest.raises(jf.ConfigError):
+        pretrained_config(place)
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):

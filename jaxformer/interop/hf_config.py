@@ -4,7 +4,7 @@ ones can be reported."""
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -65,7 +65,7 @@ class HFConfig:
 
     def checked_number(self, key: str, value: Any) -> Any:
         """`value`, read from a key or from an entry of it. ConfigError where it is no number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
             raise self.unsupported(key, value, ["a number"])
         return value
 

@@ -282,7 +282,7 @@ class _PeftValues:
 def _is_number(value: Any, whole: bool) -> bool:
     if whole:
         return type(value) is int and value >= 1
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < math.inf  # of any size, and not NaN
 
 
 def base_of(directory: Path, base: str | Path | None = None) -> Path:

@@ -336,7 +336,7 @@ def _warn_of_wrong_pattern(folder: Path, backend: "tokenizers.Tokenizer") -> Non
     config = read_optional(folder / "config.json")
     version = str(config.get("transformers_version") or "")
     major = version.partition(".")[0]
-    written_before = int(major) < MISTRAL_RIGHT_FROM if major.isdecimal() else False
+    written_before = major in map(str, range(MISTRAL_RIGHT_FROM))
     is_theirs = written_before or (not version and backend.token_to_id("[INST]") is not None)
     if config.get("model_type") not in MISTRAL_TYPES or not is_theirs or not backend.pre_tokenizer:
         return
