@@ -59,12 +59,15 @@ def imports(path: Path) -> set[str]:
 
 
 def tests_without_torch() -> list[str]:
-    modules = {path.stem: imports(path) for path in (ROOT / "tests").glob("*.py")}
+    paths = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
+    modules = {name: imports(path) for name, path in paths.items()}
     heavy = set(HEAVY)
     while more := {name for name, used in modules.items() if used & heavy} - heavy:
         heavy |= more
     return sorted(
-        f"tests/{name}.py" for name in modules if name.startswith("test_") and name not in heavy
+        str(path.relative_to(ROOT))
+        for name, path in paths.items()
+        if name.startswith("test_") and name not in heavy
     )
 
 

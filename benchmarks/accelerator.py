@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pairing import Answer, Worker, add_smoke, column, print_table, python_worker, save
 from workloads import ACCELERATOR_WORKLOADS, shrunk, with_sizes
 
-from jaxformer.config import RunConfig
-from jaxformer.hardware import peak_flops
+from jaxformer.arrays.hardware import peak_flops
+from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import flops_per_token
 from jaxformer.report import human_bytes
 
@@ -66,7 +66,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         "--peak",
         type=float,
         default=None,
-        help="dense bfloat16 TFLOP/s of the device, where jaxformer/hardware.py does not know it",
+        help="dense bfloat16 TFLOP/s of the device, where arrays/hardware.py does not know it",
     )
     parser.add_argument(
         "--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options of our step"

@@ -30,12 +30,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from pairing import HERE, Answer, add_smoke, print_table, save
 
-from jaxformer.config import ConfigError
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.files import ConfigError
 from jaxformer.layers import pallas
 from jaxformer.layers.kernels import KERNELS
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
-from jaxformer.mesh import make_mesh
-from jaxformer.plan.targets import TPU_AXES, parse_target
+from jaxformer.tools.plan.targets import TPU_AXES, parse_target
 
 NAME = "attention_blocks"
 LENGTHS = (1024, 2048, 4096, 8192)

@@ -5,7 +5,7 @@ step waits for the part of a save that copies the state; its share is of the ste
 (`train.checkpoint_every`), whose time is measured on random tokens.
 """
 
-from jaxformer.cli import keep_memory
+from jaxformer.cluster.memory import keep_memory
 
 keep_memory()  # as train.py does, before JAX is imported
 
@@ -24,9 +24,9 @@ from steps import Ready, ready_on_random_tokens  # noqa: E402
 from workloads import SMOKE_FIELDS  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
-from jaxformer import checkpoint_reading  # noqa: E402
-from jaxformer.config_file import with_vocabulary  # noqa: E402
-from jaxformer.versions import versions  # noqa: E402
+from jaxformer.checkpoints import reading as checkpoint_reading  # noqa: E402
+from jaxformer.checkpoints.versions import versions  # noqa: E402
+from jaxformer.config.config_file import with_vocabulary  # noqa: E402
 
 DIGESTS = checkpoint_reading.digests
 

@@ -21,11 +21,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by
 
 from pairing import HERE, Answer, add_smoke, print_table, save, write_table
 
-from jaxformer.config import ConfigError, RunConfig
-from jaxformer.hardware import DEVICES, GIB
-from jaxformer.plan.compiled import compile_on, compiled_report
-from jaxformer.plan.compiler_report import report_of
+from jaxformer.arrays.hardware import DEVICES, GIB
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
+from jaxformer.tools.plan.compiled import compile_on, compiled_report
+from jaxformer.tools.plan.compiler_report import report_of
 
 CONFIGS = HERE.parent / "configs"
 DESCRIPTION = ("title", "config", "settings", "note")  # what a row has beside its report

@@ -22,8 +22,8 @@ from steps import kernel_holds
 from workloads import ACCELERATOR_WORKLOADS, SMOKE_FIELDS, shrunk, with_sizes, words_file
 
 import jaxformer as jf
-from jaxformer.config import RunConfig
-from jaxformer.runs.out_of_memory import is_out_of_memory
+from jaxformer.arrays.out_of_memory import is_out_of_memory
+from jaxformer.config.run import RunConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 STEPS, BREAK = 10, 6  # of the run that is stopped and continued

@@ -6,7 +6,7 @@ import resource
 import time
 from typing import Any
 
-from jaxformer.cli import keep_memory
+from jaxformer.cluster.memory import keep_memory
 
 keep_memory()
 
@@ -17,7 +17,7 @@ from serving import serve  # noqa: E402
 from steps import ready_on_random_tokens  # noqa: E402
 from workloads import WORKLOADS, shrunk, with_sizes  # noqa: E402
 
-from jaxformer.config import RunConfig  # noqa: E402
+from jaxformer.config.run import RunConfig  # noqa: E402
 from jaxformer.models.stack import compute_dtype  # noqa: E402
 
 

@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from jaxformer.cli import keep_memory
+from jaxformer.cluster.memory import keep_memory
 
 keep_memory()
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import RunConfig
-from jaxformer.mesh import make_mesh, place_batch
+from jaxformer.arrays.mesh import make_mesh, place_batch
+from jaxformer.config.run import RunConfig
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.plan.abstract import abstract_run, assumed_segments, with_kernel
 from jaxformer.report import MetricsLog
 from jaxformer.runs import run as loop
+from jaxformer.runs.compose import abstract_run, assumed_segments, with_kernel
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch
 

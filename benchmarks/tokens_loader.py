@@ -6,7 +6,7 @@ ahead on a thread; while a model trains it has only what the step leaves of the 
 times that of training is asked of it alone.
 """
 
-from jaxformer.cli import keep_memory
+from jaxformer.cluster.memory import keep_memory
 
 keep_memory()  # as train.py does, before JAX is imported
 
@@ -27,7 +27,7 @@ from workloads import SMOKE_FIELDS, words_file  # noqa: E402
 import jaxformer as jf  # noqa: E402
 from jaxformer import data  # noqa: E402
 from jaxformer.data.mixture import Mixture  # noqa: E402
-from jaxformer.objectives import task_of  # noqa: E402
+from jaxformer.runs.objectives import task_of  # noqa: E402
 
 TIMES = 20  # that of training, which the loader must give
 LENGTHENED = "stream, rows lengthened"

@@ -29,7 +29,7 @@ from pairing import (
 )
 from workloads import WORKLOADS, shrunk, torch_flags, with_sizes
 
-from jaxformer.config import RunConfig
+from jaxformer.config.run import RunConfig
 from jaxformer.models.cost import flops_per_token
 
 LOSS_TOLERANCE = 2e-3  # nats, over the first steps from the same weights

@@ -19,7 +19,7 @@ from accelerator import Side, ours, parsed, parser_of, run_benchmark, timed
 from pairing import Answer, python_worker
 from workloads import torch_flags
 
-from jaxformer.config import RunConfig
+from jaxformer.config.run import RunConfig
 
 # The workloads that torch_gpu_baseline.py has the mathematics of.
 BASELINES = ("gpt2_124m_gpu", "llama_1b_gpu")

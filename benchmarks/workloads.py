@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 from jaxformer import ModelConfig, RunConfig, load_config
-from jaxformer.config import DataConfig, OptimizerConfig, TrainConfig
-from jaxformer.settings import choices
+from jaxformer.config.run import DataConfig, OptimizerConfig
+from jaxformer.config.settings import choices
+from jaxformer.config.train import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

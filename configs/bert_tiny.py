@@ -7,7 +7,8 @@ python train.py configs/bert_tiny.py && python train.py configs/bert_tiny.py:cla
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
+from jaxformer.config.train import TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/bert_tiny"),

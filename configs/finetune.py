@@ -8,7 +8,8 @@ are those of that model; one on the command line takes effect, as in `--model.ro
 """
 
 from jaxformer import RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TrainConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings
+from jaxformer.config.train import TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/finetune"),

@@ -2,7 +2,8 @@
 standard library's source."""
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
+from jaxformer.config.train import TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/quickstart", sample_prompt="def __init__(self, "),

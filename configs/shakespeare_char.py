@@ -9,7 +9,8 @@ Give it the text: --data.train PATH/tinyshakespeare.txt
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
+from jaxformer.config.train import TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/shakespeare_char"),

@@ -6,7 +6,8 @@ Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --dat
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
+from jaxformer.config.train import TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/transformer_base"),

@@ -6,7 +6,8 @@ Give it the files: --data.train 'multi30k/train.{de,en}.gz' --data.validation
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
+from jaxformer.config.train import TrainConfig
 
 config = RunConfig(
     run=RunSettings(

@@ -3,29 +3,29 @@ from .adapters.dropout import keyed
 from .adapters.lora import LoRA, adapter_mask, merge, without_adapters
 from .adapters.rows import adapt_specs
 from .adapters.virtual import PrefixTuning, PromptTuning
-from .checkpoints import Checkpoints
-from .config import RunConfig
-from .config_model import ModelConfig
+from .arrays.mesh import make_mesh
+from .arrays.out_of_memory import OutOfMemory
+from .checkpoints.saving import Checkpoints
+from .config.model import ModelConfig
+from .config.run import RunConfig
+from .files import ConfigError
 from .generation.beam import beam_search
 from .generation.decode import generate
-from .generation.stated import writing_rules
 from .interop.peft_read import read_adapter
 from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
-from .loading import Loaded, load
-from .mesh import make_mesh
+from .losses.preferences import reference_log_probs
+from .losses.softmax import softmax_cross_entropy
 from .models.adapt import adapt
-from .models.inspect import attention_maps, attention_masks, inspect, logit_lens
 from .models.quantize import quantize
 from .models.transformer import forward, init, specs
-from .objectives import loss_of
-from .preferences import reference_log_probs
 from .runs.config import load_config
-from .runs.out_of_memory import OutOfMemory
+from .runs.loading import Loaded, load
+from .runs.objectives import loss_of
 from .runs.run import Result, train
-from .settings import ConfigError
-from .softmax_loss import softmax_cross_entropy
+from .runs.stated import writing_rules
+from .tools.inspect import attention_maps, attention_masks, inspect, logit_lens
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit
 from .training.nonfinite import SkipSteps

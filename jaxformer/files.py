@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all, JSON files that hold an object, and the lock of a run."""
+"""The error of an invalid input, files that appear whole or not at all, and JSON files that hold an
+object."""
 
 import contextlib
 import errno
@@ -11,9 +12,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxformer.settings import ConfigError
-
 LOCK = ".lock"  # the file in a run directory that the process of the run locks
+
+
+class ConfigError(ValueError):
+    """An invalid setting or input; the message says what, where, what is allowed, what to do."""
 
 
 @contextlib.contextmanager

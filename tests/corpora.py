@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxformer import data
-from jaxformer.config import RunConfig
+from jaxformer.config.run import RunConfig
 from jaxformer.data import preparing
 from jaxformer.data.preparing import TextSummary
 from jaxformer.data.templates import Template
-from jaxformer.objectives import row_format, task_of
+from jaxformer.runs.objectives import row_format, task_of
 from jaxformer.tokenizer import Tokenizer
 
 Log = Callable[[str], None]

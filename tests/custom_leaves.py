@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxformer.arrays.params import Spec, contract, is_custom, lookup, ones
 from jaxformer.layers.linear import fan_in_normal
-from jaxformer.params import Spec, contract, is_custom, lookup, ones
 
 RANK = 2
 

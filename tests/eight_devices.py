@@ -9,17 +9,17 @@ import tempfile
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from test_learning_invariants import a_batch, a_run, step_of
+from learning_steps import a_batch, a_run, step_of
 
 import jaxformer as jf
-from jaxformer import losses
-from jaxformer.config import AdapterConfig
-from jaxformer.head_loss import head_loss
-from jaxformer.mesh import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
+from jaxformer.arrays.mesh import MESH_AXES, batch_sharding, make_mesh, parameter_sharding
+from jaxformer.arrays.params import init_params, map_specs
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.losses import cross_entropy as losses
+from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs as specs_of
-from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.params import init_params, map_specs
-from jaxformer.plan.abstract import run_specs
+from jaxformer.runs.compose import run_specs
+from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.state import abstract_state, init_state
 
 MESHES = {

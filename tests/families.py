@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxformer as jf
+from jaxformer.arrays.params import map_specs, ones
 from jaxformer.layers.cache import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.kernels import KERNELS, Case
@@ -18,7 +19,6 @@ from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.encoder_decoder import remember
 from jaxformer.models.inputs import Inputs, inputs_of
 from jaxformer.models.transformer import hidden, specs
-from jaxformer.params import map_specs, ones
 
 HINTS = get_type_hints(jf.ModelConfig)
 FAMILIES, POSITIONS = get_args(HINTS["family"]), get_args(HINTS["positions"])

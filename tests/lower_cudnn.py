@@ -9,7 +9,7 @@ import sys
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jaxformer import sharding
+from jaxformer.arrays import sharding
 
 # The devices are of this machine and the program is for others.
 sharding.platform = lambda mesh=None: "gpu"
@@ -20,9 +20,9 @@ cudnn.is_cuda_compute_capability_equal = lambda capability: capability == "9.0"
 
 from test_lowering import FAMILIES, SIZES, a_run  # noqa: E402
 
+from jaxformer.arrays.mesh import make_mesh  # noqa: E402
 from jaxformer.layers.kernels import HOPPER  # noqa: E402
-from jaxformer.mesh import make_mesh  # noqa: E402
-from jaxformer.plan import abstract  # noqa: E402
+from jaxformer.runs import compose as abstract  # noqa: E402
 
 abstract._capability = lambda mesh: HOPPER
 

@@ -1,6 +1,7 @@
 """Fenced code blocks of the pages, and what comments say of them.
 
-A comment at the end of the last line above a block says what tests/test_docs_code.py does with it:
+A comment at the end of the last line above a block says what tests/architecture/test_docs_code.py
+does with it:
 
     <!-- docs-test: skip: REASON -->     it is not run
     <!-- docs-test: file: NAME -->       it is written to a file, which later blocks read

@@ -12,7 +12,7 @@ import pytest
 from corpora import cut_rows
 from hypothesis import strategies as st
 
-from jaxformer.config import DataConfig, RunConfig
+from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data import (
     Batches,
     NumpyBatch,

@@ -35,8 +35,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The text with the links of the site, and without the comments that tests/test_docs_code.py
-    reads; blocks of code stay as they are."""
+    """The text with the links of the site, and without the comments that
+    tests/architecture/test_docs_code.py reads; blocks of code stay as they are."""
     source = page.file.src_uri
     parts = FENCED.split(markdown)
     for i in range(0, len(parts), 2):

@@ -9,7 +9,7 @@
 # **Our function:** `jaxformer.layers.dot_product_attention`.
 #
 # **The test that holds it to the formula:**
-# `tests/test_positions.py::test_attention_is_its_formula_with_scale_soft_cap_bias_and_sinks`.
+# `tests/layers/test_positions.py::test_attention_is_its_formula_with_scale_soft_cap_bias_and_sinks`
 #
 # This notebook writes it in plain `jax.numpy`: one head, masks, several heads, shared key heads
 # (GQA) and rotary positions (RoPE), until it computes the attention of a Llama-like model. After
@@ -104,7 +104,7 @@ plt.show()
 # - A **padding** mask hides the filler at the end of a short row.
 # - **Segments** keep texts apart that share a row. This library states every mask that way: two
 #   tokens see each other if they are in the same segment, and segment 0 is padding.
-#   (`tests/test_positions.py::test_the_mask_is_positions_and_segments`)
+#   (`tests/layers/test_positions.py::test_the_mask_is_positions_and_segments`)
 #
 # To see something in the weights, let equal words have equal vectors, used as query and as key.
 
@@ -181,7 +181,7 @@ assert_equal(multi_head(q, k, v, causal), jnp.stack(each, axis=1))
 #
 # The simplest implementation repeats each key head for its group. The library does not repeat,
 # which would cost memory, but gives the result of it
-# (`tests/test_layers.py::test_grouped_attention_equals_multi_head_with_repeated_keys`).
+# (`tests/layers/test_layers.py::test_grouped_attention_equals_multi_head_with_repeated_keys`).
 
 
 # %%
@@ -217,7 +217,7 @@ assert_equal(multi_head(q, k[shuffled], v[shuffled]), multi_head(q, k, v))
 # e^{\mathrm{i} (t - s) \theta_i}$$
 #
 # The score depends on the *distance* $t - s$ alone. (`jaxformer.layers.rope`;
-# `tests/test_positions.py::test_rope_turns_each_pair_as_a_complex_number` and
+# `tests/layers/test_positions.py::test_rope_turns_each_pair_as_a_complex_number` and
 # `test_rope_makes_scores_depend_on_distance_alone`)
 
 
@@ -313,6 +313,6 @@ assert float(jnp.abs(weights - even).max()) < 0.1
 # The formula is all of the mathematics. What differs in practice is how it is computed: in blocks
 # that never hold all T x S scores (`blocked`), or by the fused kernels of cuDNN and Pallas. They
 # have to give the numbers of this page, which
-# `tests/test_kernels.py::test_the_blocked_kernel_equals_the_plain_one_forward_and_backward` checks
-# for outputs and gradients. A whole decoder in this style, in 120 lines, is
+# `tests/layers/test_kernels.py::test_the_blocked_kernel_equals_the_plain_one_forward_and_backward`
+# checks for outputs and gradients. A whole decoder in this style, in 120 lines, is
 # `examples/one_page.py`.

@@ -17,7 +17,7 @@
 # **Our function:** `jaxformer.data.masking.MaskedRows`, the rows of `data.objective=mlm`.
 #
 # **The test that holds it to these rates:**
-# `tests/test_objectives.py::test_masks_have_the_rates_of_bert`.
+# `tests/losses/test_objectives.py::test_masks_have_the_rates_of_bert`.
 #
 # We look at the masks of real text, count them, and train a tiny encoder to fill in blanks.
 
@@ -36,10 +36,10 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer import data
-from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
-from jaxformer.head_loss import accuracy
-from jaxformer.objectives import task_of
-from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.config.run import DataConfig, OptimizerConfig, TokenizerConfig
+from jaxformer.losses.heads import accuracy
+from jaxformer.runs.objectives import task_of
+from jaxformer.training.optim import make_optimizer, make_schedule
 
 # %% [markdown]
 # ## The text

@@ -13,8 +13,9 @@
 # **Our functions:** `jf.forward` for the logits, `jf.loss_of("causal", config)` for the loss.
 #
 # **The tests that hold them:** no token is seen before its turn,
-# `tests/test_model_invariants.py::test_future_tokens_do_not_move_past_logits`, and each token of a
-# text is a target once, `tests/test_batches.py::test_every_token_but_the_first_is_a_target_once`.
+# `tests/models/test_model_invariants.py::test_future_tokens_do_not_move_past_logits`, and each
+# token of a text is a target once,
+# `tests/data/test_batches.py::test_every_token_but_the_first_is_a_target_once`.
 #
 # This notebook goes all the way by hand: raw text, a tokenizer, batches, a model, training, a
 # sample, and bits per byte. `python train.py configs/quickstart.py` does the same in one line.
@@ -31,9 +32,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.config import OptimizerConfig
+from jaxformer.config.run import OptimizerConfig
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.training.optim import make_optimizer, make_schedule
 
 # %% [markdown]
 # ## Raw text
@@ -60,7 +61,7 @@ print(inspect.cleandoc(training[0])[:300])
 #
 # Byte-pair encoding (arXiv:1508.07909) starts from the 256 bytes and merges the most frequent pair
 # of neighbors, again and again. `train_bpe` gives the vocabulary and the merges in order.
-# (`tests/test_bpe.py::test_training_on_any_text_equals_the_plain_implementation`)
+# (`tests/tokenizer/test_bpe.py::test_training_on_any_text_equals_the_plain_implementation`)
 
 # %%
 END = "<|endoftext|>"

@@ -20,8 +20,8 @@
 # Our functions are `jf.generate`, which keeps its cache on the device, and `KVCache` and
 # `empty_cache` in `jaxformer/layers/cache.py`. The tests that hold them:
 #
-# - `tests/test_generate.py::test_greedy_generation_equals_the_model_without_a_cache`
-# - `tests/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`
+# - `tests/generation/test_generate.py::test_greedy_generation_equals_the_model_without_a_cache`
+# - `tests/models/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`
 
 # %%
 import os

@@ -28,9 +28,9 @@
 # Our functions are `jf.attention_maps` and `jf.inspect(params, config, tokens, capture, replace)`.
 # Tests that hold them:
 #
-# - `tests/test_inspect.py::test_intermediates_add_up_to_what_the_model_computes`
-# - `tests/test_inspect.py::test_weights_can_be_replaced_and_the_values_follow_them`
-# - `tests/test_inspect.py::test_one_position_can_be_patched_and_only_later_ones_move`
+# - `tests/tools/test_inspect.py::test_intermediates_add_up_to_what_the_model_computes`
+# - `tests/tools/test_inspect.py::test_weights_can_be_replaced_and_the_values_follow_them`
+# - `tests/tools/test_inspect.py::test_one_position_can_be_patched_and_only_later_ones_move`
 
 # %%
 import functools

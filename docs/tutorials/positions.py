@@ -21,14 +21,14 @@
 #
 # The functions are in `jaxformer/layers/`: `sinusoids` and `rope` in `positions.py`, `alibi_slopes`
 # and `relative_bucket` in `biases.py`. One test runs every scheme in every family:
-# `tests/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`. These hold the
-# formulas:
+# `tests/models/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`. These
+# hold the formulas:
 #
-# - `tests/test_positions.py::test_sinusoids_are_their_formula`
-# - `tests/test_positions.py::test_rope_makes_scores_depend_on_distance_alone`
-# - `tests/test_positions.py::test_alibi_slopes_are_the_published_ones`
-# - `tests/test_positions.py::test_t5_buckets_are_the_published_ones`
-# - `tests/test_positions.py::test_stretched_rope_has_the_published_frequencies`
+# - `tests/layers/test_positions.py::test_sinusoids_are_their_formula`
+# - `tests/layers/test_positions.py::test_rope_makes_scores_depend_on_distance_alone`
+# - `tests/layers/test_positions.py::test_alibi_slopes_are_the_published_ones`
+# - `tests/layers/test_positions.py::test_t5_buckets_are_the_published_ones`
+# - `tests/layers/test_positions.py::test_stretched_rope_has_the_published_frequencies`
 
 # %%
 import os

@@ -26,7 +26,7 @@
 # In the library a mesh is `jf.make_mesh(data, fsdp, tensor)`, `jf.init_state(..., mesh=mesh)` makes
 # each parameter in its place, and `jf.make_step` is the same for all meshes. The test that holds
 # what this notebook shows is
-# `tests/test_sharding.py::test_a_sharded_step_equals_the_single_device_step_on_each_mesh`.
+# `tests/arrays/test_sharding.py::test_a_sharded_step_equals_the_single_device_step_on_each_mesh`.
 
 # %% [markdown]
 # ## Eight devices on a CPU
@@ -52,8 +52,8 @@ import optax
 from matplotlib.patches import Rectangle
 
 import jaxformer as jf
-from jaxformer.mesh import place_batch
-from jaxformer.plan.hlo_counts import count
+from jaxformer.arrays.mesh import place_batch
+from jaxformer.tools.plan.hlo_counts import count
 
 print(jax.devices())
 assert len(jax.devices()) == 8
@@ -79,8 +79,8 @@ for name, mesh in meshes.items():
 # ## Where a parameter is
 #
 # The table of parameters, `jf.specs(config)`, names each axis of each array. One small table of
-# rules in `jaxformer/sharding.py` maps these names to axes of the mesh: `embed` is divided over
-# `fsdp`, and `vocab`, `heads`, `kv_heads` and `mlp` over `tensor`. No layer knows of any mesh.
+# rules in `jaxformer/arrays/sharding.py` maps these names to axes of the mesh: `embed` is divided
+# over `fsdp`, and `vocab`, `heads`, `kv_heads` and `mlp` over `tensor`. No layer knows of any mesh.
 
 # %%
 table = jf.specs(config)

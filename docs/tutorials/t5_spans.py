@@ -19,7 +19,7 @@
 #
 # **Our function:** `jaxformer.data.spans.SpanRows`, the rows of `data.objective=span_corruption`.
 #
-# **The test that holds it:** `tests/test_objectives.py::test_spans_are_those_of_t5`.
+# **The test that holds it:** `tests/losses/test_objectives.py::test_spans_are_those_of_t5`.
 
 # %%
 import math
@@ -34,10 +34,10 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer import data
-from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, OptimizerConfig, TokenizerConfig
 from jaxformer.data.spans import hidden_counts, raw_length
-from jaxformer.objectives import task_of
-from jaxformer.optim import make_optimizer, make_schedule
+from jaxformer.runs.objectives import task_of
+from jaxformer.training.optim import make_optimizer, make_schedule
 
 # %% [markdown]
 # ## On real text

@@ -16,8 +16,8 @@
 # `jaxformer/models/encoder_decoder.py`, the sublayers in `jaxformer/layers/block.py`.
 #
 # **The tests that hold it:**
-# `tests/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`, and beside it
-# `test_cross_attention_looks_at_every_real_token_of_its_source_and_at_no_other`.
+# `tests/models/test_family_invariants.py::test_packing_padding_and_caching_change_nothing`, and
+# beside it `test_cross_attention_looks_at_every_real_token_of_its_source_and_at_no_other`.
 #
 # We first train it on the smallest task that needs both stacks, copying, and then on German to
 # English. In both we look at the cross-attention.
@@ -39,10 +39,10 @@ import optax
 
 import jaxformer as jf
 from jaxformer import data
-from jaxformer.config import DataConfig, TokenizerConfig
-from jaxformer.generation.translate import translate
+from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.layers.positions import sinusoids
-from jaxformer.objectives import task_of
+from jaxformer.runs.objectives import task_of
+from jaxformer.runs.translate import translate
 
 # %% [markdown]
 # ## The model
@@ -53,7 +53,7 @@ from jaxformer.objectives import task_of
 #
 # $$PE(t, 2i) = \sin(t / 10000^{2i/D}), \qquad PE(t, 2i + 1) = \cos(t / 10000^{2i/D})$$
 #
-# (`tests/test_positions.py::test_sinusoids_are_their_formula`)
+# (`tests/layers/test_positions.py::test_sinusoids_are_their_formula`)
 
 # %%
 paper = jf.ModelConfig(

@@ -24,12 +24,12 @@ import torch
 
 import jaxformer as jf
 from jaxformer import layers
-from jaxformer.config import OptimizerConfig
+from jaxformer.arrays.params import Spec, lookup, zeros
+from jaxformer.config.run import OptimizerConfig
 from jaxformer.data.windows import window_start
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import linear
-from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.params import Spec, lookup, zeros
+from jaxformer.training.optim import make_optimizer, make_schedule
 
 Tensor = torch.Tensor
 File = str | os.PathLike[str] | BinaryIO | IO[bytes]

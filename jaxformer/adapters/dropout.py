@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxformer.adapters.lora import is_adapted
-from jaxformer.params import Params, dotted
+from jaxformer.arrays.params import Params, dotted
 
 
 def keyed(params: Params, key: jax.Array | None) -> Params:

@@ -13,8 +13,17 @@ import jax
 from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.adapters.rows import adapt_specs
 from jaxformer.adapters.virtual import first_virtual, has_virtual, without_virtual
-from jaxformer.params import Params, Spec, Specs, dotted, init_params, is_custom, map_specs, rows
-from jaxformer.settings import ConfigError
+from jaxformer.arrays.params import (
+    Params,
+    Spec,
+    Specs,
+    dotted,
+    init_params,
+    is_custom,
+    map_specs,
+    rows,
+)
+from jaxformer.files import ConfigError
 
 ByPattern = tuple[tuple[str, float], ...]
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.params import CustomLeaf, Spec, contract, lookup, zeros
-from jaxformer.sharding import Axes
+from jaxformer.arrays.params import CustomLeaf, Spec, contract, lookup, zeros
+from jaxformer.arrays.sharding import Axes
 
 
 @struct.dataclass

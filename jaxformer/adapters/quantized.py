@@ -17,10 +17,10 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES, in_blocks, scaled_codes
-from jaxformer.config import Quantization
-from jaxformer.params import Spec, contract, lookup, zeros
-from jaxformer.settings import Table
-from jaxformer.sharding import Axes, constrain, explicit_axes, gathered
+from jaxformer.arrays.params import Spec, contract, lookup, zeros
+from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
+from jaxformer.config.adapter import Quantization
+from jaxformer.config.settings import Table
 
 BLOCK = 64  # weights that share an absolute maximum
 NESTED_BLOCK = 256  # absolute maxima that share one, with double quantization

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxformer.params import Spec, Specs, map_specs, rows, stack
-from jaxformer.settings import ConfigError
+from jaxformer.arrays.params import Spec, Specs, map_specs, rows, stack
+from jaxformer.files import ConfigError
 
 
 def adapt_specs(specs: Specs, changes: Mapping[str, Callable[[Spec], Any]]) -> Specs:

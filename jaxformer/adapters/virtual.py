@@ -12,8 +12,17 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxformer.params import InitFunction, Params, Spec, Specs, Weight, init_params, lookup, normal
-from jaxformer.settings import ConfigError
+from jaxformer.arrays.params import (
+    InitFunction,
+    Params,
+    Spec,
+    Specs,
+    Weight,
+    init_params,
+    lookup,
+    normal,
+)
+from jaxformer.files import ConfigError
 
 
 @dataclass(frozen=True)

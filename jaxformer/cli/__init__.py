@@ -6,7 +6,6 @@ was lost, anything else a failure. One that nobody foresaw is told in one line, 
 in a file.
 """
 
-import ctypes
 import importlib
 import os
 import sys
@@ -14,7 +13,8 @@ import warnings
 from collections.abc import Sequence
 
 from jaxformer.cli.streams import open_closed_streams
-from jaxformer.training.signals import guarded, importing
+from jaxformer.cluster.memory import keep_memory
+from jaxformer.cluster.signals import guarded, importing
 
 # The arguments of each command, and what it does.
 COMMANDS = {
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(unknown + _usage(), file=sys.stderr)
         return 2
     status = guarded(lambda: _run(arguments))
-    joined = sys.modules.get("jaxformer.runs.launch")  # JAX would wait for the others in vain
+    joined = sys.modules.get("jaxformer.cluster.launch")  # JAX would wait for the others in vain
     return int(joined.leave(status)) if joined else status
 
 
@@ -58,8 +58,8 @@ def _run(arguments: Sequence[str]) -> int:
     keep_memory()
     warnings.showwarning = _note
     with importing():
-        from jaxformer.config import ConfigError
-        from jaxformer.report.format import escaped
+        from jaxformer.config.format import escaped
+        from jaxformer.files import ConfigError
     try:
         with importing():
             command = importlib.import_module(f"jaxformer.cli.{arguments[0]}")
@@ -92,27 +92,6 @@ def _usage() -> str:
 
 def _note(message: Warning | str, *where: object, **more: object) -> None:
     """Prints a warning without the line of code that raised it."""
-    from jaxformer.report.format import escaped
+    from jaxformer.config.format import escaped
 
     print(f"note: {escaped(str(message))}", file=sys.stderr)
-
-
-def keep_memory() -> None:
-    """Makes glibc's malloc keep freed memory for the next training step; otherwise a CPU spends its
-    time on page faults. On two cores of an AMD EPYC with AVX-512 the small step of
-    benchmarks/train_cpu.py is 1.32 times as fast in 1 microbatch (1.12 to 1.48, 12 samples in
-    turn), and 1.03 times in 4 (0.99 to 1.17, 14 samples).
-
-    This affects the whole process, so only the entry point does it, before JAX is imported.
-    JAXFORMER_MALLOC=system turns it off.
-    """
-    unwanted = sys.platform != "linux" or os.environ.get("JAXFORMER_MALLOC") == "system"
-    if unwanted or "jax" in sys.modules:
-        return
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another C library
-        return
-    settings = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
-    for parameter, value in settings.values():
-        mallopt(parameter, value)

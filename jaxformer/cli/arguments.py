@@ -7,7 +7,9 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from jaxformer.config import ConfigError, Quantization, RunConfig
+from jaxformer.config.adapter import Quantization
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
 
 ArgumentsT = TypeVar("ArgumentsT")
 ConfigArgumentsT = TypeVar("ConfigArgumentsT", bound="ConfigArguments")
@@ -77,7 +79,7 @@ def parse_with_config(
 ) -> tuple[ConfigArgumentsT, RunConfig]:
     """The arguments of a command, and its config with the overrides among them. Exits as `parse`
     does. A command with weights=False does without the weights of the model of run.init_from."""
-    from jaxformer.config_file import read_config
+    from jaxformer.config.config_file import read_config
     from jaxformer.runs.config import parse_arguments
 
     named = bool(arguments) and not arguments[0].startswith("-")  # then --help is about the config

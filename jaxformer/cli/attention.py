@@ -21,10 +21,9 @@ from jaxformer.cli.prompts import (
     written,
 )
 from jaxformer.cli.walkthrough import SHOWN_PER_STEP, beam_candidates, naming, walkthrough_of
-from jaxformer.config import ConfigError
-from jaxformer.files import write_text
-from jaxformer.report.walkthrough import BeamCandidate
+from jaxformer.files import ConfigError, write_text
 from jaxformer.tokenizer.characters import character_groups
+from jaxformer.tools.walkthrough import BeamCandidate
 
 PADDING = "[padding]"  # shown in the place of a token
 MOST_TOKENS = 256  # a page of more could not be read, nor opened quickly
@@ -60,8 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     check_output(asked.figure)
     import jax
 
-    from jaxformer.models.inspect import attention_maps
-    from jaxformer.report.attention import AXES, attention_figure, attention_page
+    from jaxformer.tools.attention_page import AXES, attention_figure, attention_page
+    from jaxformer.tools.inspect import attention_maps
 
     model = open_model(asked, asked.pair)
     inputs, beams = _inputs(model, asked)

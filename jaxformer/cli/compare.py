@@ -12,7 +12,7 @@ import tyro
 from jaxformer.cli.arguments import check_output, parse
 
 if TYPE_CHECKING:
-    from jaxformer.runs.comparing import ComparedRun, Configuration
+    from jaxformer.tools.comparing import ComparedRun, Configuration
 
 SHOWN_FIGURES = ("steps", "loss", "best validation loss", "tokens/s")
 
@@ -32,11 +32,11 @@ class CompareArguments:
 def run(arguments: Sequence[str]) -> int:
     asked = parse(CompareArguments, "compare", arguments)
     check_output(asked.output)
+    from jaxformer.config.format import escaped
     from jaxformer.files import write_text
-    from jaxformer.report.comparison import Overlaid, comparison_page
-    from jaxformer.report.format import escaped
     from jaxformer.report.table import aligned
-    from jaxformer.runs.comparing import band_of, configurations, read_runs
+    from jaxformer.tools.comparing import band_of, configurations, read_runs
+    from jaxformer.tools.comparison import Overlaid, comparison_page
 
     notes: list[str] = []
     runs = read_runs(asked.runs, notes)
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _cells(group: "Configuration") -> tuple[str, ...]:
-    from jaxformer.report.format import escaped
+    from jaxformer.config.format import escaped
 
     def figures(of: "Callable[[ComparedRun], float | None]", form: str) -> str:
         """The mean over the runs that have the figure and, of several, the lowest and highest."""

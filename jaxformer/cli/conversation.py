@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxformer.cli.prompts import Model, check_size
-from jaxformer.config import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.chat import ChatTemplate
 from jaxformer.tokenizer.messages import ASSISTANT
 

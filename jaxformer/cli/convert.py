@@ -14,13 +14,13 @@ import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import StepArguments, parse
-from jaxformer.config import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.interop.hf_config import Dtype
 from jaxformer.report import human_count
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from jaxformer.loading import Loaded
+    from jaxformer.runs.loading import Loaded
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 UNFINISHED = ".unfinished"  # in a target while it is written
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     from jaxformer.interop.hf_config import is_pretrained
     from jaxformer.interop.peft_config import is_adapter
     from jaxformer.interop.verify import require_transformers
-    from jaxformer.loading import load
+    from jaxformer.runs.loading import load
 
     if asked.verify:
         require_transformers()
@@ -174,7 +174,7 @@ def _write_adapter(model: "Loaded", asked: ConvertArguments) -> None:
 
 
 def _write_run(model: "Loaded", asked: ConvertArguments) -> None:
-    from jaxformer.loading import save_run
+    from jaxformer.runs.loading import save_run
 
     save_run(asked.target, model, asked.source)
     use = ", to sample from or to fine-tune (--run.init_from)"

@@ -10,7 +10,7 @@ from jaxformer.report import printable
 from jaxformer.report.banner import WIDTH
 
 if TYPE_CHECKING:
-    from jaxformer.runs.doctor import Finding
+    from jaxformer.tools.doctor import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class DoctorArguments(ConfigArguments):
 
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(DoctorArguments, "jaxformer doctor", arguments)
-    from jaxformer.runs.doctor import examine
+    from jaxformer.tools.doctor import examine
 
     problems = 0
     for found in examine(config):

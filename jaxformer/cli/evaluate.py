@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import tyro
 
 from jaxformer.cli.arguments import ModelArguments, check_output, parse
-from jaxformer.config import ConfigError, ObjectiveName
-from jaxformer.files import write_text
+from jaxformer.config.run import ObjectiveName
+from jaxformer.files import ConfigError, write_text
 
 METRIC_FORMATS = {
     "val_bits_per_byte": "{:.4f} bits per byte",
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
     check_output(asked.output)
     from jaxformer.report import ProgressBar
-    from jaxformer.run_evaluation import evaluate_run
+    from jaxformer.runs.run_evaluation import evaluate_run
 
     if asked.beams:
         _translate(asked)
@@ -91,8 +91,8 @@ def told(found: dict[str, float]) -> str:
 
 def _translate(asked: EvaluateArguments) -> None:
     """Prints the BLEU of the translations, and writes them to --output."""
-    from jaxformer.generation.translate import bleu_metric
-    from jaxformer.run_evaluation import translate_run
+    from jaxformer.runs.run_evaluation import translate_run
+    from jaxformer.runs.translate import bleu_metric
 
     bleu_metric((), asked.bleu_tokenizer)  # raises now rather than after the translation
     search: dict[str, Any] = {

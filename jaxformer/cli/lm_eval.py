@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxformer.lm_eval import main
+from jaxformer.tools.lm_eval import main
 
 
 def run(arguments: Sequence[str]) -> int:

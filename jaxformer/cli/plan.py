@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import tyro
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.config import ConfigError, RunConfig
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ def run(arguments: Sequence[str]) -> int:
     asked, config = parse_with_config(PlanArguments, "jaxformer plan", arguments, weights=False)
     if asked.tokens < 0:
         raise ConfigError(f"--tokens {asked.tokens}: give a number of tokens, at least 1.")
-    from jaxformer.plan.make import make_plan
-    from jaxformer.plan.planned import planned_run
-    from jaxformer.plan.report import plan_numbers, plan_text
-    from jaxformer.plan.targets import parse_target
+    from jaxformer.tools.plan.make import make_plan
+    from jaxformer.tools.plan.planned import planned_run
+    from jaxformer.tools.plan.report import plan_numbers, plan_text
+    from jaxformer.tools.plan.targets import parse_target
 
     if asked.compile and not asked.device:
         target = parse_target(asked.compile)
@@ -70,7 +71,7 @@ def _of_base(config: RunConfig) -> tuple[str, ...]:
 
     if not base or origin_of(Path(config.run.dir), Path(base)) != Path(base):
         return ()
-    from jaxformer.loading import lacks_weights
+    from jaxformer.runs.loading import lacks_weights
 
     if not lacks_weights(base):
         return ()
@@ -85,7 +86,7 @@ def device_of(name: str, devices: int, config: RunConfig) -> tuple[str, int]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
 
-    from jaxformer.hardware import name_of
+    from jaxformer.arrays.hardware import name_of
 
     live = name_of(jax.devices()[0].device_kind) or "cpu"
     mesh = config.mesh
@@ -95,6 +96,6 @@ def device_of(name: str, devices: int, config: RunConfig) -> tuple[str, int]:
 
 def _compiled(config: RunConfig, target: str, packed: bool) -> Any:
     """The report of the compiler for a target."""
-    from jaxformer.plan.compiled import compiled_report
+    from jaxformer.tools.plan.compiled import compiled_report
 
     return compiled_report(config, target, packed)

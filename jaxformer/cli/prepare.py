@@ -11,8 +11,8 @@ from typing import Annotated
 import tyro
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.config import ConfigError
-from jaxformer.report.format import escaped
+from jaxformer.config.format import escaped
+from jaxformer.files import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     if share and asked.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
     from jaxformer.data.preparing import prepare_share, prepare_text
-    from jaxformer.objectives import task_of
+    from jaxformer.runs.objectives import task_of
 
     what = (config.data, config.tokenizer, task_of(config.model, config.data))
     size = config.model.vocab_size

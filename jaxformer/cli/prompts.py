@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.cli.arguments import ModelArguments
-from jaxformer.config import ConfigError, ModelConfig, RunConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import ROLES, without_tokenizer
 
@@ -38,7 +40,7 @@ class Model:
 
     def writing_rules(self) -> dict[str, Any]:
         """What the texts that it writes may hold, as keywords of `jf.generate`."""
-        from jaxformer.generation.stated import writing_rules
+        from jaxformer.runs.stated import writing_rules
 
         return writing_rules(self.tokenizer) | {"end_token": self.end_tokens}
 
@@ -52,7 +54,7 @@ class Model:
 def open_model(asked: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
     a second text `pair`."""
-    from jaxformer.loading import load, run_of
+    from jaxformer.runs.loading import load, run_of
 
     path, found = asked.path, load(asked.path, asked.step, quantize=asked.quantize)
     if found.tokenizer is None:
@@ -130,7 +132,7 @@ def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     """The row of one text or two as in training: tokens [T] between [CLS] and [SEP], and
     token_types [T] if the model has them."""
     from jaxformer.data.label_templates import ClassTemplate
-    from jaxformer.objectives import row_format
+    from jaxformer.runs.objectives import row_format
 
     ids = [tokens_of(model.tokenizer, part) for part in (text, *([pair] if pair else []))]
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
@@ -142,7 +144,7 @@ def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, n
     may make none), and their row, in which weights [T] are 1 on the first token of each of these.
     """
     from jaxformer.data.label_templates import TagTemplate
-    from jaxformer.objectives import row_format
+    from jaxformer.runs.objectives import row_format
 
     words = text.split()
     template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)

@@ -11,12 +11,11 @@ import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import check_output, parse
-from jaxformer.config import ConfigError
-from jaxformer.files import write_text
+from jaxformer.files import ConfigError, write_text
 from jaxformer.report import printable
 
 if TYPE_CHECKING:
-    from jaxformer.runs.replay import Replay
+    from jaxformer.tools.replay import Replay
 
 LONGEST_TEXT = 200  # characters of a row that are printed
 
@@ -51,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     if asked.worst < 0:
         raise ConfigError(f"--worst {asked.worst}: give a number of tokens, at least 0.")
     check_output(asked.output)
-    from jaxformer.runs.replay import replay
+    from jaxformer.tools.replay import replay
 
     mesh = {"data": asked.data, "fsdp": asked.fsdp, "tensor": asked.tensor}
     given = {name: size for name, size in mesh.items() if size is not None}
@@ -64,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _lines(found: "Replay", worst: int) -> Iterator[str]:
-    from jaxformer.runs.replay import norms_by_layer
+    from jaxformer.tools.replay import norms_by_layer
 
     done = found.step - 1 - found.begun
     start = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jaxformer.cli.arguments import parse
-from jaxformer.config import ConfigError
+from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
-    from jaxformer.runs.listing import ListedRun
+    from jaxformer.tools.listing import ListedRun
 
 RUN_COLUMNS = ("run", "state", "step", "loss", "best validation loss", "tokens/s", "last logged")
 
@@ -33,9 +33,9 @@ class RunsArguments:
 
 def run(arguments: Sequence[str]) -> int:
     asked = parse(RunsArguments, "runs", arguments)
-    from jaxformer.report.format import escaped
+    from jaxformer.config.format import escaped
     from jaxformer.report.table import aligned
-    from jaxformer.runs.listing import runs_below
+    from jaxformer.tools.listing import runs_below
 
     found = list(runs_below(asked.dir))
     runs = [run for run in found if not isinstance(run, ConfigError)]
@@ -62,7 +62,7 @@ def _numbers(run: "ListedRun") -> dict[str, Any]:
 
 
 def _cells(run: "ListedRun", folder: Path) -> tuple[str, ...]:
-    from jaxformer.report.format import escaped, human_time
+    from jaxformer.config.format import escaped, human_time
 
     name = str(run.path.relative_to(folder)) if run.path != folder else str(folder)
     return (

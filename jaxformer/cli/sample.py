@@ -23,8 +23,8 @@ from jaxformer.cli.prompts import (
     words_of,
     written,
 )
-from jaxformer.config import ConfigError
-from jaxformer.report.format import escaped, printable
+from jaxformer.config.format import escaped, printable
+from jaxformer.files import ConfigError
 
 SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 

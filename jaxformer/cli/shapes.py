@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.config import AdapterConfig
+from jaxformer.config.adapter import AdapterConfig
 
 if TYPE_CHECKING:
-    from jaxformer.models.shape_trace import ShapeRow
+    from jaxformer.tools.shape_trace import ShapeRow
 
 SHAPE_COLUMNS = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
 
@@ -27,9 +27,9 @@ class ShapesArguments(ConfigArguments):
 
 def run(arguments: Sequence[str]) -> int:
     asked, config = parse_with_config(ShapesArguments, "jaxformer shapes", arguments, weights=False)
-    from jaxformer.models.shapes import SYMBOLS, shapes_of
-    from jaxformer.plan.abstract import encoded_length
-    from jaxformer.plan.planned import with_known_sizes
+    from jaxformer.runs.compose import encoded_length
+    from jaxformer.tools.plan.planned import with_known_sizes
+    from jaxformer.tools.shapes import SYMBOLS, shapes_of
 
     config, notes = with_known_sizes(config)
     if config.adapter.kind != "none":
@@ -69,7 +69,7 @@ def _cells(row: "ShapeRow", style: str) -> tuple[str, ...]:
 
 
 def _amounts(*numbers: int) -> tuple[str, ...]:
-    from jaxformer.report.format import human_count
+    from jaxformer.config.format import human_count
 
     return tuple(human_count(number) if number else "" for number in numbers)
 

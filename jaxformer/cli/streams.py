@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 
 # Files that training may have to open at once; and how many are asked of the system where it
 # allows more.

@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import OPTIONS, check_output
-from jaxformer.config import ConfigError
+from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
     from jaxformer.tokenizer import Tokenizer
@@ -219,7 +219,7 @@ def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
 
 
 def _inspect(asked: Inspect) -> None:
-    from jaxformer.report.format import escaped
+    from jaxformer.config.format import escaped
     from jaxformer.tokenizer import Tokenizer
     from jaxformer.tokenizer.files import ROLES
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.training import signals
+from jaxformer.cluster import signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,10 @@ class TrainArguments(ConfigArguments):
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
     with signals.importing():
-        from jaxformer.checkpoints import NotSaved
+        from jaxformer.checkpoints.saving import NotSaved
         from jaxformer.cli.streams import lasting, require_files
-        from jaxformer.processes import LOST, LostProcess
-        from jaxformer.runs.out_of_memory import OutOfMemory
-        from jaxformer.runs.run import train
+        from jaxformer.cluster.processes import LOST, LostProcess
+        from jaxformer.runs.run import RunOutOfMemory, train
         from jaxformer.training.loop import Diverged, Interrupted
 
     require_files()
@@ -36,7 +35,9 @@ def run(arguments: Sequence[str]) -> int:
         except LostProcess as stop:
             print(f"lost process: {stop}", file=sys.stderr)
             return LOST
-        except OutOfMemory as stop:
-            print(f"out of memory: {stop}", file=sys.stderr)
+        except RunOutOfMemory as stop:
+            from jaxformer.tools.remedies import advice  # with the plan, which no other run needs
+
+            print(f"out of memory: {stop}\n{advice(stop)}", file=sys.stderr)
             return 1
     return 0

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.cli.prompts import Model, text_of
-from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.report.walkthrough import BeamCandidate, Choices, Stage, Walkthrough
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.tools.walkthrough import BeamCandidate, Choices, Stage, Walkthrough
 
 if TYPE_CHECKING:
     from jaxformer.generation.beam import BeamSteps
-    from jaxformer.models.shape_trace import Shape, ShapeRow
+    from jaxformer.tools.shape_trace import Shape, ShapeRow
 
 SHOWN_PER_STEP = 5  # candidates shown of each step
 MOST_BEAMS_SHOWN = 24  # candidates of a beam search shown of each step
@@ -26,8 +27,8 @@ def walkthrough_of(
     beams: Sequence[Sequence[BeamCandidate]],
 ) -> Walkthrough:
     """All that a page shows of one example: `rows` [1, T] by the names of `jf.forward`."""
-    from jaxformer.models.inspect import attention_masks
-    from jaxformer.models.shapes import SYMBOLS
+    from jaxformer.tools.inspect import attention_masks
+    from jaxformer.tools.shapes import SYMBOLS
 
     length, source = rows["tokens"].shape[1], rows.get("source")
     masks = attention_masks(model.config, layers=layers or None, **rows)
@@ -52,8 +53,8 @@ def naming(model: Model) -> Callable[[int], str]:
 def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[Stage]:
     """The sublayers of a forward pass of one row in the order of computation, from the rows of
     `jaxformer shapes`; none, with a note, for a model whose axes have no names."""
-    from jaxformer.models.formulas import formula_of
-    from jaxformer.models.shapes import shapes_of
+    from jaxformer.tools.formulas import formula_of
+    from jaxformer.tools.shapes import shapes_of
 
     try:
         rows = shapes_of(config, 1, length, source_length)
@@ -100,7 +101,7 @@ def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[l
     import jax
     import jax.numpy as jnp
 
-    from jaxformer.models.inspect import inspect, logit_lens
+    from jaxformer.tools.inspect import inspect, logit_lens
 
     config, length = model.config, rows["tokens"].shape[1]
     if config.output in ("classes", "none"):

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.data.rows import NumpyBatch, Rows
+from jaxformer.files import ConfigError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxformer.config import DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.rows import NumpyBatch, Rows, numbered, padded
 from jaxformer.data.store import TokenStore
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxformer.config import ConfigError
 from jaxformer.data.examples import ExampleStore, Labels, Parts
 from jaxformer.data.prompt_template import CUT_PROMPT, prompt_capacity, without_start
 from jaxformer.data.rows import NumpyBatch, RowFormat
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record, Value
 from jaxformer.data.templates import Template, joined
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate, Marked, UnboundedTemplate
 

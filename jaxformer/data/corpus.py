@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, TokenizerConfig
+from jaxformer.config.settings import Log
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.id_files import IdFiles
 from jaxformer.data.packing import ExampleRows
@@ -30,7 +31,7 @@ from jaxformer.data.texts import (
     store_of,
 )
 from jaxformer.data.vocabulary import given_tokenizer, make_tokenizer
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 
 # Tokens of a text that are decoded at a time.

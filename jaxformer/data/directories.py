@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxformer.config import ConfigError
-from jaxformer.settings import Log
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError
 
 
 @contextlib.contextmanager

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.config.settings import Log
 from jaxformer.data.directories import claimed
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD, Written, digest
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
 from jaxformer.data.tokenizing import in_batches
-from jaxformer.files import read_object, replacing, write_text
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError, read_object, replacing, write_text
 
 ARRAY_FILES = ("tokens.npy", "bounds.npy")
 

@@ -5,11 +5,11 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources import Source
 from jaxformer.data.sources.finding import ID_SUFFIXES, find_id_files
 from jaxformer.data.sources.reading import unreadable
 from jaxformer.data.sources.records import Fields, is_text
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 
 

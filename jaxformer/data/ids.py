@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.config.settings import Log
 from jaxformer.data.directories import claimed
 from jaxformer.data.id_files import IdFiles
 from jaxformer.data.shards import IdArray, Shard, digest_of_ids
@@ -22,7 +22,7 @@ from jaxformer.data.sources.reading import SourceFile, unreadable
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, write_file, write_index
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError
 
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxformer.config import DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, numbered, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.phases import phases
 from jaxformer.data.rows import Drawn, NumpyBatch, Rows
+from jaxformer.files import ConfigError
 
 
 class Phase(NamedTuple):

@@ -2,8 +2,9 @@
 
 import bisect
 
-from jaxformer.config import ConfigError, DataConfig
-from jaxformer.settings import divisors
+from jaxformer.config.run import DataConfig
+from jaxformer.config.settings import divisors
+from jaxformer.files import ConfigError
 
 
 def phases(setting: str, text: str) -> list[tuple[int, str]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.config.run import DataConfig, TokenizerConfig
+from jaxformer.config.settings import Log
 from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
 from jaxformer.data.id_files import IdFiles
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD
@@ -19,8 +20,7 @@ from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
 from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
 from jaxformer.data.vocabulary import given_tokenizer
-from jaxformer.files import read_object
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError, read_object
 from jaxformer.tokenizer import Tokenizer
 
 

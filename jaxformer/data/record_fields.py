@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxformer.config import DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.sources.records import Fields, Kind, RecordField
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.config import DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.examples import ExampleStore
 from jaxformer.data.store import TokenStore
 

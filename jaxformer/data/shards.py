@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
-from jaxformer.files import read_object, write_text
+from jaxformer.files import ConfigError, read_object, write_text
 
 MANIFEST = "manifest.json"
 HASH_BYTES = 1 << 22

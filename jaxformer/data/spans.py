@@ -5,9 +5,10 @@ import itertools
 
 import numpy as np
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
 from jaxformer.data.store import TokenStore
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 
 

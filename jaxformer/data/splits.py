@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxformer.config import ConfigError
+from jaxformer.config.settings import Log
 from jaxformer.data.directories import make_folder
 from jaxformer.data.shards import WRONG_RECORD, require_counts
 from jaxformer.data.sources import Piece, Source, fingerprint
@@ -16,8 +16,7 @@ from jaxformer.data.sources.error_policy import Skipped
 from jaxformer.data.sources.reading import PACKED, SourceFile
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
-from jaxformer.files import read_object, write_text
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError, read_object, write_text
 
 # With fewer documents to hold out than this the choice by hash could miss, so the end of the text
 # is held out.

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.rows import CausalRows, RowFormat, Rows
 from jaxformer.data.sources.records import Fields
 from jaxformer.data.store import TokenStore
 from jaxformer.data.templates import Template
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 
 # Cuts rows from the tokens of a text.

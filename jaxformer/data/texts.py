@@ -9,7 +9,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxformer.config import ConfigError, DataConfig, named_sources
+from jaxformer.config.run import DataConfig, named_sources
+from jaxformer.config.settings import Log
 from jaxformer.data.directories import claimed
 from jaxformer.data.id_files import IdFiles, find_ids
 from jaxformer.data.shards import MANIFEST, WRONG_RECORD, missing_of
@@ -19,8 +20,7 @@ from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, file_groups, scan, scan_group
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
-from jaxformer.files import read_file, read_object, write_text
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError, read_file, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
 

@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxformer.config.settings import Log
 from jaxformer.data.directories import claimed
 from jaxformer.data.shards import Shard, Written, write_manifest
 from jaxformer.data.sources import Piece
 from jaxformer.data.store import TokenStore
 from jaxformer.files import replacing, write_text
-from jaxformer.settings import Log
 from jaxformer.tokenizer import Tokenizer
 
 SHARD_CHARACTERS = 64 << 20

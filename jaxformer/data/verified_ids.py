@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jaxformer.config import ConfigError
 from jaxformer.data import shards
 from jaxformer.data.shards import IdArray, digest_of_ids
+from jaxformer.files import ConfigError
 
 
 class VerifiedIds:

@@ -5,13 +5,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxformer.config import ConfigError, TokenizerConfig
+from jaxformer.config.run import TokenizerConfig
+from jaxformer.config.settings import Log
 from jaxformer.data.directories import claimed
 from jaxformer.data.sources import fingerprint
 from jaxformer.data.sources.documents import PIECE_CHARACTERS
 from jaxformer.data.splits import Sides, Split
 from jaxformer.data.texts import FORMAT, Prepared, megabytes
-from jaxformer.settings import Log
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILE
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.rows import NumpyBatch, TextRows
 from jaxformer.data.store import TokenStore
+from jaxformer.files import ConfigError
 
 
 class WindowRows(TextRows):

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
 from jaxformer.generation.decode import Stream, start
 from jaxformer.generation.prepare import prepared
 from jaxformer.generation.rules import TextRules, TextSoFar, ends, filler, permitted, refuse, within
@@ -21,7 +22,6 @@ from jaxformer.layers.masks import TokenLayout
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.transformer import hidden
-from jaxformer.params import Params
 
 MOST_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
 MOST_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.generation.prepare import prepared
 from jaxformer.generation.prompts import capacity, context_of, read_rows, rounded
 from jaxformer.generation.rules import TextSoFar, ends, filler
@@ -24,7 +26,6 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import check_model, hidden
-from jaxformer.params import Params
 
 
 @struct.dataclass

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ModelConfig
+from jaxformer.arrays.params import Params, Spec, contract, dotted, is_custom, lookup, rows
+from jaxformer.arrays.sharding import Axes, platform
+from jaxformer.config.model import ModelConfig
 from jaxformer.models.stack import compute_dtype, layers_of
 from jaxformer.models.transformer import specs
-from jaxformer.params import Params, Spec, contract, dotted, is_custom, lookup, rows
-from jaxformer.sharding import Axes, platform
 
 
 @struct.dataclass

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.params import Params
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 
 SLOTS = 32  # lengths of caches and prompts are rounded up to this, so that few programs compile
 EMPTY = (

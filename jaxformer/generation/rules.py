@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ConfigError
+from jaxformer.files import ConfigError
 
 EndToken = int | tuple[int, ...] | None
 

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.prompts import context_of
 from jaxformer.generation.rules import TextRules, end_tokens
 from jaxformer.generation.sampling import Sampling
-from jaxformer.params import Params
 
 KEPT = 0.75  # of the window; a larger part gives more context, and is read again more often
 

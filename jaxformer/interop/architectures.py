@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.interop.bart import BART
 from jaxformer.interop.bert import BERT
 from jaxformer.interop.bloom import BLOOM

@@ -1,6 +1,6 @@
 """BART (arXiv:1910.13461), and what Marian shares with it."""
 
-from jaxformer.config import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys

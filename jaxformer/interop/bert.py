@@ -1,6 +1,6 @@
 """BERT (arXiv:1810.04805), and what RoBERTa shares with it."""
 
-from jaxformer.config import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Copies, Copy, Family
 from jaxformer.interop.fields import KeyMapping

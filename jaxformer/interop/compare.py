@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxformer.config import ModelConfig
-from jaxformer.config_model import BIASED
+from jaxformer.config.model import BIASED, ModelConfig
 from jaxformer.layers.norm import norm_specs
 from jaxformer.layers.pattern import layer_configs
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer.bounded import BoundedProcess, OutOfBounds
-from jaxformer.settings import ConfigError
+from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
+from jaxformer.files import ConfigError
 
 FITTING_SECONDS = 10.0  # of a core, for all expressions of a file
 WRITTEN_SHOWN = 80  # characters of an expression in a message

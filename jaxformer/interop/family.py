@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.interop.compare import differences, resolved
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
 from jaxformer.interop.hf_config import REQUIRED, HFConfig

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxformer.config import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop.compare import bias_named
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.pattern import layer_configs

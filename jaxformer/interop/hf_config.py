@@ -8,8 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxformer.config import ConfigError
-from jaxformer.files import read_object
+from jaxformer.files import ConfigError, read_object
 
 # Keys of any architecture that do not change what a model computes.
 NEUTRAL = """

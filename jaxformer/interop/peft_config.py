@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config import ConfigError
-from jaxformer.files import read_object
+from jaxformer.files import ConfigError, read_object
 from jaxformer.interop.expressions import Expression, Fits, fits
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.adapters.low_rank import low_rank
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.arrays.params import Spec, rows
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.family import Copy, Family
 from jaxformer.interop.table import BY_HEAD, CONV, LINEAR, SAME, Tensor, Transform
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Spec, rows
 
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
 # Modules whose name in the classes of transformers 5 is not that of their tensors in model files.

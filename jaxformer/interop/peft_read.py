@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.adapters.low_rank import LowRank, low_rank
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.arrays.mesh import parameter_sharding
+from jaxformer.arrays.params import (
+    Params,
+    Spec,
+    check_params,
+    dotted,
+    is_custom,
+    map_specs,
+    rows,
+    stack,
+)
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -20,9 +32,7 @@ from jaxformer.interop.peft_config import (
 from jaxformer.interop.peft_modules import SCORE, layout_of, split_parts
 from jaxformer.interop.peft_stored import AdaptedModule, StoredAdapter, placed_in, stored_in
 from jaxformer.interop.table import Tensor
-from jaxformer.mesh import parameter_sharding
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows, stack
 
 Use = tuple[AdaptedModule, int]  # and which of the leaves of the module it is
 PlaceLeaf = Callable[[Spec, np.ndarray], jax.Array]

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.config import ConfigError
-from jaxformer.files import first_of
+from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -12,8 +12,9 @@ import numpy as np
 from safetensors.numpy import save as safetensors_bytes
 
 from jaxformer.adapters.low_rank import LowRank
-from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.files import replacing, write_text
+from jaxformer.arrays.params import Params, check_params, dotted, is_custom
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError, replacing, write_text
 from jaxformer.interop.hf_config import check_dtype
 from jaxformer.interop.peft_config import (
     ADAPTER_CONFIG,
@@ -31,7 +32,6 @@ from jaxformer.interop.peft_modules import (
 )
 from jaxformer.interop.table import Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, check_params, dotted, is_custom
 
 TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}  # with a language head
 

@@ -14,20 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.checkpoint_reading import flat_leaves
-from jaxformer.config import ConfigError, ModelConfig, Quantization
-from jaxformer.files import first_of, write_text
+from jaxformer.arrays.mesh import parameter_sharding
+from jaxformer.arrays.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows
+from jaxformer.checkpoints.reading import flat_leaves
+from jaxformer.config.adapter import Quantization
+from jaxformer.config.format import human_count
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError, first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
 from jaxformer.interop.safetensors import TensorFiles, has_tensors, names_in_index
 from jaxformer.interop.shards import write_tensors
 from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
-from jaxformer.mesh import parameter_sharding
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows
-from jaxformer.report.format import human_count
 
 SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12

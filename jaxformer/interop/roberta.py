@@ -1,7 +1,7 @@
 """RoBERTa (arXiv:1907.11692): BERT without next sentences; positions start after the id of the
 padding token."""
 
-from jaxformer.config import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop.bert import BUFFERS, OLD_NORMS, masked_copies, placed, shared_fields, trunk
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import ConfigFields, Constant, FixedKey, KeyMapping, Keys, Present

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jaxformer.config import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop.fields import FULL, SLIDING, ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
 

@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxformer.config import ConfigError
-from jaxformer.files import first_of, read_object
+from jaxformer.files import ConfigError, first_of, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")

@@ -14,8 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxformer.config import ConfigError
-from jaxformer.files import first_of, place_of, sync
+from jaxformer.files import ConfigError, first_of, place_of, sync
 from jaxformer.interop.safetensors import DTYPES, INDEX, SINGLE
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)(\.tmp)?")

@@ -1,6 +1,6 @@
 """T5 (arXiv:1910.10683), both of its versions."""
 
-from jaxformer.config import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import (
     Choice,

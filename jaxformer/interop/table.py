@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.params import Spec, Specs
-from jaxformer.params import rows as spec_rows
+from jaxformer.arrays.params import Spec, Specs
+from jaxformer.arrays.params import rows as spec_rows
 
 Arrays = Sequence[np.ndarray]
 LayerSpecs = Sequence[Spec]  # of the leaves in one tensor, without the axis of layers

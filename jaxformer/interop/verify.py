@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import stated_architecture
 from jaxformer.interop.hf_config import read_config_json
 from jaxformer.models.transformer import forward
-from jaxformer.params import Params
 
 LENGTH = 64  # positions compared
 # The outputs of transformers that ours are compared with; the first that a model has.

@@ -6,14 +6,14 @@ from dataclasses import replace
 import jax
 from jaxtyping import Array, Float
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Spec, Specs, scaled, zeros
+from jaxformer.config.model import ModelConfig
 from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.positions import rotate
-from jaxformer.params import Params, Spec, Specs, scaled, zeros
 
 
 def attention_specs(config: ModelConfig) -> Specs:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config_model import BIASED_SCORES, ModelConfig
+from jaxformer.arrays.params import Spec, Specs, lookup, normal
+from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.layers.masks import AttentionMask
-from jaxformer.params import Spec, Specs, lookup, normal
 
 
 def alibi_slopes(n_heads: int) -> list[float]:

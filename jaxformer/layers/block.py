@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Specs
+from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import (
     attention,
     attention_specs,
@@ -27,7 +28,6 @@ from jaxformer.layers.linear import dropout
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
-from jaxformer.params import Params, Specs
 
 PLACEMENTS = {  # norms before the sublayer, on its output, after the sum
     "pre": {"before"},

@@ -30,9 +30,9 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.sharding import platform
 from jaxformer.layers.linear import dropout as dropped
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
-from jaxformer.sharding import platform
 
 QUERY_BLOCK = 128  # queries; 64 to 256 run within 10 % of it
 MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks

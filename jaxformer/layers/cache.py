@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.config.model import ModelConfig
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.pattern import layer_configs
 

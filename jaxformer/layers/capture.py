@@ -2,7 +2,7 @@
 
 A `Request` is passed down, and what it asks for comes back in each block's `Aux`, so that scans,
 recomputation and every transform of JAX apply. Full names are stack.layer.what, as in
-"decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.models.inspect` describes
+"decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.tools.inspect` describes
 each what. A block knows only its own names ("mlp_out").
 """
 

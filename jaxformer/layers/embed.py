@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import InitFunction, Params, Spec, Specs, lookup
+from jaxformer.config.model import ModelConfig
 from jaxformer.layers.linear import INITIALIZERS, dropout
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
-from jaxformer.params import InitFunction, Params, Spec, Specs, lookup
 
 Tokens = Int[Array | np.ndarray, "B T"]
 WHOLE = ("batch", None, None)  # each row whole on the device of its token

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config_model import Activation, ModelConfig
+from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
+from jaxformer.config.model import Activation, ModelConfig
+from jaxformer.config.settings import Table
 from jaxformer.layers.linear import INITIALIZERS, linear
-from jaxformer.params import Params, Spec, Specs, contract, zeros
-from jaxformer.settings import Table
 
 
 @jax.custom_jvp

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
-from jaxformer.params import Params, Spec, Specs, Weight, contract, zeros
-from jaxformer.settings import ConfigError
 
 
 def head_specs(config: ModelConfig) -> Specs:

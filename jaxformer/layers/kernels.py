@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxformer.config_model import BIASED_SCORES, AttentionKernel, ModelConfig
+from jaxformer.arrays.sharding import activation, free_axes
+from jaxformer.config.model import BIASED_SCORES, AttentionKernel, ModelConfig
+from jaxformer.config.settings import Table
+from jaxformer.files import ConfigError
 from jaxformer.layers.blocked import Coordinates, blocked_attention
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, TokenLayout
-from jaxformer.settings import ConfigError, Table
-from jaxformer.sharding import activation, free_axes
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.config_model import Initializer as InitializerName
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import InitFunction, Params, Spec, contract, normal
+from jaxformer.arrays.sharding import Axes
+from jaxformer.config.model import Initializer as InitializerName
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import Table
 from jaxformer.layers.positions import sinusoids
-from jaxformer.params import InitFunction, Params, Spec, contract, normal
-from jaxformer.settings import Table
-from jaxformer.sharding import Axes
 
 
 class Initializers(NamedTuple):

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxformer.config_model import ModelConfig, Normalization
-from jaxformer.params import Params, Spec, Specs, ones, zeros
-from jaxformer.settings import Table
+from jaxformer.arrays.params import Params, Spec, Specs, ones, zeros
+from jaxformer.config.model import ModelConfig, Normalization
+from jaxformer.config.settings import Table
 
 
 def rms_norm(

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.hardware import name_of
+from jaxformer.arrays.hardware import name_of
+from jaxformer.arrays.sharding import platform
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.segments import sees_any, segment_ids
-from jaxformer.sharding import platform
 
 LANES = 128  # lengths are multiples of it, so rows are padded to the next one
 

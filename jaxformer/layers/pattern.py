@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.config.model import ModelConfig
 
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
 

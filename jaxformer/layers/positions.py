@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config_model import ModelConfig, RopeScaling
-from jaxformer.settings import Table
+from jaxformer.config.model import ModelConfig, RopeScaling
+from jaxformer.config.settings import Table
 
 
 def sinusoids(

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxformer.params import Params
-from jaxformer.sharding import constrain
+from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import constrain
 
 Seen = tuple[jax.Array, jax.Array]
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config_model import BIASED_SCORES, ModelConfig
+from jaxformer.arrays.params import Params, check_params
+from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.attention import attention, attention_specs, keys_and_values
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
-from jaxformer.params import Params, check_params
-from jaxformer.settings import ConfigError
 
 TokenNumbers = Int[Array | np.ndarray, "B T"] | None
 

@@ -8,12 +8,12 @@ import jax
 from jaxformer.adapters.lora import LoRA, adapted_specs, filled, frozen_specs
 from jaxformer.adapters.rows import adapt_specs
 from jaxformer.adapters.virtual import PrefixTuning, PromptTuning, has_virtual, virtual_specs
-from jaxformer.config_adapter import AdapterConfig, Quantization, pairs_of, parts_of
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Specs, rows
+from jaxformer.config.adapter import AdapterConfig, Quantization, pairs_of, parts_of
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.models.transformer import check_model, specs
 from jaxformer.models.virtual import refuse_encoder
-from jaxformer.params import Params, Specs, rows
-from jaxformer.settings import ConfigError
 
 Adapter = LoRA | PromptTuning | PrefixTuning
 

@@ -2,9 +2,9 @@
 
 import math
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Specs, count, rows
+from jaxformer.config.model import ModelConfig
 from jaxformer.models.transformer import specs
-from jaxformer.params import Specs, count, rows
 
 
 def parameter_count(config: ModelConfig) -> int:

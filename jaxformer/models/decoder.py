@@ -2,7 +2,8 @@
 
 import jax
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Specs
+from jaxformer.config.model import ModelConfig
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs
@@ -11,7 +12,6 @@ from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.output import Output
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import run_stack, stack_specs
-from jaxformer.params import Params, Specs
 
 
 def specs(config: ModelConfig) -> Specs:

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Specs, map_specs
+from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
 from jaxformer.layers.block import EncoderOutput
 from jaxformer.layers.cache import KVCache
@@ -17,7 +18,6 @@ from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import layers_of, run_stack, stack_specs
-from jaxformer.params import Params, Specs, map_specs
 
 
 def specs(config: ModelConfig) -> Specs:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.masks import TokenLayout, layout_of
-from jaxformer.settings import ConfigError
 
 
 @struct.dataclass

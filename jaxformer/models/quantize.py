@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxformer.adapters.quantized import QUANTIZERS
-from jaxformer.config import Quantization
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.mesh import parameter_sharding
+from jaxformer.arrays.params import Params, Spec, dotted, is_custom, map_specs, rows
+from jaxformer.config.adapter import Quantization
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import choices
+from jaxformer.files import ConfigError
 from jaxformer.layers.block import block_specs
-from jaxformer.mesh import parameter_sharding
-from jaxformer.params import Params, Spec, dotted, is_custom, map_specs, rows
-from jaxformer.settings import ConfigError, choices
 
 
 def quantize(params: Params, kind: str) -> Params:

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from jaxformer.config_model import ModelConfig
-from jaxformer.config_rules import POINTS, names_of
-from jaxformer.settings import ConfigError
-from jaxformer.sharding import platform
+from jaxformer.arrays.sharding import platform
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.rules import POINTS, names_of
+from jaxformer.files import ConfigError
 
 # Fused kernels that give no names to their outputs: JAX's primitives of cuDNN and Pallas.
 FUSED = ("dot_product_attention_fwd_wrapper", "pallas_call")

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Specs, check_params, init_params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import head
 from jaxformer.layers.output import Aux, Output
 from jaxformer.models import decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
-from jaxformer.params import Params, Specs, check_params, init_params
-from jaxformer.settings import ConfigError
 
 # The module of each family, with its functions `specs` and `hidden`; by name where only models of
 # the family import it.

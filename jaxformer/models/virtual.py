@@ -14,15 +14,15 @@ import numpy as np
 from flax import struct
 
 from jaxformer.adapters.virtual import prefix_specs, prompt_specs, without_virtual
-from jaxformer.config_model import ModelConfig
+from jaxformer.arrays.params import Params, Specs, Weight, check_params, contract, lookup
+from jaxformer.arrays.sharding import Axes, constrain
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models import decoder
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, layers_of, stacks_of
-from jaxformer.params import Params, Specs, Weight, check_params, contract, lookup
-from jaxformer.settings import ConfigError
-from jaxformer.sharding import Axes, constrain
 
 
 def refuse_encoder(config: ModelConfig) -> None:

@@ -1,8 +1,8 @@
 """Shows and records a run: numbers and text in, files and terminal lines out. Knows nothing of
 arrays or models."""
 
+from jaxformer.config.format import human_bytes, human_count, human_time, printable
 from jaxformer.report.banner import banner, closing
-from jaxformer.report.format import human_bytes, human_count, human_time, printable
 from jaxformer.report.metrics import MetricsLog, read_metrics
 from jaxformer.report.progress import ProgressBar
 

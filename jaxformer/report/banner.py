@@ -5,7 +5,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from jaxformer.report.format import human_time, printable
+from jaxformer.config.format import human_time, printable
 
 WIDTH = 100
 INDENT = "  "

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxformer.files import read_object, write_text
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError, read_object, write_text
 
 TRACKED = "tracker.json"  # in a run directory: the id under which the service knows the run
 PROJECT = "jaxformer"

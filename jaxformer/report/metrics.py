@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.files import append_to, read_file, replacing
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError, append_to, read_file, replacing
 
 if TYPE_CHECKING:
     from jaxformer.report.trackers import Tracker

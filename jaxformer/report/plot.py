@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.files import replacing
+from jaxformer.files import ConfigError, replacing
 from jaxformer.report.metrics import read_metrics
-from jaxformer.settings import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

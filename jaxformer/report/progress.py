@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TextIO, TypeVar
 
-from jaxformer.report.format import escaped, human_time
+from jaxformer.config.format import escaped, human_time
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxformer.config import TrackerName
-from jaxformer.settings import ConfigError, Table
+from jaxformer.config.run import TrackerName
+from jaxformer.config.settings import Table
+from jaxformer.files import ConfigError
 
 
 class Tracker(Protocol):

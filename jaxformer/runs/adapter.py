@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer.adapters.lora import filled, over_base
-from jaxformer.checkpoint_reading import flat_leaves
-from jaxformer.config import ConfigError, RunConfig
-from jaxformer.digests import fingerprint
-from jaxformer.files import read_object
-from jaxformer.mesh import place_array
-from jaxformer.params import Params, Specs
+from jaxformer.arrays.mesh import place_array
+from jaxformer.arrays.params import Params, Specs
+from jaxformer.checkpoints.digests import fingerprint
+from jaxformer.checkpoints.reading import flat_leaves
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError, read_object
 from jaxformer.runs.init_from import warm_start
 from jaxformer.training.state import TrainState, merged, split_frozen
 

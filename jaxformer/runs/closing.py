@@ -4,18 +4,17 @@ import warnings
 
 import jax
 
-from jaxformer.config import ConfigError
+from jaxformer.arrays.params import Params
 from jaxformer.data import gzip_bits_per_byte
-from jaxformer.evaluation import Evaluation
-from jaxformer.files import read_text
+from jaxformer.files import ConfigError, read_text
 from jaxformer.generation.decode import generate
 from jaxformer.generation.prompts import context_of
-from jaxformer.generation.stated import writing_rules
-from jaxformer.params import Params
 from jaxformer.report import closing
 from jaxformer.report.plot import plot_losses
 from jaxformer.runs.directory import profile_dir
+from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
+from jaxformer.runs.stated import writing_rules
 
 EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}  # by head, for the command that is suggested
 

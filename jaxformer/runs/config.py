@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.config_file import check, parse_fields, read_config, settings_in, with_vocabulary
+from jaxformer.config.config_file import (
+    check,
+    parse_fields,
+    read_config,
+    settings_in,
+    with_vocabulary,
+)
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
 
 # Model settings that a new run does not take from the model it starts from.
 OWN = (
@@ -84,7 +92,9 @@ def with_base(
             f"run.init_from={str(base)!r} has no config.json: give a run directory, or one of a"
             " Hugging Face model or an adapter."
         )
-    from jaxformer.loading import run_of  # with it comes JAX, which a config alone can do without
+    from jaxformer.runs.loading import (
+        run_of,  # with it comes JAX, which a config alone can do without
+    )
 
     own, default = dataclasses.asdict(config.model), dataclasses.asdict(ModelConfig())
     changed = {name for name, value in own.items() if value != default[name]}
@@ -105,7 +115,7 @@ def with_tokenizer_of(origin: Path, config: RunConfig) -> RunConfig:
     if config.tokenizer.path:
         return config
     if (origin / "adapter_config.json").is_file():
-        from jaxformer.loading import text_directory
+        from jaxformer.runs.loading import text_directory
 
         origin = text_directory(origin)
     tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_file(origin)))

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import ModelConfig, RunConfig
-from jaxformer.config_model import BIASED_SCORES
+from jaxformer.arrays.sharding import ACTIVATION_RULES, constrain
+from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.config.run import RunConfig
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.plan.abstract import encoded_length
-from jaxformer.sharding import ACTIVATION_RULES, constrain
+from jaxformer.runs.compose import encoded_length
 from jaxformer.training.state import compiler_options, on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.

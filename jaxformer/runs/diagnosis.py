@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.arrays.params import dotted, rows
 from jaxformer.files import first_of
 from jaxformer.layers.capture import Request
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
-from jaxformer.params import dotted, rows
-from jaxformer.plan.abstract import run_loss
+from jaxformer.runs.compose import run_loss
 from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, shift
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import Diverged

@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
-from jaxformer.checkpoints import require_savable
-from jaxformer.config import ConfigError, RunConfig
-from jaxformer.config_file import differences, read_config
-from jaxformer.config_json import to_json
-from jaxformer.files import LOCK, first_of, read_object, write_text
+from jaxformer.checkpoints.saving import require_savable
+from jaxformer.config.config_file import differences, read_config
+from jaxformer.config.run import RunConfig
+from jaxformer.config.saved import to_json
+from jaxformer.files import LOCK, ConfigError, first_of, read_object, write_text
+from jaxformer.report import read_metrics
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.files import TOKENIZER_FILES
 
@@ -30,6 +31,11 @@ LEFT_OPEN = (
     ("data", "bos"),
 )
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
+# What a run writes into its directory.
+FILES_OF_A_RUN = (
+    *("config.json", "data.json", *TOKENIZER_FILES, "metrics.jsonl"),
+    *(ROLLBACKS, "reference.json", "loss.png", "tracker.json", *DIRECTORIES),
+)
 
 
 @contextlib.contextmanager
@@ -67,14 +73,10 @@ def lock(run: RunConfig) -> Iterator[None]:
             ) from error
         try:
             if run.run.restart:
-                from jaxformer.runs.restart import move_away
-
                 move_away(folder)
             require_no_links(folder)
             check_config(run)
             if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
-                from jaxformer.runs.restart import require_checkpoints
-
                 require_checkpoints(folder)
             yield
         finally:
@@ -217,3 +219,45 @@ def release(run: RunConfig) -> None:
     folder = Path(run.run.dir)
     for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)
+
+
+def move_away(folder: Path) -> None:
+    """Moves what a run has written in a directory into a directory there, `before-1` or the next
+    free number. Nothing is removed, and a link is moved itself."""
+    found = [name for name in FILES_OF_A_RUN if os.path.lexists(folder / name)]
+    number = 1
+    while os.path.lexists(folder / f"before-{number}"):
+        number += 1
+    for name in found:
+        (folder / f"before-{number}").mkdir(exist_ok=True)
+        (folder / name).rename(folder / f"before-{number}" / name)
+
+
+def require_checkpoints(folder: Path) -> None:
+    """Raises ConfigError where metrics.jsonl shows steps after which there must have been a
+    checkpoint; for a directory that holds none.
+
+    A run that was killed before its first save was complete has none by right, and begins anew.
+    """
+    steps = [line["step"] for line in read_metrics(folder) if line.get("step", 0) > 0]
+    saved, config = folder / "checkpoints", folder / "config.json"
+    if not steps:
+        return
+    if not saved.exists():
+        state = "is missing"
+    elif not saved.is_dir():
+        state = "is not a directory"
+    else:
+        if not config.is_file():
+            return
+        train = read_config(config).train
+        # The second save waits for the first one.
+        second = 2 * train.checkpoint_every if train.checkpoint_every else train.steps
+        if max(steps) < min(second + 1, train.steps):
+            return
+        state = "is empty"
+    raise ConfigError(
+        f"run.dir={str(folder)!r} has metrics up to step {max(steps)}, and {saved} {state}; nothing"
+        " was changed. Put the checkpoints back, or begin anew with --run.restart True, which keeps"
+        " what is there under another name."
+    )

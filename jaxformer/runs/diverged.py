@@ -1,10 +1,10 @@
 """What a run does after a step that is not finite, as train.on_nan says."""
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.settings import Log
 from jaxformer.runs.diagnosis import diagnosis
 from jaxformer.runs.rollback import read_rollbacks, roll_back
 from jaxformer.runs.setup import RunSetup
-from jaxformer.settings import Log
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState
 

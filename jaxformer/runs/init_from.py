@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.config import ConfigError, ModelConfig, RunConfig
-from jaxformer.mesh import parameter_sharding, place_array
+from jaxformer.arrays.mesh import parameter_sharding, place_array
+from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.params import Params, Spec, dotted, init_params, is_custom, map_specs, rows
 from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
 from jaxformer.runs.directory import is_begun
 
@@ -26,7 +28,7 @@ def check_base(run: RunConfig) -> RunConfig:
     A model setting that differs from the base takes effect if the parameters keep their shapes (a
     longer context, another window), and is refused by name otherwise.
     """
-    from jaxformer.loading import run_of
+    from jaxformer.runs.loading import run_of
 
     base = Path(run.run.init_from)
     origin = origin_of(Path(run.run.dir), base)
@@ -53,7 +55,7 @@ def check_base(run: RunConfig) -> RunConfig:
 def labels_before(run: RunConfig) -> tuple[str, ...]:
     """The labels that a run with run.init_from goes on with: those of its directory if it was
     begun, else those of the base. Empty where the base has another head, or the run no labels."""
-    from jaxformer.loading import labels_of, run_of
+    from jaxformer.runs.loading import labels_of, run_of
 
     if run.model.output not in ("classes", "tags"):
         return ()
@@ -117,8 +119,8 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     if `labels` begin with its labels; rows for further labels are new. Raises ConfigError if a leaf
     outside of the heads does not fit.
     """
-    from jaxformer.loading import load_base
     from jaxformer.models.adapt import quantization_of
+    from jaxformer.runs.loading import load_base
 
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     table, found = model_specs(run.model), _leaves(base.params)

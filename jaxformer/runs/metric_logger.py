@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from jaxformer.config import RunConfig, TrainConfig, flat
-from jaxformer.evaluation import Evaluation
+from jaxformer.config.run import RunConfig, flat
+from jaxformer.config.train import TrainConfig
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE
+from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import is_finite
 from jaxformer.training.state import TrainState

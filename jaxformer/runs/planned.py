@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from jaxformer.config import RunConfig
-from jaxformer.config_file import read_config
-from jaxformer.optim import make_schedule
-from jaxformer.settings import ConfigError, Log
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import RunConfig
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError
+from jaxformer.training.optim import make_schedule
 
 JUMP = (
     0.01  # relative change of the learning rate from which a continued run has to be asked for it

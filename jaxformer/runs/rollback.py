@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.cluster.processes import require_same, together
+from jaxformer.config.settings import Log
 from jaxformer.data.rows import NumpyBatch
-from jaxformer.files import read_object, write_text
-from jaxformer.processes import require_same, together
+from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.states import first_state, restored
-from jaxformer.settings import ConfigError, Log
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState
 
@@ -76,6 +76,13 @@ class ShiftedBatches:
     def _ahead(self, first: int) -> Iterator[NumpyBatch]:
         ahead: Iterator[NumpyBatch] = self._batches.iterate(first + shift(self._rollbacks, first))
         return ahead
+
+
+def batches_of(setup: RunSetup) -> Any:
+    """The batches by step, from which a rollback takes some."""
+    if not (Path(setup.run.run.dir) / ROLLBACKS).is_file():
+        return setup.batches
+    return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
 
 
 def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:

@@ -12,27 +12,41 @@ from typing import Any
 
 import jax
 
-from jaxformer.checkpoints import Checkpoints
-from jaxformer.config import LaunchConfig, RunConfig
-from jaxformer.evaluation import Evaluation, Watch, bytes_of_targets, make_evaluation, unwatched
-from jaxformer.mesh import place_batch
-from jaxformer.params import Params
-from jaxformer.plan.abstract import preference_options, with_reference
+from jaxformer.arrays.mesh import place_batch
+from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
+from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import platform
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.cluster.processes import exchange, require_same, together
+from jaxformer.cluster.signals import doing
+from jaxformer.config.format import escaped
+from jaxformer.config.run import RunConfig, flat
+from jaxformer.config.settings import Log
+from jaxformer.config.train import LaunchConfig
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
-from jaxformer.report.format import escaped
+from jaxformer.runs.compose import preference_options, with_reference
 from jaxformer.runs.directory import claim, is_begun, lock, release
+from jaxformer.runs.evaluation import (
+    Evaluation,
+    Watch,
+    bytes_of_targets,
+    make_evaluation,
+    unwatched,
+)
 from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_before, tracker_of
-from jaxformer.runs.out_of_memory import OutOfMemory, memory_of
-from jaxformer.runs.setup import RunSetup, batches_of, make_setup
+from jaxformer.runs.rollback import batches_of
+from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state, restored
 from jaxformer.runs.step_by_length import Programs, StepByLength, traced
 from jaxformer.runs.summary import summary
-from jaxformer.settings import Log
-from jaxformer.sharding import platform
-from jaxformer.training.loop import Diverged, Hook, fit
-from jaxformer.training.signals import doing
+from jaxformer.training.loop import Diverged, Hook, Interrupted, fit
 from jaxformer.training.state import TrainState
 
+# Settings that may differ between the processes of a run, which compare the texts themselves.
+OF_A_PROCESS = {
+    *("run.progress", "run.compilation_cache", "data.cache_dir", "data.prefetch"),
+    *("data.train", "data.validation", "tokenizer.path", "tokenizer.chat_template"),
+}
 # What is said where a signal ends a command that has nothing to save.
 PREPARING = "before a step was made, so nothing was to be saved; the same command starts again."
 
@@ -46,6 +60,19 @@ class Result:
     run_dir: Path
 
 
+class RunOutOfMemory(OutOfMemory):
+    """A device has not enough memory for a run. `jaxformer.tools.remedies.advice(error)` is the
+    text of what to change.
+
+    `setup` is the run, `saved` the step of its newest checkpoint, None without one. `begun` says
+    whether the directory belongs to the settings of an earlier command.
+    """
+
+    def __init__(self, error: OutOfMemory, setup: RunSetup, saved: int | None, begun: bool) -> None:
+        super().__init__(str(error), error.shortage)
+        self.setup, self.saved, self.begun = setup, saved, begun
+
+
 def train(run: RunConfig) -> Result:
     """Trains as `run` says, as train.py does, and continues what its run directory holds.
 
@@ -57,21 +84,21 @@ def train(run: RunConfig) -> Result:
     not enough memory for the run, and Interrupted after a signal that asks the run to stop, with
     the state saved.
     """
-    from jaxformer.runs.launch import joined
+    from jaxformer.cluster.launch import joined
 
     begin = time.monotonic()
     if run.train.deterministic:
         from jaxformer.training.deterministic import require_deterministic
 
         require_deterministic()
-    with joined(run.launch, _ignore if run.run.progress == "none" else _print):
+    log: Log = _ignore if run.run.progress == "none" else _print
+    with joined(run.launch, log, expected=(Diverged, OutOfMemory), agreed=(Interrupted,)):
         return _train(dataclasses.replace(run, launch=LaunchConfig()), begin)
 
 
 def _train(run: RunConfig, begin: float) -> Result:
-    from jaxformer.processes import together
+    from jaxformer.cluster.launch import finish
     from jaxformer.report.trackers import chosen_tracker
-    from jaxformer.runs.launch import finish, same_run
 
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
@@ -84,7 +111,7 @@ def _train(run: RunConfig, begin: float) -> Result:
             return is_begun(run)
 
         begun = together(open_directory)
-        setup = same_run(together(lambda: make_setup(run, log)))
+        setup = _same_run(together(lambda: make_setup(run, log)))
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
@@ -95,9 +122,9 @@ def _train(run: RunConfig, begin: float) -> Result:
                 with doing("between two steps; the same command continues."):
                     state, last = _trained(setup, state, programs, checkpoints, begin)
             except OutOfMemory as error:
-                raise _with_advice(error, setup, checkpoints, begun) from error.__cause__
+                raise _of_run(error, setup, checkpoints, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
-            finish(lambda: _close(setup, state.params, last, begin, log))
+            finish(lambda: _close(setup, state.params, last, begin, log), Diverged)
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
 
 
@@ -113,19 +140,27 @@ def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log:
         log(close_run(setup, params, last, time.monotonic() - begin))
 
 
-def _with_advice(
+def _of_run(
     error: OutOfMemory, setup: RunSetup, checkpoints: Checkpoints, begun: bool
-) -> OutOfMemory:
-    """The error with what to change. A run directory without a checkpoint that this command began
-    is released, so that any setting may change."""
-    from jaxformer.runs.remedies import advice  # with the plan, which no other run needs
-
+) -> RunOutOfMemory:
+    """The error with what its remedies depend on. A run directory without a checkpoint that this
+    command began is released, so that any setting may change."""
     checkpoints.wait()
     saved = max(checkpoints.steps(), default=None)
     if saved is None and not begun:
         release(setup.run)
-    text = advice(setup, error.shortage, saved=saved, begun=begun)
-    return OutOfMemory(f"{error}\n{text}", error.shortage)
+    return RunOutOfMemory(error, setup, saved, begun)
+
+
+def _same_run(setup: RunSetup) -> RunSetup:
+    """The setup with the run id of the first process. Raises ConfigError, in every process, where
+    one has other settings, text or JAX."""
+    settings = {name: repr(value) for name, value in flat(setup.run).items()}
+    compared = {name: text for name, text in settings.items() if name not in OF_A_PROCESS}
+    compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+    drawn = compared.pop("data.json: run_id")
+    require_same(compared | {"the version of jax": jax.__version__})
+    return dataclasses.replace(setup, record=setup.record | {"run_id": exchange(drawn)[0]})
 
 
 def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Programs]:
@@ -135,8 +170,6 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
     On a CPU the step compiles while the state is made; on another device before it, because the
     compiler measures kernels on the device.
     """
-    from jaxformer.processes import require_same
-
     run, saved = setup.run, checkpoints.steps() or [0]
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,17 +11,17 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.config import ConfigError, RunConfig
-from jaxformer.config_file import check, with_vocabulary
-from jaxformer.evaluation import corpus_of
+from jaxformer.arrays.mesh import check_batch_size, held_blocks, make_mesh, place_batch
+from jaxformer.arrays.params import Specs
+from jaxformer.arrays.sharding import platform
+from jaxformer.config.config_file import check, with_vocabulary
+from jaxformer.config.run import RunConfig
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError
 from jaxformer.layers.kernels import MOST_SEGMENTS
-from jaxformer.mesh import check_batch_size, held_blocks, make_mesh, place_batch
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
-from jaxformer.objectives import OBJECTIVES
-from jaxformer.optim import make_optimizer, make_schedule
-from jaxformer.params import Specs
-from jaxformer.plan.abstract import (
+from jaxformer.runs.compose import (
     check_start,
     compares_with_start,
     counted_specs,
@@ -32,15 +31,16 @@ from jaxformer.plan.abstract import (
     with_kernel,
     with_rows_of,
 )
-from jaxformer.plan.split import check_split
-from jaxformer.runs.directory import ROLLBACKS, as_begun, check_data
-from jaxformer.settings import Log
-from jaxformer.sharding import platform
+from jaxformer.runs.directory import as_begun, check_data
+from jaxformer.runs.evaluation import corpus_of
+from jaxformer.runs.objectives import OBJECTIVES
+from jaxformer.runs.split import check_split
+from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
-    from jaxformer.reference import Reference
+    from jaxformer.runs.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RunSetup:
         """What scores batches, for an objective that compares the model with its start."""
         if not compares_with_start(self.run):
             return None
-        from jaxformer.reference import Reference
+        from jaxformer.runs.reference import Reference
 
         run = self.run
         return Reference(run.run.init_from, run.model, run.run.dir, self.mesh)
@@ -206,21 +206,12 @@ def fingerprints_of(run: RunConfig, corpus: data.Corpus) -> dict[str, str]:
     return found
 
 
-def batches_of(setup: RunSetup) -> Any:
-    """The batches by step, from which a rollback takes some."""
-    if not (Path(setup.run.run.dir) / ROLLBACKS).is_file():
-        return setup.batches
-    from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks
-
-    return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
-
-
 def published_peak(run: RunConfig, mesh: Mesh) -> float | None:
     """The peak FLOP/s of a device, None where none is published, as for a CPU."""
     on = platform(mesh)
     if on == "cpu":
         return None
-    from jaxformer.hardware import peak_flops
+    from jaxformer.arrays.hardware import peak_flops
 
     return peak_flops(mesh.devices.flat[0].device_kind, str(compute_dtype(run.model, on)))
 

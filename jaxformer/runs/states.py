@@ -2,10 +2,10 @@
 
 import jax
 
-from jaxformer.checkpoints import Checkpoints
-from jaxformer.runs.out_of_memory import memory_of
+from jaxformer.arrays.out_of_memory import memory_of
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.settings import Log
 from jaxformer.runs.setup import RunSetup
-from jaxformer.settings import Log
 from jaxformer.training.state import TrainState, init_state, state_of
 
 

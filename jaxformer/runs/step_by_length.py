@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from jaxformer.config.settings import Log
 from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.setup import RunSetup
-from jaxformer.settings import Log
 from jaxformer.training.loop import Advance
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState

@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
-from jaxformer.config import ModelConfig
+from jaxformer.arrays.params import count
+from jaxformer.config.model import ModelConfig
 from jaxformer.data import Corpus
 from jaxformer.models.stack import compute_dtype
-from jaxformer.optim import decay_groups, schedule_text
-from jaxformer.params import count
-from jaxformer.plan.abstract import counted_specs, drops_out
 from jaxformer.report import human_bytes, human_count
+from jaxformer.runs.compose import counted_specs, drops_out
 from jaxformer.runs.setup import RunSetup
+from jaxformer.training.optim import decay_groups, schedule_text
 from jaxformer.training.state import split_frozen
 
 

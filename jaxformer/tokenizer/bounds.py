@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.pieces import ANY_CHARACTER
 from jaxformer.tokenizer.words import WORD_PATTERNS
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.pieces import check_pattern, check_special_tokens
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS, count_words, parts
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.bounded import BoundedProcess, OutOfBounds
-from jaxformer.files import read_text
-from jaxformer.settings import ConfigError
+from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
+from jaxformer.files import ConfigError, read_text
 from jaxformer.tokenizer.chat_files import special_names, template_of
 from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, require_assistant
 from jaxformer.tokenizer.pieces import without_panic

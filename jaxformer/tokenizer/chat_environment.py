@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxformer.bounded import OutOfBounds
+from jaxformer.cluster.bounded import OutOfBounds
 
 MOST_RENDERED = 1 << 26  # of a text that a template writes
 

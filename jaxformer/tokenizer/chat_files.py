@@ -4,7 +4,7 @@ reads."""
 from pathlib import Path
 from typing import Any
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.files import SETTINGS_FILE, TEMPLATE_FILE
 from jaxformer.tokenizer.tokenizer import Tokenizer
 

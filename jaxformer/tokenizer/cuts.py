@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.pieces import ANY_CHARACTER
 from jaxformer.tokenizer.words import WORD_PATTERNS
 

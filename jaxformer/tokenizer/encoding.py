@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
 from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
 from jaxformer.tokenizer.pieces import without_panic

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.files import parse_object, read_object, read_text, write_text
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError, parse_object, read_object, read_text, write_text
 from jaxformer.tokenizer.pieces import without_panic
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers

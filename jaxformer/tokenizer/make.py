@@ -7,7 +7,7 @@ ids follow that of the end token.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.files import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.table import byte_level_bpe

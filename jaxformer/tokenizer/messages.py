@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 
 Message = dict[str, Any]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 ResultT = TypeVar("ResultT")

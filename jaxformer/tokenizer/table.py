@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.files import read_text
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError, read_text
 from jaxformer.tokenizer.files import (
     ADDED_FILE,
     SETTINGS_FILE,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.files import write_text
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError, write_text
 from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.encoding import Encoder, as_list
 from jaxformer.tokenizer.files import (

@@ -2,7 +2,7 @@
 
 import os
 
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 
 OPTION = "--xla_gpu_deterministic_ops"
 FLAG = f"{OPTION}=true"

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxformer.mesh import place_batch
-from jaxformer.training.signals import current
+from jaxformer.arrays.mesh import place_batch
+from jaxformer.cluster.signals import current
 from jaxformer.training.state import mesh_of, on_mesh
 from jaxformer.training.step import Batch, Loss, checked_sums
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxformer.checkpoints import Checkpoints
-from jaxformer.mesh import AnyMesh, place_batch
-from jaxformer.settings import ConfigError
+from jaxformer.arrays.mesh import AnyMesh, place_batch
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.cluster.signals import Stopped, watched
+from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics
-from jaxformer.training.signals import Stopped, watched
 from jaxformer.training.state import TrainState, learning, mesh_of
 from jaxformer.training.step import Batch
 
@@ -140,7 +140,7 @@ class _Saving:
             self._request = stack.enter_context(watched())
             stack.enter_context(self._request.hold())
             if jax.process_count() > 1:
-                from jaxformer.training.stop_agreement import StopAgreement
+                from jaxformer.cluster.stop_agreement import StopAgreement
 
                 self._request.agree = StopAgreement(steps)
                 stack.callback(setattr, self._request, "agree", None)

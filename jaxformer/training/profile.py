@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxformer.config.format import human_bytes
+from jaxformer.config.settings import step_range
 from jaxformer.files import replacing, write_text
-from jaxformer.report import human_bytes
-from jaxformer.step_range import step_range
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState
 from jaxformer.training.trace import SCOPES, newest_trace, operations, places_of, time_table

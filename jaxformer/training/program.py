@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from jaxformer.params import Params
-from jaxformer.sharding import platform
+from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import platform
 from jaxformer.training.state import (
     TrainState,
     compiler_options,

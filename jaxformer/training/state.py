@@ -12,10 +12,10 @@ import optax
 from flax import struct
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxformer.mesh import AnyMesh, parameter_sharding, place_array, replicated
-from jaxformer.params import Params, Spec, dotted, init_params
-from jaxformer.settings import ConfigError
-from jaxformer.sharding import platform
+from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, place_array, replicated
+from jaxformer.arrays.params import Params, Spec, dotted, init_params
+from jaxformer.arrays.sharding import platform
+from jaxformer.files import ConfigError
 
 # Which leaves learn: a pytree of bools (a bool may stand for a whole branch), or a function of the
 # leaf's dotted path and the leaf itself (its `Spec`, where a table of specs was given). None: all

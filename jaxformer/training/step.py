@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxformer.params import Params
-from jaxformer.settings import ConfigError
-from jaxformer.sharding import explicit_axes, free_axes
+from jaxformer.arrays.params import Params
+from jaxformer.arrays.sharding import explicit_axes, free_axes
+from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics, Step
 from jaxformer.training.state import Trainable, TrainState, frozen_paths, learning, merged
 

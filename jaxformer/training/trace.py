@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxformer.report import human_time
+from jaxformer.config.format import human_time
 
 # The scopes of the library's own layers, losses and step (`jax.named_scope`).
 SCOPES = ("embed", "layer", "attention", "cross", "ffn", "norm", "head", "loss", "optimizer")

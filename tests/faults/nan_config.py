@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxformer.config_file import read_config
-from jaxformer.objectives import OBJECTIVES
-from jaxformer.optim import OPTIMIZERS
+from jaxformer.config.config_file import read_config
+from jaxformer.runs.objectives import OBJECTIVES
+from jaxformer.training.optim import OPTIMIZERS
 
 config = read_config(Path(__file__).parents[2] / "configs/quickstart.py")
 causal, muon = OBJECTIVES["causal"], OPTIMIZERS["muon"]

@@ -28,10 +28,10 @@ from tiny_run import (
 )
 
 import jaxformer as jf
-from jaxformer.checkpoint_reading import Damaged, _checksum, read_checkpoint
-from jaxformer.checkpoints import Checkpoints
-from jaxformer.digests import FILES, digests
-from jaxformer.settings import ConfigError
+from jaxformer.checkpoints.digests import FILES, digests
+from jaxformer.checkpoints.reading import Damaged, _checksum, read_checkpoint
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.files import ConfigError
 from jaxformer.training.state import TrainState
 
 pytestmark = pytest.mark.slow

@@ -44,7 +44,7 @@ TINY = {
     "train.microbatches": 1,
     "train.steps": 2,
 }
-CONFIG = """from jaxformer.config_file import read_config
+CONFIG = """from jaxformer.config.config_file import read_config
 
 config = read_config("base.json")
 """

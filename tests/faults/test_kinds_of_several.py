@@ -11,9 +11,9 @@ import pytest
 from several import SMALL, finished, launch_all
 from tiny_run import assert_same_run, copy, finish, fork, line, saved
 
-from jaxformer.config import Packing
-from jaxformer.config_adapter import AdapterKind, BaseWeights
-from jaxformer.objectives import OBJECTIVES
+from jaxformer.config.adapter import AdapterKind, BaseWeights
+from jaxformer.config.run import Packing
+from jaxformer.runs.objectives import OBJECTIVES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 

@@ -25,7 +25,7 @@ from tiny_run import (
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.loading import save_run
+from jaxformer.runs.loading import save_run
 
 pytestmark = pytest.mark.slow
 

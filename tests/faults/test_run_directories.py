@@ -28,7 +28,7 @@ from tiny_run import (
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.settings import ConfigError
+from jaxformer.files import ConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 BAD = "§"  # its bytes are in no other document
 DAMAGED = """
-from jaxformer import checkpoint_reading as reading
+from jaxformer.checkpoints import reading
 read = reading._read_files
 def damaged(place, *arguments):
     if place.name == "8":
@@ -61,7 +61,7 @@ def test_a_run_directory_that_is_not_the_same_for_all_is_told(
 ) -> None:
     expected, text = whole
     run_dir = copy(expected, tmp_path / "run")
-    hidden = "from jaxformer import checkpoint_reading as reading\n"
+    hidden = "from jaxformer.checkpoints import reading\n"
     hidden += "reading.saved_steps = lambda run_dir: [4]"
     found = ends(launch_all(2, run_dir, text, SMALL, patched={1: hidden}))
     for status, _, error in found.values():

@@ -28,8 +28,10 @@ evaluate.mesh_of, evaluate.place_batch = begin, slowly
 BATCHES = 10  # that it may go on, which are 5 seconds
 STOP = """
 import os, signal
-from jaxformer.checkpoints import Checkpoints
-from jaxformer.runs import launch, roll_call, run
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.runs import run
+from jaxformer.cluster import launch
+from jaxformer.cluster import roll_call
 def replace(module, name, is_due=lambda *_: True, before=False):
     found = getattr(module, name)
     def stop(*arguments, **options):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.reading import PACKED, SourceFile, read_blocks, unreadable
 from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
+from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow

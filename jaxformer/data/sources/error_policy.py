@@ -4,7 +4,8 @@ and counted by reason."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxformer.config import ConfigError, Malformed, Undecodable
+from jaxformer.config.run import Malformed, Undecodable
+from jaxformer.files import ConfigError
 
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # the first bytes of compressed files
 REPLACEMENT = "\ufffd"

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources.packages import NAMED_SOURCES
 from jaxformer.data.sources.reading import PACKED, SourceFile, unreadable
 from jaxformer.data.sources.records import Fields
+from jaxformer.files import ConfigError
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxformer.config import ConfigError
+from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
     import datasets

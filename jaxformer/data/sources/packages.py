@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources.documents import TextPiece, in_pieces
 from jaxformer.data.sources.error_policy import ErrorHandler
 from jaxformer.data.sources.reading import READ_BYTES, SourceFile, hashed, is_blank, unreadable
 from jaxformer.data.sources.records import Fields, Record, is_text
+from jaxformer.files import ConfigError
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Tables and texts rather than code, which would be told apart at a glance.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, require_content
+from jaxformer.files import ConfigError
 
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")

@@ -5,9 +5,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer.messages import ASSISTANT, checked_messages, require_assistant
 
 # A text, a label, the words of a text or their tags, messages as the JSON of each, or a prompt and
 # completions (not empty), which are texts or messages; a record has one for each field.
@@ -154,10 +155,51 @@ def _record(found: Any, fields: Fields) -> Record:
         reason = "records with more tags than words, or fewer"
         raise RecordError(reason, f": {told} entries: give one tag for each word.")
     if fields[0].kind == "prompt":
-        from jaxformer.data.sources.pairs import one_pair
-
         return one_pair(*record)
     return record
+
+
+def one_pair(prompt: Value, *sides: Value) -> Record:
+    """A prompt and the completions of it. Of messages the prompt is those before the answers, and a
+    completion is the one message that answers it.
+
+    Where the prompt is no messages (a text, or missing), the sides are whole conversations that
+    differ in their last message. Texts stay as they are. Raises RecordError.
+    """
+    texts = [isinstance(side, str) for side in sides]
+    if all(texts):
+        if isinstance(prompt, str):
+            return prompt, *sides
+        told = "is a list of messages" if prompt else "is missing"
+        raise _no_pair(
+            f"the prompt {told}, and chosen and rejected are strings: give all three as strings, or"
+            " all as messages"
+        )
+    if any(texts):
+        raise _no_pair("one of chosen and rejected is a string, the other a list of messages")
+    whole = [side if isinstance(prompt, str) or not prompt else (*prompt, *side) for side in sides]
+    before = [messages[:-1] for messages in whole]
+    if before[0] != before[1]:
+        raise _no_pair(
+            "the conversations differ before their last message: both have to answer one prompt"
+        )
+    for name, messages in zip(("chosen", "rejected"), whole, strict=True):
+        answer = json.loads(messages[-1])
+        if answer["role"] != ASSISTANT:
+            raise _no_pair(f"the last message of {name} has the role {answer['role']!r}")
+        if not answer.get("content", "").strip() and not answer.get("tool_calls"):
+            raise _no_pair(f"the last message of {name} is empty")
+    if not before[0]:
+        raise _no_pair("nothing is before the answers: give the messages of the prompt")
+    return before[0], *(messages[-1:] for messages in whole)
+
+
+def _no_pair(told: str) -> RecordError:
+    return RecordError(
+        "records whose messages are no pair",
+        f": {told}. Each side ends with one message of the role {ASSISTANT!r}, after the messages"
+        " of the prompt.",
+    )
 
 
 def _require(found: Any, field: RecordField) -> None:
@@ -230,8 +272,6 @@ def _messages(value: Any) -> tuple[str, ...]:
 
 def _conversation(value: Any, needs_assistant: bool = False) -> tuple[str, ...]:
     """Each message as JSON. Raises RecordError."""
-    from jaxformer.tokenizer.messages import checked_messages, require_assistant
-
     try:
         messages = checked_messages(value)
         if needs_assistant:

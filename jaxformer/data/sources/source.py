@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config.run import DataConfig
 from jaxformer.data.sources.documents import TextPiece, in_pieces, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import find_files
@@ -25,6 +25,7 @@ from jaxformer.data.sources.records import (
     readable,
     tsv_records,
 )
+from jaxformer.files import ConfigError
 
 # A source of this field gives documents of text; one of others gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)

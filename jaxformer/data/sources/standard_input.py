@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxformer.config import ConfigError
 from jaxformer.data.directories import make_folder
 from jaxformer.data.sources.reading import READ_BYTES
-from jaxformer.files import replacing
+from jaxformer.files import ConfigError, replacing
 
 
 def spooled(where: str, cache: Path, suffix: str) -> Path:

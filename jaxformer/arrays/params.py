@@ -1,0 +1,308 @@
+"""One table of parameters: a `Spec` a leaf, from which everything else about parameters is derived.
+
+A layer states its leaves once, as a nested dict of `Spec`. Initial values, shapes, shardings,
+counts, FLOPs and the weight-decay mask are tree maps over that table.
+"""
+
+import functools
+import math
+import re
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxformer.arrays.sharding import Axes, activation, constrain, explicit_axes, gathered
+from jaxformer.files import ConfigError
+
+Params = dict[str, Any]
+Specs = dict[str, Any]
+InitFunction = Callable[[jax.Array, "Spec"], jax.Array]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One leaf: its shape, the name of each axis, its initial value, and the axes it contracts.
+
+    `trainable`: whether it learns. `lookup`: its rows are taken by an index, not multiplied.
+    `reads`: the sequence that it is applied to. The axis "layers" is that of a stack of layers.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: InitFunction
+    inputs: tuple[str, ...] = ()
+    trainable: bool = True
+    lookup: bool = False
+    reads: Literal["tokens", "source"] = "tokens"
+    dtype: str = "float32"
+
+    @property
+    def is_matrix(self) -> bool:
+        return bool(self.inputs)
+
+    @property
+    def fan_in(self) -> int:
+        return self._size(self.inputs)
+
+    @property
+    def fan_out(self) -> int:
+        return self._size(set(self.axes) - {*self.inputs, "layers"})
+
+    def _size(self, axes: Collection[str]) -> int:
+        """The product of the lengths of these axes."""
+        lengths = zip(self.axes, self.shape, strict=True)
+        return math.prod(length for axis, length in lengths if axis in axes)
+
+
+@runtime_checkable
+class CustomLeaf(Protocol):
+    """A weight that is no array: a pytree node that is used wherever a weight is.
+
+    `shape` is that of the array it stands for, whether its parts are arrays or `Spec`s, in a stack
+    with its leading axis. `astype` gives the leaf that products in this dtype read: cast, or not.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
+        """As `contract(equation, x, w)` of the array it stands for."""
+
+    def lookup(self, index: Any, to: Axes) -> jax.Array:
+        """As `lookup(table, index, to)` of the array it stands for."""
+
+    def astype(self, dtype: Any) -> "CustomLeaf": ...
+
+
+Weight = jax.Array | CustomLeaf
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node of the params is a `CustomLeaf`."""
+    return hasattr(node, "contract")
+
+
+def zeros(key: jax.Array, spec: Spec) -> jax.Array:
+    return jnp.zeros(spec.shape)
+
+
+def ones(key: jax.Array, spec: Spec) -> jax.Array:
+    return jnp.ones(spec.shape)
+
+
+def normal(std: float) -> InitFunction:
+    return lambda key, spec: std * jax.random.normal(key, spec.shape)
+
+
+def scaled(init: InitFunction, factor: float) -> InitFunction:
+    return lambda key, spec: factor * init(key, spec)
+
+
+def stack(specs: Specs, n: int) -> Specs:
+    """The table of `n` equal layers: every leaf gets a leading "layers" axis."""
+    return map_specs(lambda _, s: replace(s, shape=(n, *s.shape), axes=("layers", *s.axes)), specs)
+
+
+def unstack(params: Params) -> list[Params]:
+    """The params of each stacked layer.
+
+    `lax.split` transposes to one concatenation; indexing would pad and add whole stacks.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    n = len(leaves[0])
+    split = [[piece[0] for piece in jax.lax.split(leaf, (1,) * n, axis=0)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, [pieces[i] for pieces in split]) for i in range(n)]
+
+
+def map_specs(f: Callable[[str, Spec], Any], specs: Specs) -> dict[str, Any]:
+    """`f(dotted path, spec)` of every row, in the nesting of the table and of its custom leaves."""
+
+    def apply(path: Any, spec: Spec) -> Any:
+        return f(dotted(path), spec)
+
+    return jax.tree.map_with_path(apply, specs, is_leaf=_is_spec)  # type: ignore[no-any-return]
+
+
+def dotted(path: Any) -> str:
+    """The path of a leaf as names joined by dots, as in "blocks.attention.q"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:
+    """Dotted path to spec, in the order of the table; in a custom leaf, in that of its tree."""
+    found: dict[str, Spec] = {}
+    for name, entry in specs.items():
+        path = prefix + name
+        if isinstance(entry, dict):
+            found |= rows(entry, f"{path}.")
+        elif _is_spec(entry):
+            found[path] = entry
+        else:
+            parts = jax.tree.leaves_with_path(entry, is_leaf=_is_spec)
+            found |= {f"{path}.{dotted(part)}": spec for part, spec in parts}
+    return found
+
+
+def _is_spec(entry: Any) -> bool:
+    return isinstance(entry, Spec)
+
+
+def init_params(specs: Specs, key: jax.Array) -> Params:
+    """Initial values. A leaf's randomness depends on the key and the leaf's path alone."""
+
+    def start(path: str, spec: Spec) -> jax.Array:
+        own_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return spec.init(own_key, spec).astype(spec.dtype)
+
+    return map_specs(start, specs)
+
+
+def count(specs: Specs) -> int:
+    return sum(math.prod(spec.shape) for spec in rows(specs).values())
+
+
+def check_params(specs: Specs, params: Any) -> None:
+    """ConfigError naming every leaf that is missing, extra or of another shape.
+
+    A custom leaf counts by the shape that it stands for.
+    """
+    expected, found = _shapes(specs), _shapes(params)
+    problems = []
+    for path in expected | found:
+        if path not in found:
+            problems.append(f"{path}: missing, expected {expected[path]}")
+        elif path not in expected:
+            problems.append(f"{path}: {found[path]} is not in this model")
+        elif found[path] != expected[path]:
+            problems.append(f"{path}: {found[path]} instead of {expected[path]}")
+    if problems:
+        raise ConfigError("the parameters do not fit the config:\n  " + "\n  ".join(problems))
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Dotted path to shape of a table or of params, a custom leaf as one."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: _is_spec(node) or is_custom(node))
+    return {dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
+
+
+def contract(
+    equation: str, x: jax.Array, w: Any, *, to: Axes | None = None, dtype: Any = None
+) -> jax.Array:
+    """`einsum(equation, x, w)` of an activation and a weight, e.g. "BTD,DNH->BTNH", in x's dtype.
+
+    `to` names the axes of the result where its placement has to be said; `dtype` is that of the
+    result (default: x's). A product of matrices (see `_flattens`) runs on flattened rows, because a
+    CPU then transposes less in the backward pass: the small step of benchmarks/train_cpu.py is 1.11
+    times as fast (0.99 to 1.22, 14 samples in turn) on two cores of an AMD EPYC with AVX-512. Other
+    products, such as "EBD,EDF->EBF", are einsum's. A custom leaf contracts itself.
+
+    Raises ValueError for an equation that does not fit the shapes.
+    """
+    if is_custom(w):
+        return w.contract(equation, x, to=to, dtype=dtype)  # type: ignore[no-any-return]
+    left, right, out = _letters(equation, x.shape, w.shape)
+    w = w.astype(x.dtype)
+    if explicit_axes():
+        sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
+        place = activation([sizes[letter] for letter in out], to) if to else None
+        whole = gathered(w)
+        return jnp.einsum(equation, x, whole, preferred_element_type=dtype, out_sharding=place)
+    if dtype == jnp.float32 and x.dtype.itemsize == 2:
+        y = _wide_product(equation, x, w)
+    else:
+        y = _product(equation, x, w, dtype)
+    return constrain(y, to) if to else y
+
+
+def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    left, right, out = _letters(equation, x.shape, w.shape)
+    if _flattens(left, right, out):
+        return _flat_product(left, right, x, w, dtype)
+    return jnp.einsum(equation, x, w, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _wide_product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product in float32 of operands of 16 bits. Its derivatives are products of such operands
+    too: JAX would multiply the float32 gradient in float32, several times slower on accelerators.
+    """
+    return _product(equation, x, w, jnp.float32)
+
+
+def _wide_derivative(
+    equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
+) -> tuple[jax.Array, Any]:
+    (x, w), (d_x, d_w) = primals, tangents
+    parts = []
+    if not isinstance(d_x, SymbolicZero):
+        parts.append(_product(equation, d_x, w, None))
+    if not isinstance(d_w, SymbolicZero):  # of a weight that learns
+        parts.append(_product(equation, x, d_w, None))
+    y = _wide_product(equation, x, w)
+    # The conversion's transpose makes 16 bits of the gradient before it is multiplied.
+    return y, sum(parts[1:], parts[0]).astype(jnp.float32) if parts else jnp.zeros_like(y)
+
+
+_wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
+
+
+def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
+    """The axes of x, of w and of the result; ValueError where they do not fit these shapes."""
+    parts = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
+    if parts is None:
+        raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")
+    left, right, out = parts.groups()
+    shapes = f"the shapes {list(x)} and {list(w)}"
+    if (len(left), len(right)) != (len(x), len(w)):
+        raise ValueError(f"contract: {equation!r} does not fit {shapes}: one letter for each axis.")
+    if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
+        raise ValueError(f"contract: {equation!r} names an axis twice in one of its parts.")
+    if not set(out) <= set(left + right):
+        raise ValueError(f"contract: the result of {equation!r} has an axis of neither x nor w.")
+    sizes = dict(zip(left, x, strict=True))
+    if any(sizes.get(letter, length) != length for letter, length in zip(right, w, strict=True)):
+        raise ValueError(f"contract: a shared axis of {equation!r} has two lengths in {shapes}.")
+    return left, right, out
+
+
+def _flattens(left: str, right: str, out: str) -> bool:
+    """Whether the axes that x and w share are last in x, first or last in w, and contracted."""
+    shared = "".join(letter for letter in left if letter in right)
+    free = left[: len(left) - len(shared)]
+    columns = "".join(letter for letter in right if letter not in left)
+    orders = (shared + columns, columns + shared)
+    return left == free + shared and right in orders and out == free + columns
+
+
+def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    shared = sum(letter in right for letter in left)
+    inner = math.prod(x.shape[x.ndim - shared :])
+    free = x.shape[: x.ndim - shared]
+    transposed = right[0] not in left
+    columns = w.shape[: w.ndim - shared] if transposed else w.shape[shared:]
+    matrix = w.reshape(-1, inner) if transposed else w.reshape(inner, -1)
+    numbers = (((1,), (int(transposed),)), ((), ()))
+    y = jax.lax.dot_general(x.reshape(-1, inner), matrix, numbers, preferred_element_type=dtype)
+    return y.reshape(*free, *columns)
+
+
+def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
+    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`."""
+    if is_custom(table):
+        return table.lookup(index, to)  # type: ignore[no-any-return]
+    if explicit_axes():
+        place = activation((*index.shape, table.shape[-1]), to)
+        return gathered(table).at[index].get(out_sharding=place)
+    if to[-1]:
+        return constrain(constrain(table, (None, to[-1]))[index], to)
+    # A device takes its columns of the rows of all tokens of its replica, then all columns of its
+    # own tokens: the table is not gathered, nor its gradient added up over whole tables.
+    parts = ("replica", *to[1:-1], "column")
+    found = constrain(table, (None, "column"))[constrain(index, parts[:-1])]
+    return constrain(constrain(found, parts), to)

@@ -1,0 +1,1 @@
+"""Checkpoints: saved in the background, verified by digests, read on any mesh."""

@@ -1,0 +1,197 @@
+"""What to make of a checkpoint that cannot be read or saved: damage, or something else."""
+
+import contextlib
+import errno
+import functools
+import gc
+import inspect
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxformer.checkpoints.digests import Altered, altered_files
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError, first_of, write_text
+
+# TensorStore's statuses, and a part of its messages, that speak of the machine and not of a file.
+OF_MACHINE = (
+    "ABORTED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+)
+OF_SYSTEM = "[OS error"
+MISSING = "NOT_FOUND"
+STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")
+
+# What Python code raises where the content of a file is not what the code expects.
+UNEXPECTED = (LookupError, AttributeError, TypeError, ValueError, AssertionError, RecursionError)
+
+# What to do about an error of the system for which a save failed.
+ADVICE = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EFBIG: "make room there, or raise the limit of the size of a file (ulimit -f)",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EIO: "look after the disk",
+}
+
+
+@functools.cache
+def quiet_threads() -> None:
+    """Keeps off the terminal what is printed on the threads of Orbax and TensorStore about an error
+    that is raised as well, Orbax's advice to save less often, and what its thread of a save says of
+    a draft whose description its other thread is still writing.
+
+    The first error ends Orbax's event loop, and each callback that comes later fails in its turn.
+    """
+    logging.getLogger("absl").addFilter(_is_news_of_orbax)
+    logging.getLogger("asyncio").addFilter(_is_news_of_asyncio)
+    on_error, on_unraisable = sys.excepthook, sys.unraisablehook
+
+    def report(kind: Any, error: Any, trace: Any) -> None:
+        if not _is_late(error):
+            on_error(kind, error, trace)
+
+    def report_unraisable(found: Any) -> None:
+        if not (_is_late(found.exc_value) or _is_thrown_away(found.object)):
+            on_unraisable(found)
+
+    sys.excepthook, sys.unraisablehook = report, report_unraisable
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Whether a callback came after the end of the event loop that it was for."""
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+
+def _is_thrown_away(found: Any) -> bool:
+    """Whether it is a coroutine of Orbax, whose event loop leaves some behind after an error."""
+    return inspect.iscoroutine(found) and "orbax" in found.cr_code.co_filename
+
+
+def _is_news_of_orbax(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    early = "Metadata file" in text and ".orbax-checkpoint-tmp/" in text
+    return not (record.exc_info or early or "Waiting for previous save" in text)
+
+
+def _is_news_of_asyncio(record: logging.LogRecord) -> bool:
+    text = record.getMessage().lower()
+    return "never retrieved" not in text or not ("tensorstore" in text or "ocdbt" in text)
+
+
+@contextlib.contextmanager
+def quiet_reads() -> Iterator[None]:
+    """Keeps the terminal clean while Orbax reads: of `quiet_threads`, and of the warnings about
+    coroutines that its event loop throws away after an error."""
+    quiet_threads()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            yield
+        except Exception:
+            gc.collect()
+            raise
+
+
+def failure_of(place: Path, error: Exception, own: bool) -> Altered | ConfigError:
+    """The error of a read in one sentence: Altered where the checkpoint is damaged, else
+    ConfigError.
+
+    The digests of its files decide, and what the error says only where there are none. `own`: this
+    version of Orbax wrote the checkpoint and can therefore read its metadata, unless they were
+    altered.
+    """
+    if isinstance(error, Altered):
+        return error
+    try:
+        altered = altered_files(place)
+        if altered:
+            listed = first_of(altered, 5, ", ")
+            return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
+        if altered is None and _shows_damage(error, own):
+            return Altered(in_short(error))
+    except Altered as problem:  # of the digests
+        return problem
+    except OSError:  # a file that is there and cannot be read
+        pass
+    return ConfigError(
+        f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
+        " that it is damaged; nothing was changed. Check memory, file system and permissions,"
+        " and run the same command again. To continue from an earlier step, move"
+        f" {place} elsewhere."
+    )
+
+
+def _shows_damage(error: BaseException, own: bool) -> bool:
+    """Whether an error, or one of its causes, says that a file of a checkpoint is missing,
+    truncated or altered."""
+    chain = _causes(error)
+    if any(isinstance(one, (MemoryError, PermissionError)) for one in chain):
+        return False
+    missing = (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError, Altered)
+    if any(isinstance(one, missing) for one in chain):
+        return True
+    # TensorStore raises ValueError, and its message begins with the status.
+    messages = [str(one) for one in chain if isinstance(one, ValueError)]
+    statuses = [text for text in messages if STATUS.match(text)]
+    if statuses:
+        return not any(_speaks_of_the_machine(text) for text in statuses)
+    return own and isinstance(chain[-1], UNEXPECTED)
+
+
+def _speaks_of_the_machine(text: str) -> bool:
+    if text.startswith(MISSING):
+        return False
+    return text.startswith(OF_MACHINE) or OF_SYSTEM in text
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def in_short(error: BaseException) -> str:
+    cause = error.__cause__ or error  # Orbax puts a long message around that of TensorStore
+    name = "" if isinstance(cause, Altered) else f"{type(cause).__name__}: "
+    return f"{name}{' '.join(str(cause).split())[:200]}"
+
+
+def set_aside(folder: Path, damaged: Mapping[int, str], log: Log) -> None:
+    """Renames damaged checkpoints, so that their steps can be saved again."""
+    for step in damaged:
+        place, number = folder / f"damaged-{step}", 1
+        while place.exists():
+            number += 1
+            place = folder / f"damaged-{step}-{number}"
+        (folder / str(step)).rename(place)
+        write_text(place / "damage.txt", damaged[step] + "\n", follow=False)
+        log(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
+
+
+def why_not_saved(error: BaseException) -> tuple[str, str]:
+    """Why a save failed, and what to do: in a word where the disk is full, a limit is reached or
+    the system refuses, and else as Orbax says it."""
+    chain = _causes(error)
+    codes = {one.errno for one in chain if isinstance(one, OSError)}
+    text = " ".join(str(one) for one in chain)
+    for code, advice in ADVICE.items():
+        if code in codes or os.strerror(code) in text:
+            return os.strerror(code), advice
+    return in_short(chain[-1]), "mend that"

@@ -1,0 +1,90 @@
+"""The settings of an adapter, which learns in the place of the model below it."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+from jaxformer.config.settings import Bounds, Count, Rate, Section
+
+AdapterKind = Literal["none", "lora", "prompt", "prefix"]
+# Of the weights that are loaded; nf4_double has its scales in 8 bits too.
+Quantization = Literal["int8", "nf4", "nf4_double"]
+BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
+OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "ranks", "alphas")
+# Settings that a kind of adapter does not read.
+UNREAD = {
+    "none": (*OF_LORA, "tokens", "base"),
+    "lora": ("tokens",),
+    "prompt": OF_LORA,
+    "prefix": OF_LORA,
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Section):
+    """Adapter that is trained on top of the model of run.init_from, which stays as it is."""
+
+    section = "adapter"
+
+    kind: AdapterKind = "none"
+    """Adapter: none trains the whole model, lora matrices of low rank beside the weights, prompt
+    virtual tokens before the tokens, prefix keys and values before those of each layer."""
+    base: BaseWeights = "float32"
+    """Weights of the matrices of the model below: as they are, in int8 (a scale for each output
+    channel), or in 4 bits (NF4, blocks of 64; nf4_double has their scales in 8 bits)."""
+    tokens: Count = 20
+    """Number of virtual tokens of the kinds prompt and prefix."""
+    rank: Count = 8
+    """Rank of the matrices of LoRA."""
+    alpha: Annotated[float, Bounds(1e-6, most=1e6)] = 16.0
+    """Scale of LoRA: its product is multiplied by alpha / rank."""
+    targets: str = "attention"
+    """Weights that LoRA adapts, separated by commas: names in their paths, such as attention,
+    cross, ffn, embed or head, or patterns of whole paths, such as 'blocks.attention.[qv]'."""
+    dropout: Rate = 0.0
+    """Fraction of what the matrices of LoRA read that is set to zero in training."""
+    rslora: bool = False
+    """Scale of LoRA alpha / sqrt(rank), which suits large ranks."""
+    ranks: str = ""
+    """Other ranks of some targets, for example 'ffn=4, blocks.attention.q=16'."""
+    alphas: str = ""
+    """Other alphas of some targets, for example 'ffn=8'."""
+
+    def conflicts(self) -> list[str]:
+        problems = []
+        for name in ("ranks", "alphas"):
+            for entry in parts_of(getattr(self, name)):
+                if not _is_pair(entry):
+                    problems.append(
+                        f"{name}={getattr(self, name)!r}: {entry!r} is not of the form"
+                        " target=number, as in 'ffn=4, blocks.attention.q=16'."
+                    )
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name in UNREAD[self.kind] and value != setting.default:
+                readers = [kind for kind in UNREAD if setting.name not in UNREAD[kind]]
+                problems.append(
+                    f"{setting.name}={value!r} has no effect with adapter.kind={self.kind!r}: set"
+                    f" adapter.kind={' or '.join(readers)}, or leave it out."
+                )
+        if self.kind == "lora" and not parts_of(self.targets):
+            problems.append("targets='' names no weights: give some, as in 'attention, ffn'.")
+        return problems
+
+
+def parts_of(text: str) -> list[str]:
+    """The entries of a setting that are separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _is_pair(entry: str) -> bool:
+    target, equals, number = entry.rpartition("=")
+    try:
+        return bool(target.strip() and equals) and float(number) > 0
+    except ValueError:
+        return False
+
+
+def pairs_of(text: str) -> tuple[tuple[str, float], ...]:
+    """`"ffn=4, q=16"` as (("ffn", 4.0), ("q", 16.0))."""
+    pairs = (entry.rpartition("=") for entry in parts_of(text))
+    return tuple((target.strip(), float(number)) for target, _, number in pairs)

@@ -1,0 +1,277 @@
+"""Configs from files, from the command line, and back from a run directory."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jaxformer.config.run import (
+    FORMER_OBJECTIVES,
+    ObjectiveName,
+    RunConfig,
+    flat,
+    named_sources,
+    suggestion,
+)
+from jaxformer.config.saved import from_json
+from jaxformer.config.settings import VOLATILE, choices, step_range
+from jaxformer.files import ConfigError, read_text
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
+
+
+def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
+    """`config` with `--section.field value` arguments applied, not yet checked as a whole. Exits
+    with status 0 after --help, 2 after a mistake."""
+    import tyro
+
+    known = {*flat(RunConfig()), "help"}
+    for name in settings_in(arguments):
+        if name not in known:
+            raise ConfigError(f"there is no setting {name}. {suggestion(name)}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")
+        return tyro.cli(
+            RunConfig,
+            prog=program,
+            description="Settings of the config; the defaults shown are those of its file.",
+            args=arguments,
+            default=config,
+            config=(tyro.conf.FlagConversionOff,),
+            use_underscores=True,
+            registry=_registry(),
+        )
+
+
+def settings_in(arguments: Sequence[str]) -> dict[str, str]:
+    """The value of each `--section.field value` or `--section.field=value`, the last one of a
+    setting."""
+    stated = {}
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            stated[name.replace("-", "_")] = value if equals else following
+    return stated
+
+
+def _registry() -> Any:
+    """Makes tyro accept the rows that were added to the table of a setting as values of it."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def named(info: Any) -> Any:
+        # tyro widens the type to Union[Literal, str] where the default is an added name.
+        parts = (info.type, *get_args(info.type))
+        kinds = [kind for kind in parts if get_origin(kind) is Literal]
+        if not kinds:
+            return None
+        allowed = choices(kinds[0])
+        if int in parts:
+            return _number_or(allowed)
+        former = FORMER_OBJECTIVES if kinds[0] == get_args(ObjectiveName)[0] else {}
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{" + ",".join(allowed) + "}",
+            instance_from_str=lambda words: words[0],
+            is_instance=lambda value: value in allowed,
+            str_from_instance=lambda value: [value],
+            choices=(*allowed, *former),
+        )
+
+    return registry
+
+
+def _number_or(words: tuple[str, ...]) -> Any:
+    """How tyro reads a setting that is an int or one of these words."""
+    import tyro
+
+    def read(texts: list[str]) -> int | str:
+        (text,) = texts
+        try:
+            return text if text in words else int(text)
+        except ValueError:
+            raise ValueError(
+                f"{text!r} is neither a whole number nor {' or '.join(words)}"
+            ) from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT|{" + ",".join(words) + "}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int) or value in words,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """The config as its file states it, not yet checked as a whole."""
+    file, _, name = str(path).rpartition(":")
+    if not name.isidentifier() or Path(path).exists():  # the path itself has colons, or none
+        file, name = str(path), ""
+    source = Path(file)
+    if not os.path.isfile(source):
+        raise ConfigError(
+            f"config {file}: no such file. Give a Python file that defines `config`, as in"
+            " configs/quickstart.py."
+        )
+    if source.suffix == ".json":
+        return from_json(read_text(source), str(source))
+    if source.suffix != ".py":
+        raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
+    try:
+        with _importable(source.parent):
+            spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
+            module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+            spec.loader.exec_module(module)  # type: ignore[union-attr]
+    except ConfigError as error:
+        raise ConfigError(f"config {file}: {error}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(source)]
+        line = getattr(error, "lineno", lines[-1] if lines else "?")
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        meant = f". {suggestion(unknown[1])}" if unknown else ""
+        raise ConfigError(
+            f"config {file}, line {line}: {type(error).__name__}: {error}{meant}"
+        ) from error
+    found = getattr(module, name or "config", None)
+    if not isinstance(found, RunConfig):
+        named = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
+        raise ConfigError(
+            f"config {file} defines no RunConfig named {name or 'config'!r}; it defines"
+            f" {named or 'none'}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
+    """`config` with model.vocab_size filled in where it is 0 and the size of the tokenizer is known
+    (or given as `size`)."""
+    kind = "given" if _has_tokenizer(config) else config.tokenizer.kind
+    known = size or {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}.get(kind, 0)
+    if config.model.vocab_size or not known:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=known))
+
+
+def _has_tokenizer(config: RunConfig) -> bool:
+    """Whether the tokenizer exists: tokenizer.path names it, or data.train a prepared directory."""
+    folders = map(os.path.expanduser, named_sources(config.data.train))
+    return bool(config.tokenizer.path) or any(
+        os.path.isfile(os.path.join(folder, "tokenizer.json")) for folder in folders
+    )
+
+
+def check(config: RunConfig) -> RunConfig:
+    """`config`, or ConfigError where two sections contradict each other."""
+    model, data, tokenizer = config.model, config.data, config.tokenizer
+    problems = []
+    if data.sequence_length > model.max_length:
+        problems.append(
+            f"data.sequence_length={data.sequence_length} exceeds"
+            f" model.max_length={model.max_length}: raise model.max_length, or shorten the"
+            " sequences."
+        )
+    traced = step_range(config.run.profile, "run.profile")
+    if traced and traced[-1] > config.train.steps:
+        problems.append(
+            f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"
+            f" train.steps={config.train.steps}: name steps of the run."
+        )
+    if config.train.on_nan == "rollback" and data.length_warmup:
+        problems.append(
+            "train.on_nan='rollback' moves batches to other steps, and data.length_warmup sets the"
+            " length of rows by the step: choose train.on_nan=skip, or no data.length_warmup."
+        )
+    problems += _schedule_problems(config)
+    trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)
+    if trained and 0 < model.vocab_size < tokenizer.vocab_size:
+        problems.append(
+            f"tokenizer.vocab_size={tokenizer.vocab_size} exceeds"
+            f" model.vocab_size={model.vocab_size}: raise model.vocab_size, or set it to 0 to use"
+            " the size of the tokenizer."
+        )
+    if config.adapter.kind != "none" and not config.run.init_from:
+        problems.append(
+            f"adapter.kind={config.adapter.kind!r} trains an adapter on top of a model: set"
+            " run.init_from to its directory."
+        )
+    problems += _virtual_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    """A message for each setting of the schedule that no step of the run would follow."""
+    optimizer, steps = config.optimizer, config.train.steps
+    warmup, end, rewarm = optimizer.warmup_steps, optimizer.decay_steps, optimizer.rewarm_steps
+    if optimizer.schedule == "wsd" and not optimizer.wsd_decay_fraction:
+        yield (
+            "optimizer.wsd_decay_fraction=0.0 leaves no step to decay in: use a larger fraction, or"
+            " optimizer.schedule=constant."
+        )
+    if 0 < end <= warmup < steps:
+        yield (
+            f"optimizer.decay_steps={end} is the step at which the decay ends, and"
+            f" optimizer.warmup_steps={warmup} lasts until then or longer: end the decay later, or"
+            " the warm-up earlier."
+        )
+    if rewarm and not end:
+        yield (
+            f"optimizer.rewarm_steps={rewarm} follow optimizer.decay_steps, which is not set: set"
+            " it to the step after which the rate rises again."
+        )
+    elif rewarm and end < steps <= end + rewarm:
+        yield (
+            f"optimizer.rewarm_steps={rewarm} after optimizer.decay_steps={end} reach to the end of"
+            f" the run, train.steps={steps}, and leave no step to decay in: use fewer."
+        )
+
+
+def _virtual_problems(config: RunConfig) -> Iterator[str]:
+    """A message for each row that learned positions do not reach behind virtual tokens."""
+    adapter, model, data = config.adapter, config.model, config.data
+    if adapter.kind not in ("prompt", "prefix") or model.positions != "learned":
+        return
+    read = {"data.sequence_length": data.sequence_length}
+    if model.family == "encoder_decoder":  # of which a prompt is in the source alone
+        source = {"data.source_length": data.source_length or data.sequence_length}
+        read = source if adapter.kind == "prompt" else read | source
+    for name, length in read.items():
+        if length <= model.max_length < length + adapter.tokens:
+            yield (
+                f"{name}={length} behind adapter.tokens={adapter.tokens} virtual tokens exceeds the"
+                f" learned positions of model.max_length={model.max_length}: set it to at most"
+                f" {model.max_length - adapter.tokens}, or use fewer virtual tokens."
+            )
+
+
+def differences(written: RunConfig, asked: RunConfig) -> list[str]:
+    """A line for each field that changes the numbers of a run and differs between the two."""
+    lines = []
+    for entry in dataclasses.fields(RunConfig):
+        before, now = getattr(written, entry.name), getattr(asked, entry.name)
+        for name, hint in get_type_hints(type(now), include_extras=True).items():
+            old, new = getattr(before, name), getattr(now, name)
+            if old != new and VOLATILE not in getattr(hint, "__metadata__", ()):
+                lines.append(f"{entry.name}.{name}: {old!r} in the directory, {new!r} now")
+    return lines

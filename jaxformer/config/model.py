@@ -1,0 +1,251 @@
+"""The settings of a model: its family, its shape, and its row of each table of variants."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from jaxformer.config.rules import model_conflicts
+from jaxformer.config.settings import (
+    Bounds,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Rate,
+    Section,
+    TableAt,
+    Volatile,
+)
+
+Gated = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu"]
+Activation = Annotated[
+    Literal[Gated, "gelu", "gelu_tanh", "relu", "silu", "relu2", "tanh"],
+    TableAt("jaxformer.layers.ffn.ACTIVATIONS"),
+]
+RopeScaling = Annotated[
+    Literal["none", "linear", "dynamic", "yarn", "llama3"],
+    TableAt("jaxformer.layers.positions.FREQUENCIES"),
+]
+Normalization = Annotated[
+    Literal["rms", "rms1p", "layer", "none"], TableAt("jaxformer.layers.norm.NORMS")
+]
+Initializer = Annotated[
+    Literal["gpt2", "truncated_normal", "xavier", "fan_in"],
+    TableAt("jaxformer.layers.linear.INITIALIZERS"),
+]
+AttentionKernel = Annotated[
+    Literal["auto", "xla", "blocked", "cudnn", "tpu", "flash"],
+    TableAt("jaxformer.layers.kernels.KERNELS"),
+]
+
+# Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
+# added here too.
+GATED = {*get_args(Gated)}
+BIASED_SCORES = ("alibi", "t5")  # the positions that add a bias to the scores
+BIASED = {
+    "none": frozenset[str](),
+    "qkv": frozenset({"qkv"}),
+    "attention": frozenset({"qkv", "out"}),
+    "ffn": frozenset({"ffn"}),
+    "ffn_norm": frozenset({"ffn", "norm"}),
+    "all": frozenset({"qkv", "out", "ffn", "norm"}),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """The shape of a transformer, and how it is computed."""
+
+    section = "model"
+
+    family: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
+    """Architecture: decoder (GPT, Llama), encoder (BERT), or encoder_decoder (T5)."""
+    vocab_size: Natural = 0
+    """Number of tokens in the embedding table; 0 uses the size of the tokenizer."""
+    d_model: Count = 384
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Bounds(1, most=10_000)] = 6
+    """Number of blocks; for an encoder-decoder, of the decoder."""
+    n_encoder_layers: Annotated[int, Bounds(0, most=10_000)] = 0
+    """Number of blocks of the encoder of an encoder-decoder; 0 uses n_layers."""
+    n_heads: Count = 6
+    """Number of query heads."""
+    n_kv_heads: Natural = 0
+    """Number of key and value heads: fewer than n_heads is GQA, 1 is MQA; 0 uses n_heads."""
+    head_dim: Natural = 0
+    """Width of a head; 0 uses d_model / n_heads."""
+    value_dim: Natural = 0
+    """Width of the values of a head; 0 uses head_dim."""
+    d_ff: Natural = 0
+    """Hidden width of the feed-forward layer; 0 uses 4 d_model (gated: 8/3, multiple of 64)."""
+    max_length: Count = 2048
+    """Maximum length of a sequence in tokens; also the size of the table of learned positions."""
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "t5", "none"] = "rope"
+    """Positional scheme."""
+    rope_theta: Annotated[float, Bounds(1)] = 10_000.0
+    """Base of the RoPE frequencies."""
+    rope_pairing: Literal["half", "interleaved"] = "half"
+    """Dimensions that RoPE rotates together: half (i, i + H/2), interleaved (2i, 2i + 1)."""
+    rope_fraction: Fraction = 1.0
+    """Fraction of the width of a head that RoPE rotates, from its first dimension."""
+    rope_window_theta: NonNegative = 0.0
+    """RoPE base of layers with a window, which then have no scaling; 0 uses rope_theta."""
+    rope_scaling: RopeScaling = "none"
+    """Method by which RoPE is extended beyond the length it was trained at."""
+    rope_factor: Annotated[float, Bounds(1)] = 1.0
+    """Factor by which the context is extended."""
+    rope_original_length: Natural = 0
+    """Length in tokens that RoPE was trained at; 0 uses max_length."""
+    rope_low_frequency: NonNegative = 1.0
+    """llama3: frequencies with fewer rotations over the original length are fully scaled."""
+    rope_high_frequency: NonNegative = 4.0
+    """llama3: frequencies with more rotations over the original length are not scaled."""
+    rope_beta_fast: NonNegative = 32.0
+    """yarn: frequencies with more rotations over the original length are not scaled."""
+    rope_beta_slow: NonNegative = 1.0
+    """yarn: frequencies with fewer rotations over the original length are fully scaled."""
+    rope_attention_factor: NonNegative = 0.0
+    """yarn: factor of the rotated queries and keys; 0 uses 1 + 0.1 ln(rope_factor)."""
+    position_offset: Natural = 0
+    """Rows of the table of learned positions before the first token's (2 in RoBERTa, BART)."""
+    sinusoid_order: Literal["interleaved", "half"] = "interleaved"
+    """Order of the sinusoidal dimensions: sines and cosines interleaved, or sines first."""
+    relative_buckets: Annotated[int, Bounds(4)] = 32
+    """Number of buckets of T5's relative positions."""
+    relative_distance: Annotated[int, Bounds(2)] = 128
+    """Distance in tokens from which all relative positions share the last bucket."""
+    window: Natural = 0
+    """Attention window in tokens, with the token itself (an encoder: on both sides); 0 has none."""
+    window_pattern: str = "w"
+    """Pattern repeated over the layers: w has the window, f attends to the whole sequence."""
+    attention_scale: NonNegative = 0.0
+    """Factor of the query-key products; 0 uses 1 / sqrt(head_dim)."""
+    attention_soft_cap: NonNegative = 0.0
+    """Soft cap of the attention scores, cap * tanh(score / cap); 0 disables it."""
+    attention_sinks: bool = False
+    """Learned attention-sink logit per head (no value)."""
+    query_key_norm: Literal["none", "head", "width"] = "none"
+    """RMS norm of queries and keys: none, per head, or over the whole width."""
+    norm: Normalization = "rms"
+    """Kind of normalization; rms1p multiplies by 1 + weight (Gemma)."""
+    norm_placement: Literal["pre", "post", "sandwich", "output"] = "pre"
+    """Placement of the norms: pre x + f(norm(x)), post norm(x + f(x)), sandwich x +
+    norm(f(norm(x))), output x + norm(f(x))."""
+    norm_eps: NonNegative = 1e-5
+    """Constant added to the variance, or to the mean square, before the square root."""
+    residual: Literal["sequential", "parallel"] = "sequential"
+    """Input of the sublayers of a block: the output of the one before, or the same for all."""
+    activation: Activation = "swiglu"
+    """Activation of the feed-forward layer; swiglu, geglu, geglu_tanh, reglu and glu are gated."""
+    bias: Literal["none", "qkv", "attention", "ffn", "ffn_norm", "all"] = "none"
+    """Where biases are used: none, qkv, attention (qkv and output), ffn, ffn_norm, all."""
+    embedding_scale: Literal["none", "sqrt"] = "none"
+    """Scale of the token embeddings: none, or sqrt(d_model)."""
+    embedding_norm: bool = False
+    """Apply a norm to the embeddings."""
+    token_types: Natural = 0
+    """Number of token types with an embedding (2 in BERT); 0 has none."""
+    head: Literal["auto", "language", "masked", "classes", "tags", "none"] = "auto"
+    """Output head; auto selects language, or masked for an encoder; none has no matrix."""
+    n_classes: Natural = 0
+    """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
+    pooling: Literal["auto", "first", "last", "mean"] = "auto"
+    """Token that the head classes reads; auto selects first in an encoder, last in a decoder."""
+    pooler: bool = False
+    """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
+    next_sentence: bool = False
+    """Add a second head that predicts whether the second text follows the first (BERT)."""
+    tied_head: bool = False
+    """Use the embedding table as the output matrix."""
+    head_bias: bool = False
+    """Add a bias to the language head; the other heads always have one."""
+    logit_scale: Literal["none", "rsqrt"] = "none"
+    """Scale of the input of the output layer: none, or rsqrt (1 / sqrt(d_model))."""
+    logit_soft_cap: NonNegative = 0.0
+    """Soft cap of the logits, cap * tanh(logit / cap); 0 disables it."""
+    dropout: Rate = 0.0
+    """Dropout rate in training, of embeddings, attention weights and sublayer outputs."""
+    init: Initializer = "gpt2"
+    """Initialization: gpt2 N(0, 0.02), residual projections scaled; truncated_normal and xavier
+    (uniform), variance 2 / (fan_in + fan_out); fan_in, variance 1 / fan_in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
+    layer_loop: Volatile[Literal["unroll", "scan"]] = "unroll"
+    """scan compiles one layer for all; unroll compiles each layer and runs faster."""
+    remat: Volatile[Literal["none", "names", "dots", "full"]] = "none"
+    """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
+    but matrix products), full (all but attention)."""
+    saved: Volatile[str] = ""
+    """Points kept by remat=names: none, or of q k v attention out gate up down; empty: q to out."""
+    offload: Volatile[str] = ""
+    """Points that remat=names keeps in the memory of the host."""
+    attention_kernel: Volatile[AttentionKernel] = "auto"
+    """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
+    max_segments: Volatile[Natural] = 0
+    """Bound of the segment ids of a row, which cuDNN needs; 0: training takes it from the data."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def value_width(self) -> int:
+        return self.value_dim or self.head_width
+
+    @property
+    def encoder_layers(self) -> int:
+        """Number of blocks with attention to both sides."""
+        if self.family == "decoder":
+            return 0
+        return (self.family == "encoder_decoder" and self.n_encoder_layers) or self.n_layers
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """Those of "qkv", "out" (of attention), "ffn" and "norm" that have a bias."""
+        return BIASED[self.bias]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate."""
+        return self.activation in GATED
+
+    @property
+    def ff_width(self) -> int:
+        gated, plain = -(-self.d_model * 8 // 3 // 64) * 64, 4 * self.d_model
+        return self.d_ff or (gated if self.gated else plain)
+
+    @property
+    def output(self) -> str:
+        """The head, "auto" resolved."""
+        auto = "masked" if self.family == "encoder" else "language"
+        return auto if self.head == "auto" else self.head
+
+    @property
+    def pooled(self) -> str:
+        """The pooling, "auto" resolved."""
+        auto = "first" if self.family == "encoder" else "last"
+        return auto if self.pooling == "auto" else self.pooling
+
+    @property
+    def rotated_width(self) -> int:
+        """Dimensions of a head that RoPE rotates, in pairs: an odd number means one more."""
+        return int(self.head_width * self.rope_fraction)
+
+    @property
+    def original_length(self) -> int:
+        """The length that RoPE was trained at."""
+        return self.rope_original_length or self.max_length
+
+    @property
+    def rope_scale(self) -> float:
+        """The factor of rotated queries and keys (YaRN, arXiv:2309.00071)."""
+        if self.rope_scaling != "yarn":
+            return 1.0
+        return self.rope_attention_factor or 0.1 * math.log(self.rope_factor) + 1
+
+    def conflicts(self) -> list[str]:
+        return model_conflicts(self)

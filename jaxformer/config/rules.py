@@ -1,0 +1,101 @@
+"""Combinations of model settings that are refused, each with its reason and the remedy."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxformer.config.settings import divisors
+
+# The points of a layer that remat may keep: the products of its matrices, and attention.
+POINTS = ("q", "k", "v", "attention", "out", "gate", "up", "down")
+
+
+def model_conflicts(config: Any) -> list[str]:
+    """A message for each rule that a `ModelConfig` breaks."""
+    heads = list(_heads(config))
+    return [*heads, *([] if heads else _rotation(config)), *_family(config), *_positions(config)]
+
+
+def _heads(config: Any) -> Iterator[str]:
+    width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
+    if not config.head_dim and width % heads:
+        yield (
+            f"d_model={width} is not divisible by model.n_heads={heads}: choose heads that divide"
+            f" it ({divisors(width)}), or set model.head_dim."
+        )
+    if heads % config.kv_heads:
+        yield (
+            f"n_heads={heads} is not divisible by model.n_kv_heads={kv_heads}: every key head"
+            f" serves the same number of query heads, so choose one of {divisors(heads)}."
+        )
+
+
+def _rotation(config: Any) -> Iterator[str]:
+    width, fraction = config.head_width, config.rope_fraction
+    rotates_pairs = 0 < config.rotated_width <= width // 2 * 2
+    if config.positions == "rope" and not rotates_pairs:
+        yield (
+            f"head_dim={width} with model.rope_fraction={fraction:g} leaves RoPE no whole pairs of"
+            " dimensions: choose an even head_dim, a larger fraction or another model.positions."
+        )
+
+
+def _family(config: Any) -> Iterator[str]:
+    family, output, layers = config.family, config.output, config.n_encoder_layers
+    if family == "encoder" and output == "language":
+        yield "head='language' needs another model.family: an encoder sees the next token."
+    if family != "encoder" and output == "masked":
+        yield "head='masked' needs model.family='encoder': a decoder sees one side only."
+    if family != "encoder" and config.next_sentence:
+        yield "next_sentence needs model.family='encoder': a decoder sees one side only."
+    if family != "encoder" and config.pooler:
+        yield "pooler=True needs model.family='encoder': its first token sees all the others."
+    if family == "encoder_decoder" and output != "language":
+        yield f"head={output!r} needs another model.family: this one writes its answer as text."
+    if family == "decoder" and config.pooling == "first":
+        yield "pooling='first' needs model.family='encoder': in a decoder it sees itself alone."
+    if family != "encoder_decoder" and layers > 0:
+        yield f"n_encoder_layers={layers} needs model.family='encoder_decoder': set n_layers."
+    yield from _points(config)
+    if config.residual == "parallel" and config.norm_placement == "post":
+        yield "residual='parallel' has one sum for all sublayers: choose another norm_placement."
+    if config.head_bias and output != "language":
+        yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
+
+
+def names_of(text: str) -> tuple[str, ...]:  # which commas or spaces separate
+    return tuple(text.replace(",", " ").split())
+
+
+def _points(config: Any) -> Iterator[str]:
+    for name, known in (("saved", (*POINTS, "none")), ("offload", POINTS)):
+        names = names_of(getattr(config, name))
+        if names and not (config.remat == "names" and set(names) <= set(known)):
+            yield f"{name}={' '.join(names)!r} needs remat='names', and names of {' '.join(known)}."
+
+
+def _positions(config: Any) -> Iterator[str]:
+    positions, scaling, pattern = config.positions, config.rope_scaling, config.window_pattern
+    rope, offset, theta = positions == "rope", config.position_offset, config.rope_window_theta
+    factor, distance = config.rope_factor, config.relative_distance
+    buckets = config.relative_buckets
+    if not pattern or not set(pattern) <= {"w", "f"}:
+        yield f"window_pattern={pattern!r} must be letters w (window) and f (full), as in 'wwf'."
+    if offset > 0 and positions != "learned":
+        yield f"position_offset={offset} needs model.positions='learned', not {positions!r}."
+    if theta > 0 and (not rope or not config.window or theta < 1):
+        yield (
+            f"rope_window_theta={theta:g} must be at least 1, and needs model.positions='rope' and"
+            " a model.window."
+        )
+    if scaling != "none" and not rope:
+        yield f"rope_scaling={scaling!r} needs model.positions='rope', not {positions!r}."
+    if (factor != 1) == (scaling == "none"):
+        yield f"rope_factor={factor:g} with rope_scaling={scaling!r}: set both, the factor above 1."
+    fast, slow = config.rope_beta_fast, config.rope_beta_slow
+    if scaling == "yarn" and not (fast > slow > 0 and config.rope_theta > 1):
+        yield (
+            f"rope_scaling='yarn' needs model.rope_beta_fast={fast:g} above model.rope_beta_slow="
+            f"{slow:g}, that above 0, and model.rope_theta={config.rope_theta:g} above 1."
+        )
+    if positions == "t5" and distance <= buckets // 2:
+        yield f"relative_distance={distance} must be above half of relative_buckets={buckets}."

@@ -1,0 +1,284 @@
+"""Every setting of a run, as frozen dataclasses that validate themselves.
+
+The docstring below a field is its help text on the command line. Configs are hashable, so a
+`ModelConfig` can be a static argument of `jax.jit`.
+"""
+
+import dataclasses
+import difflib
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import (
+    Bounds,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Rate,
+    Section,
+    TableAt,
+    Volatile,
+)
+from jaxformer.config.train import LaunchConfig, MeshConfig, TrainConfig
+
+TrackerName = Annotated[
+    Literal["auto", "tensorboard", "wandb", "trackio", "none"],
+    TableAt("jaxformer.report.trackers.TRACKERS"),
+]
+
+
+@dataclass(frozen=True)
+class RunSettings(Section):
+    """Directory, seed and terminal output of a run."""
+
+    section = "run"
+
+    dir: Volatile[str] = "runs/default"
+    """Directory of the run. The same command continues the run that it holds."""
+    init_from: str = ""
+    """Directory of a run or of a Hugging Face model from which the run takes its parameters, model
+    settings and tokenizer. A different head is initialized anew."""
+    restart: Volatile[bool] = False
+    """Begin anew in a directory that holds a run. Its files are kept, in before-1/ or the next free
+    number there. Leave it out of the command that continues."""
+    seed: Annotated[int, Bounds(0, most=2**32 - 1)] = 1337
+    """Seed of the initial parameters, the order of the data and dropout."""
+    compilation_cache: Volatile[str] = "~/.cache/jaxformer/xla"
+    """Directory in which XLA keeps compiled programs between runs; empty turns the cache off."""
+    progress: Volatile[Literal["auto", "bar", "lines", "none"]] = "auto"
+    """Display during training; auto selects a bar in a terminal, and lines otherwise."""
+    tracker: Volatile[TrackerName] = "auto"
+    """Where metrics go beside metrics.jsonl; auto is TensorBoard, if tensorboardX is installed."""
+    profile: Volatile[str] = ""
+    """Steps to trace into the run directory, as in 10:13 for 10, 11 and 12; empty traces none."""
+    sample_prompt: Volatile[str] = ""
+    """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
+    sample_tokens: Volatile[Natural] = 128
+    """Length of that sample in tokens; 0 prints no sample."""
+
+
+Packing = Literal["stream", "documents", "best_fit"]
+WordPatternName = Literal["gpt2", "llama3"]
+Undecodable = Literal["refuse", "replace", "skip"]
+Malformed = Literal["refuse", "skip"]
+TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
+RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification"]
+PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo"]
+ObjectiveName = Annotated[
+    Literal["auto", TextObjective, RecordObjective, PreferenceObjective],
+    TableAt("jaxformer.runs.objectives.OBJECTIVES"),
+]
+# Former names of objectives, which are still read.
+FORMER_OBJECTIVES = {
+    "masked": "mlm",
+    "spans": "span_corruption",
+    "pairs": "seq2seq",
+    "answers": "sft",
+    "tags": "token_classification",
+}
+
+OptimizerName = Annotated[
+    Literal["adamw", "adafactor", "lion", "sgd", "muon"],
+    TableAt("jaxformer.training.optim.OPTIMIZERS"),
+]
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"],
+    TableAt("jaxformer.training.optim.SCHEDULES"),
+]
+
+
+def named_sources(text: str) -> list[str]:
+    """The sources of data.train or data.validation, which are separated by ';'. A path that exists
+    is one source."""
+    if os.path.exists(text):
+        return [text]
+    return [spec.strip() for spec in text.split(";") if spec.strip()]
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """Data, and how it is turned into sequences."""
+
+    section = "data"
+
+    train: Volatile[str] = "stdlib"
+    """Training data: a file, directory or glob, token ids (.npy, .bin), 'train.{de,en}', '-' for
+    standard input, 'datasets:NAME', or stdlib. Separate several sources by ';'."""
+    weights: str = ""
+    """Sampling weights of several sources, for example '0.7 0.3'. Weights may change at a step:
+    '0.7 0.3; 1000: 0.5 0.5' changes them at step 1000."""
+    epochs: str = ""
+    """Instead of weights: the relative numbers of epochs of the sources, for example '1 4'."""
+    validation: Volatile[str] = ""
+    """Validation data, in the same forms as data.train; empty holds out a part of data.train."""
+    validation_fraction: Annotated[float, Bounds(0, 1)] = 0.1
+    """Fraction of data.train that is held out if data.validation is empty."""
+    sequence_length: Count = 256
+    """Length of a row of a batch in tokens."""
+    length_warmup: str = ""
+    """Shorter rows at the beginning, for example '64; 500: 128; 1000: 256'. The number of tokens
+    per step stays the same."""
+    packing: Packing = "stream"
+    """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
+    separates documents by segment ids; best_fit cuts no document that fits into a row."""
+    order: Literal["epochs", "random"] = "epochs"
+    """Order of training rows: epochs reads every row once before any again, each time in a new
+    order; random draws windows that begin anywhere in the text, independently of each other."""
+    objective: ObjectiveName = "auto"
+    """Training objective; auto selects the first that model.family and model.head can learn."""
+    source_length: Natural = 0
+    """Length of the source of an encoder-decoder in tokens; 0 uses data.sequence_length."""
+    text_field: str = "text"
+    """Field of a .jsonl or .tsv record, or column of a .parquet file, that holds the text."""
+    pair_field: str = ""
+    """Field of a second text that is classified together with the first; empty if there is none."""
+    source_field: str = "source"
+    """Field of the input: the source of a pair, or the question of an instruction."""
+    target_field: str = "target"
+    """Field of the output: the target of a pair, or the answer to an instruction."""
+    label_field: str = "label"
+    """Field of a text's class, or of the list of tags of its words."""
+    messages_field: str = ""
+    """Field of a conversation, a list of messages with role and content, that the objective sft
+    reads in place of source and target; empty if there is none."""
+    cut: Literal["auto", "prompt", "end"] = "auto"
+    """What an example of sft that is longer than a row loses: prompt cuts the beginning of its
+    prompt, down to half a row, and then the end; end cuts the end alone, and so, after a long
+    prompt, the answer. auto is prompt, and end in a run that an earlier version began."""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """Whether each document of a text that a decoder learns begins with the tokenizer's BOS: auto
+    follows the template of the tokenizer, as prompts do, and is never in a run that an earlier
+    version began. Token ids of your own stay as they are."""
+    noise_density: Annotated[float, Bounds(0, 1)] = 0.15
+    """Fraction of the tokens that the objectives mlm and span_corruption corrupt."""
+    span_length: Annotated[float, Bounds(1, most=1e6)] = 3.0
+    """Mean length of a corrupted span in tokens."""
+    mask_units: Literal["tokens", "words"] = "tokens"
+    """Unit that the objective mlm chooses, hides, replaces or keeps: single tokens, or whole words.
+    """
+    undecodable: Undecodable = "refuse"
+    """Handling of bytes that are not UTF-8: refuse stops with a message, replace inserts U+FFFD,
+    skip omits the document."""
+    malformed: Malformed = "refuse"
+    """Handling of records that are not valid JSON or lack a field: refuse stops with a message,
+    skip omits them."""
+    cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
+    """Directory in which tokenized text is stored and found again."""
+    verify: Volatile[Literal["first", "always"]] = "first"
+    """When stored tokens are compared with their checksums: first compares each file when a process
+    first reads it, always compares all files before the first step."""
+    prefetch: Volatile[Annotated[int, Bounds(0, most=1024)]] = 2
+    """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.objective, str) and self.objective in FORMER_OBJECTIVES:
+            name = FORMER_OBJECTIVES[self.objective]
+            message = f"data.objective={self.objective!r} is now called {name!r}."
+            warnings.warn(message, FutureWarning, stacklevel=3)
+            object.__setattr__(self, "objective", name)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class TokenizerConfig(Section):
+    """How text is split into tokens."""
+
+    section = "tokenizer"
+
+    kind: Literal["bpe", "bytes", "characters"] = "bpe"
+    """Tokenizer that is made if tokenizer.path is empty: a byte-level BPE trained on data.train,
+    raw bytes, or characters."""
+    path: Volatile[str] = ""
+    """Existing tokenizer to use: a tokenizer.json, or a directory with one or with GPT-2's
+    vocab.json and merges.txt."""
+    vocab_size: Annotated[int, Bounds(257, most=0x110000)] = 4096
+    """Number of entries of a trained BPE, including special tokens."""
+    chat_template: Volatile[str] = ""
+    """File of a chat template in Jinja, in place of the tokenizer's own; empty keeps that."""
+    pattern: WordPatternName = "gpt2"
+    """Rule by which a trained BPE splits text into words: gpt2, or llama3 (numbers in groups of 3
+    digits)."""
+    training_bytes: Annotated[int, Bounds(1, most=2**53)] = 20_000_000
+    """Number of bytes of data.train, evenly spread, on which the BPE is trained."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
+    section = "optimizer"
+
+    name: OptimizerName = "adamw"
+    """Optimizer from optax. muon updates matrices and leaves all other parameters to AdamW."""
+    learning_rate: NonNegative = 1e-3
+    """Peak learning rate."""
+    schedule: Schedule = "cosine"
+    """Learning-rate schedule after the warm-up."""
+    warmup_steps: Natural = 100
+    """Number of steps of linear warm-up from 0."""
+    decay_steps: Volatile[Natural] = 0
+    """Step at which the decay ends; 0 uses train.steps. The rate then stays at its final value,
+    unless rewarm_steps is set."""
+    rewarm_steps: Volatile[Natural] = 0
+    """Steps after decay_steps in which the rate rises to its peak again, linearly, before the
+    schedule decays once more until train.steps; 0: it stays at its final value."""
+    final_fraction: Fraction = 0.1
+    """Final learning rate as a fraction of the peak."""
+    wsd_decay_fraction: Rate = 0.2
+    """Fraction of the steps in which the wsd schedule decays."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Parameters to which weight decay applies: matrices, or all."""
+    b1: Rate = 0.9
+    """Decay rate of the first moment (AdamW, Lion, Muon, and the momentum of SGD)."""
+    b2: Rate = 0.95
+    """Decay rate of the second moment."""
+    eps: NonNegative = 1e-8
+    """Constant added to the square root of the second moment."""
+    clip_norm: NonNegative = 1.0
+    """Maximum global norm of the gradient; 0 disables clipping."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run. `jf.load_config` makes one from a file and checks the sections against
+    each other."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"model.n_layers": 6, ...}`: every field of a config by its dotted name."""
+    out: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        name, value = f"{prefix}{entry.name}", getattr(config, entry.name)
+        out |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return out
+
+
+def suggestion(unknown: str) -> str:
+    """A sentence that names the settings that an unknown `section.field` may stand for."""
+    section, _, name = unknown.rpartition(".")
+    fields = {known: known.rpartition(".")[2] for known in flat(RunConfig())}
+    if near := difflib.get_close_matches(name, fields.values(), 1):
+        close = [known for known, last in fields.items() if last == near[0]]
+        return f"Did you mean {' or '.join(close)}?"
+    sections = [entry.name for entry in dataclasses.fields(RunConfig)]
+    if section in sections:
+        inside = [known for known in fields if known.startswith(f"{section}.")]
+        return f"The settings of {section} are {', '.join(inside)}."
+    return f"Settings are named section.field; the sections are {', '.join(sections)}."

@@ -1,0 +1,159 @@
+"""Settings: fields of frozen dataclasses whose types and ranges are checked at construction."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from jaxformer.files import ConfigError
+
+RowT = TypeVar("RowT")
+ValueT = TypeVar("ValueT")
+Log = Callable[[str], None]  # takes each line that a long operation reports
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The range of a number: low <= value, and value < below, and value <= most."""
+
+    low: float
+    below: float = math.inf
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        below = f" and below {self.below:.10g}" if self.below < math.inf else ""
+        most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
+        return f"at least {self.low:g}{below}{most}"
+
+    def hold(self, value: float) -> bool:
+        return self.low <= value <= self.most and value < self.below  # which infinity is not
+
+
+Count = Annotated[int, Bounds(1, most=2**31 - 1)]  # an int32
+AutoCount = Annotated[int | Literal["auto"], Bounds(1, most=2**31 - 1)]
+Natural = Annotated[int, Bounds(0, most=2**31 - 1)]
+Rate = Annotated[float, Bounds(0, 1)]
+Fraction = Annotated[float, Bounds(0, most=1)]
+NonNegative = Annotated[float, Bounds(0, below=1e30)]  # its square root and inverse are float32
+
+# Marks the type of a setting that a continued run may change, because the numbers of the run do not
+# depend on it.
+VOLATILE = "volatile"
+Volatile = Annotated[ValueT, VOLATILE]
+
+
+@dataclass(frozen=True)
+class TableAt:
+    """In `Annotated` with a `Literal`: the full name of the `Table` whose rows its values name."""
+
+    path: str
+
+
+class Table(dict[str, RowT]):
+    """The rows that a setting selects by name, to which users can add their own.
+
+    `names` is the type of the setting: a `Literal`, alone or in `Annotated`. `besides` are those of
+    its values that name no row, such as "auto". After `TABLE["mine"] = row`, config files and the
+    command line accept "mine" in every such setting. Raises ConfigError if rows and names differ.
+    """
+
+    def __init__(self, names: Any, rows: Mapping[str, RowT], besides: tuple[str, ...] = ()) -> None:
+        super().__init__(rows)
+        listed = get_args(_literal(names))
+        if apart := {*rows, *besides} ^ {*listed}:
+            raise ConfigError(f"the rows of a table and {names} differ in {sorted(apart)}.")
+        _TABLES[listed] = self
+
+
+# By the values of their Literal. A table is added when its module is imported, so that configs are
+# read without JAX; code that adds a row has imported the table.
+_TABLES: dict[tuple[str, ...], Table[Any]] = {}
+
+
+def _literal(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """The allowed values of a setting: those of its `Literal`, and the rows added to its table."""
+    listed = get_args(_literal(hint))
+    return (*listed, *(name for name in _TABLES.get(listed, ()) if name not in listed))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of settings. Construction raises ConfigError naming every invalid field."""
+
+    def __post_init__(self) -> None:
+        problems = list(_field_problems(self)) or self.conflicts()
+        if problems:
+            raise ConfigError("\n".join(f"{type(self).section}.{problem}" for problem in problems))
+
+    section = "config"
+
+    def conflicts(self) -> list[str]:
+        """Messages about fields that are valid alone but not together."""
+        return []
+
+
+@functools.cache
+def _hints(section: Any) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def _field_problems(section: Section) -> Iterator[str]:
+    for name, hint in _hints(type(section)).items():  # type: ignore[arg-type]
+        value: Any = getattr(section, name)
+        kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
+        kind, words = _kind_and_words(kind)
+        types = (int, float) if kind is float else kind
+        if get_origin(kind) is Literal:
+            if value not in choices(kind):
+                tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
+                own = f" Import the code that adds your own row to {tables[0]}." if tables else ""
+                yield f"{name}={value!r} is not one of {', '.join(map(repr, choices(kind)))}.{own}"
+        elif isinstance(value, str) and value in words:
+            continue
+        elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
+            allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
+            yield f"{name}={value!r} is not {allowed}."
+        else:
+            bounds = [extra for extra in extras if isinstance(extra, Bounds)]
+            if not all(bound.hold(value) for bound in bounds):
+                yield f"{name}={value!r} must be {bounds[0]}."
+
+
+def _kind_and_words(kind: Any) -> tuple[Any, tuple[str, ...]]:
+    """The type of a setting, and the words that it may be instead, as of int | Literal["auto"]."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind, ()
+    kind, words = get_args(kind)
+    return kind, get_args(words)
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, separated by commas."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
+
+
+def step_range(text: str, name: str) -> range:
+    """The steps, counted from 1, of a slice as in Python or of a single number; none for "".
+
+    Raises ConfigError for any other text; `name` is that of the setting.
+    """
+    if not text:
+        return range(0)
+    first, colon, stop = text.partition(":")
+    try:
+        steps = range(int(first), int(stop) if colon else int(first) + 1)
+    except ValueError:
+        steps = range(0)
+    if not steps or steps[0] < 1:
+        raise ConfigError(
+            f"{name}={text!r} names no steps: give the first and the one after the last, counted"
+            " from 1, as in 10:13 for the steps 10, 11 and 12, or a single step."
+        )
+    return steps

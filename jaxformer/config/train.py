@@ -1,0 +1,111 @@
+"""The settings of training, of the device mesh, and of how several processes join."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxformer.config.settings import (
+    AutoCount,
+    Bounds,
+    Count,
+    Natural,
+    NonNegative,
+    Rate,
+    Section,
+    Volatile,
+    divisors,
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """Steps, batches, logging, evaluation and checkpoints."""
+
+    section = "train"
+
+    steps: Volatile[Count] = 1000
+    """Number of optimizer steps of the whole run."""
+    batch_size: Annotated[int, Bounds(1, most=2**24)] = 16
+    """Number of sequences per step, over all devices."""
+    microbatches: AutoCount = "auto"
+    """Number of microbatches into which a batch is split to save memory; auto selects 1 on GPU and
+    TPU, and on CPU the most that leave a device 1,024 tokens in each."""
+    label_smoothing: Rate = 0.0
+    """Weight of the uniform distribution in the targets."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the squared log-partition function, usually 1e-4; 0 disables it."""
+    preference_beta: NonNegative = 0.0
+    """Coefficient beta of a preference objective (lambda of orpo, tau of ipo); 0 uses its default:
+    0.1 for dpo, ipo and orpo, 2 for simpo."""
+    preference_margin: NonNegative = 0.5
+    """Target margin of the rewards of simpo as a fraction of beta (gamma / beta)."""
+    preference_dropout: Literal["auto", "off", "on"] = "auto"
+    """Whether a preference objective applies model.dropout and adapter.dropout. The reference never
+    has any. auto is off, and on in a run that an earlier version began."""
+    deterministic: Volatile[bool] = False
+    """Whether XLA adds in a fixed order on a GPU (--xla_gpu_deterministic_ops), so that a resumed
+    run there is bitwise the uninterrupted one; steps may be slower. No effect on CPU and TPU."""
+    log_every: Volatile[Count] = 10
+    """Number of steps between lines of metrics.jsonl."""
+    eval_every: Volatile[Natural] = 200
+    """Number of steps between evaluations; 0 evaluates only at the end."""
+    eval_batches: Volatile[Natural] = 0
+    """Number of batches of an evaluation during training; 0 and the final one read all."""
+    checkpoint_every: Volatile[Natural] = 200
+    """Number of steps between checkpoints; 0 saves only at the end."""
+    keep_checkpoints: Volatile[Count] = 2
+    """Number of most recent checkpoints that are kept."""
+    keep_every: Volatile[Natural] = 0
+    """Number of steps between checkpoints that are kept for good; 0 keeps none for that."""
+    keep_best: Volatile[Natural] = 0
+    """Number of checkpoints kept for the lowest validation loss, of those saved at a step with an
+    evaluation."""
+    on_nan: Volatile[Literal["stop", "skip", "rollback"]] = "stop"
+    """What follows a step whose loss or gradient is not finite, whose update is never applied: stop
+    ends the run, skip goes on, rollback goes on after that batch from the newest checkpoint."""
+    nan_limit: Volatile[Count] = 10
+    """Number of skipped steps, or of rollbacks, after which the next one ends the run."""
+
+    @property
+    def n_microbatches(self) -> int:
+        """The number of microbatches; 1 for an "auto" that is not resolved (by `with_kernel`)."""
+        return 1 if self.microbatches == "auto" else self.microbatches
+
+    def conflicts(self) -> list[str]:
+        if self.batch_size % self.n_microbatches:
+            return [
+                f"batch_size={self.batch_size} is not divisible by"
+                f" train.microbatches={self.microbatches}: choose one of"
+                f" {divisors(self.batch_size)} microbatches."
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class MeshConfig(Section):
+    """Device mesh; the product of its three sizes is the number of devices."""
+
+    section = "mesh"
+
+    data: Volatile[Natural] = 0
+    """Data parallelism: number of replicas; 0 uses the devices that fsdp and tensor leave."""
+    fsdp: Volatile[Count] = 1
+    """Number of devices over which parameters and batch of a replica are sharded (FSDP)."""
+    tensor: Volatile[Count] = 1
+    """Tensor parallelism: devices over which heads, feed-forward width and vocabulary are split."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Section):
+    """How the processes of a run join. One process needs none of it; Slurm, Kubernetes, Cloud TPU
+    and Open MPI say it by their environment."""
+
+    section = "launch"
+
+    coordinator: Volatile[str] = ""
+    """Host and port of process 0, for example node1:12345, where the processes of a run meet."""
+    process: Volatile[Annotated[int, Bounds(-1)]] = -1
+    """Index of this process, from 0; -1 takes it from the launcher's environment."""
+    processes: Volatile[Natural] = 0
+    """Number of processes; 0 takes it from the launcher's environment, 1 joins no others."""
+    timeout: Volatile[Annotated[float, Bounds(1)]] = 300.0
+    """Seconds to wait for the other processes; those that did not come are then named."""

@@ -1,0 +1,1 @@
+"""Losses: sums and weights of cross-entropies and preferences, over tokens or pairs."""

@@ -1,0 +1,73 @@
+"""The loss and the metrics of a model's heads, as sums over a batch."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.layers.head import head, logits_of_rows, output_layer, pooled, readout
+from jaxformer.losses.cross_entropy import cross_entropy
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import hidden
+from jaxformer.training.step import Batch, Sums
+
+
+def head_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Sums:
+    """The cross-entropy of a model's head, as sums over the targets of a batch and their weight.
+
+    `batch` holds tokens [B, T] int, targets and weights [B, T] (or [B, 1] for a class of each row),
+    and what else the model reads: segment_ids, token_types, source, source_segment_ids, all int.
+    "loss" is the objective; "nats" is the plain cross-entropy, if label smoothing, the z-loss, next
+    sentences [B, 1] or losses of the layers make that another. Losses and metrics of the layers are
+    there by name. Dropout needs a key.
+    """
+    inputs = inputs_of(batch)
+    x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
+    rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
+    targets, weights = batch["targets"], batch["weights"]
+    objective, nats = cross_entropy(
+        rows,
+        matrix,
+        targets,
+        weights,
+        bias=bias,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        soft_cap=config.logit_soft_cap,
+    )
+    weight = weights.sum()
+    if config.next_sentence:
+        y = pooled(params, config, x, inputs.layout)
+        rows, matrix, bias = output_layer(params, config, y, "next_sentence")
+        # Added to the sum over tokens; the weights are the tokens that a pair of sentences counts.
+        targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
+        objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
+    for total, own in aux.losses.values():
+        objective += weight * total / own  # so that their means are added to the mean over tokens
+    sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
+    if label_smoothing or z_loss or config.next_sentence or aux.losses:
+        sums["nats"] = (nats, weight)
+    return sums
+
+
+def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
+    """ "accuracy" of the most likely class, and "next_sentence_accuracy" of pairs of sentences."""
+    inputs = inputs_of(batch)
+    x = hidden(params, config, inputs).x
+    right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]
+    sums = {"accuracy": ((right * batch["weights"]).sum(), batch["weights"].sum())}
+    if config.next_sentence:
+        y = pooled(params, config, x, inputs.layout)
+        layer = output_layer(params, config, y, "next_sentence")
+        follows = jnp.argmax(logits_of_rows(*layer), axis=-1) == batch["next_sentence"]
+        weights = batch["next_sentence_weights"]
+        sums["next_sentence_accuracy"] = ((follows * weights).sum(), weights.sum())
+    return sums

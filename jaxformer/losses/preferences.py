@@ -1,0 +1,239 @@
+"""Losses of pairs: two completions of one prompt, of which the first is preferred to the second.
+
+A batch holds tokens, targets and weights [B, 2, T] (and segment_ids): on the second axis are the
+chosen and the rejected completion, each after the prompt; weights are 1 for targets of the
+completion and 0 for those of the prompt. Both go through the model as 2 B sequences, and a loss is
+a sum over pairs of their log-probabilities.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.files import ConfigError
+from jaxformer.layers.head import output_layer, readout
+from jaxformer.layers.output import Aux
+from jaxformer.losses.rows import row_nats
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import hidden
+from jaxformer.training.step import Batch, Sums
+
+# The arrays of a batch with the log-probabilities of the reference, [B] float32 each.
+REFERENCE_ARRAYS = ("reference_chosen", "reference_rejected")
+MODEL_ARRAYS = ("tokens", "segment_ids", "positions", "token_types")
+# Mean log-probabilities above it are taken as this, so that the odds of a certain text are finite.
+CERTAIN = -1e-6
+
+ReferenceOf = Callable[[Params], Params]
+
+
+class PairScores(NamedTuple):
+    """The completions of a batch, float32 [B, 2], chosen first: the sum of the log-probabilities of
+    their tokens, and the number of these (both 0 in a row that only fills a batch); and what the
+    layers returned."""
+
+    log_probs: Float[Array, "B 2"]
+    lengths: Float[Array, "B 2"]
+    aux: Aux
+
+    @property
+    def means(self) -> Float[Array, "B 2"]:
+        """The mean log-probability of a token of each completion."""
+        return self.log_probs / jnp.maximum(self.lengths, 1)
+
+
+def pairs_of(
+    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None
+) -> PairScores:
+    """The completions of a batch of pairs under a model; a key turns dropout on."""
+    targets, weights = jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
+    pairs, _, length = targets.shape
+
+    def sequences(array: Any) -> jax.Array:  # [B, 2, T] -> [2 B, T], which keeps rows on a device
+        return jnp.asarray(array).reshape(2 * pairs, length)
+
+    inputs = inputs_of({name: sequences(batch[name]) for name in MODEL_ARRAYS if name in batch})
+    x, _, aux = hidden(params, config, inputs, key=key if config.dropout else None)
+    rows, matrix, bias = output_layer(params, config, readout(params, config, x, inputs.layout))
+    nats = row_nats(
+        rows,
+        matrix,
+        sequences(targets),
+        sequences(weights),
+        bias=bias,
+        soft_cap=config.logit_soft_cap,
+    )
+    return PairScores(-nats.reshape(pairs, 2), weights.sum(axis=-1, dtype=jnp.float32), aux)
+
+
+def reference_log_probs(params: Params, config: ModelConfig, batch: Batch) -> dict[str, jax.Array]:
+    """The arrays that "dpo" and "ipo" compare a model with: for a batch of pairs the sums of the
+    log-probabilities of the completions under the params of the reference.
+
+    "reference_chosen" and "reference_rejected", float32 [B] each, belong into the batch, as in
+    `batch | jf.reference_log_probs(reference, config, batch)`. A pure function without dropout, to
+    be jitted with `static_argnums=1`.
+    """
+    found = pairs_of(params, config, batch).log_probs
+    return dict(zip(REFERENCE_ARRAYS, (found[:, 0], found[:, 1]), strict=True))
+
+
+def dpo_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    beta: float = 0.1,
+    reference_of: ReferenceOf | None = None,
+) -> Sums:
+    """Direct preference optimization (arXiv:2305.18290, eq. 7), a sum over pairs.
+
+    loss = -log sigmoid(beta (h_chosen - h_rejected)), h = log pi(y|x) - log pi_ref(y|x), each a sum
+    over the tokens of a completion. The reference is that of the arrays of `reference_log_probs` in
+    the batch; without these, the params that `reference_of` makes of those of the model, as those
+    without an adapter. Raises ConfigError where neither is given.
+    """
+    pairs, reference = _with_reference(params, config, batch, key, reference_of)
+    rewards = beta * (pairs.log_probs - reference)
+    return _sums(pairs, -jax.nn.log_sigmoid(_margin(rewards)), rewards, reference)
+
+
+def ipo_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    beta: float = 0.1,
+    reference_of: ReferenceOf | None = None,
+) -> Sums:
+    """Identity preference optimization (arXiv:2310.12036, eq. 17, whose tau is beta), a sum over
+    pairs.
+
+    loss = (h_chosen - h_rejected - 1 / (2 beta))^2, h = (log pi(y|x) - log pi_ref(y|x)) / |y|. As
+    in TRL, h is a mean over the tokens of a completion, not a sum, which the authors of IPO have
+    confirmed to TRL's. The reference is that of `dpo_loss`.
+    """
+    pairs, reference = _with_reference(params, config, batch, key, reference_of)
+    ratios = pairs.log_probs - reference
+    means = ratios / jnp.maximum(pairs.lengths, 1)
+    each = jnp.square(_margin(means) - 1 / (2 * beta))
+    return _sums(pairs, each, beta * ratios, reference)
+
+
+def orpo_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    beta: float = 0.1,
+) -> Sums:
+    """Odds ratio preference optimization (arXiv:2403.07691, eq. 6, whose lambda is beta), a sum
+    over pairs, without a reference.
+
+    loss = -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), with log P the
+    mean log-probability of the tokens of a completion and odds = P / (1 - P). The first term is of
+    the completion alone, as in the paper; TRL's includes the prompt.
+    """
+    pairs = pairs_of(params, config, batch, key)
+    each = -pairs.means[:, 0] - beta * jax.nn.log_sigmoid(_margin(log_odds(pairs.means)))
+    return _sums(pairs, each, beta * pairs.means)
+
+
+def simpo_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    beta: float = 2.0,
+    margin: float = TrainConfig.preference_margin,
+) -> Sums:
+    """Simple preference optimization (arXiv:2405.14734, eq. 6), a sum over pairs, without a
+    reference.
+
+    loss = -log sigmoid(beta (m_chosen - m_rejected) - gamma), with m the mean log-probability of
+    the tokens of a completion and gamma = `margin` beta the target margin of the rewards beta m.
+    """
+    pairs = pairs_of(params, config, batch, key)
+    each = -jax.nn.log_sigmoid(beta * (_margin(pairs.means) - margin))
+    return _sums(pairs, each, beta * pairs.means)
+
+
+def log_odds(log_probs: jax.Array) -> jax.Array:
+    """log(p / (1 - p)) of log p < 0, of any shape, finite for p = 1 too."""
+    log_p = jnp.minimum(log_probs, CERTAIN)
+    # log(1 - p) by the function that does not cancel; the other one reads the limit, so that its
+    # gradient is finite.
+    limit = -math.log(2)
+    near = log_p > limit
+    small = jnp.log1p(-jnp.exp(jnp.where(near, limit, log_p)))
+    large = jnp.log(-jnp.expm1(jnp.where(near, log_p, limit)))
+    return log_p - jnp.where(near, large, small)
+
+
+def _margin(of_sides: jax.Array) -> jax.Array:
+    """Chosen minus rejected: [B, 2] -> [B]."""
+    return of_sides[:, 0] - of_sides[:, 1]
+
+
+def _with_reference(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None,
+    reference_of: ReferenceOf | None,
+) -> tuple[PairScores, jax.Array]:
+    """The completions under the model, and their log-probabilities [B, 2] under the reference."""
+    if all(name in batch for name in REFERENCE_ARRAYS):
+        given = [jnp.asarray(batch[name], jnp.float32) for name in REFERENCE_ARRAYS]
+        reference = jnp.stack(given, axis=-1)
+    elif reference_of is not None:
+        frozen = jax.lax.stop_gradient(reference_of(params))
+        reference = pairs_of(frozen, config, batch).log_probs
+    else:
+        raise ConfigError(
+            "the objectives dpo and ipo compare a model with a reference, and the batch has no"
+            f" {' and '.join(REFERENCE_ARRAYS)}: add them by jf.reference_log_probs, give the run"
+            " a run.init_from, or choose orpo or simpo, which need none."
+        )
+    return pairs_of(params, config, batch, key), jax.lax.stop_gradient(reference)
+
+
+def _sums(
+    pairs: PairScores, each: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
+) -> Sums:
+    """What is minimized and what is logged beside it, sums over pairs, whose number is the weight.
+
+    reward_margin is that of the rewards [B, 2], chosen minus rejected, and reward_accuracy how
+    often it is positive; log_prob_chosen and log_prob_rejected are sums over the tokens of a
+    completion.
+    With a reference, kl is the mean over the tokens of chosen completions of log pi - log pi_ref:
+    an estimate of the KL divergence as far as the model would write these, which may be negative.
+    """
+    real = (pairs.lengths.max(axis=-1) > 0).astype(jnp.float32)
+    count, margin = real.sum(), _margin(rewards)
+    objective = (real * each).sum()
+    for total, own in pairs.aux.losses.values():
+        objective += count * total / own
+    figures = {
+        "reward_margin": margin,
+        "reward_accuracy": margin > 0,
+        "log_prob_chosen": pairs.log_probs[:, 0],
+        "log_prob_rejected": pairs.log_probs[:, 1],
+    }
+    sums = {"loss": (objective, count), **pairs.aux.losses, **pairs.aux.metrics}
+    sums |= {name: ((real * value).sum(), count) for name, value in figures.items()}
+    if reference is not None:
+        ratios = pairs.log_probs - reference
+        sums["kl"] = (ratios[:, 0].sum(), pairs.lengths[:, 0].sum())
+    return sums

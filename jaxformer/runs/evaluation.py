@@ -1,0 +1,104 @@
+"""Evaluation: a model's loss on held-out text, per token and per byte."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer import data
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.settings import Log
+from jaxformer.runs.objectives import OBJECTIVES, loss_of, task_of
+from jaxformer.training.evaluate import Totals, make_totals
+from jaxformer.training.step import Batch, Sums
+
+Evaluation = dict[str, float]
+# Shows how far an evaluation is: gets its batches and their number, and gives them one by one.
+Watch = Callable[[Iterable[Batch], int], Iterable[Batch]]
+
+
+def unwatched(batches: Iterable[Batch], count: int) -> Iterable[Batch]:
+    """Shows nothing."""
+    return batches
+
+
+def make_evaluation(
+    objective: str,
+    config: ModelConfig,
+    token_bytes: np.ndarray | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[[Params, Iterable[Batch]], Evaluation]:
+    """A function of params and batches to `val_loss` (nats per target) and the other entries of the
+    loss and the metrics of the objective.
+
+    `val_accuracy` is the fraction of targets that are the most likely class. With `token_bytes`
+    [V], the UTF-8 bytes of each token, also `val_bits_per_byte` (including ends of text). `options`
+    are those of the loss; a loss of preferences is per pair.
+    """
+    loss = loss_of(objective, config, **(options or {}))
+    metrics = OBJECTIVES[objective].metrics
+
+    def sums(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        found = dict(loss(params, batch, None))
+        if token_bytes is not None:
+            length = (jnp.asarray(token_bytes)[batch["targets"]] * batch["weights"]).sum()
+            found["bytes"] = (length, length)
+        return {**found, **(metrics(params, config, batch) if metrics else {})}
+
+    totals = make_totals(sums)
+
+    def evaluate(params: Params, batches: Iterable[Batch]) -> Evaluation:
+        return _line(totals(params, batches))
+
+    return evaluate
+
+
+def _line(totals: Totals) -> Evaluation:
+    """The numbers of an evaluation from its totals. If the loss is not in nats, `val_loss` is the
+    "nats" beside it."""
+    nats, weight = totals.get("nats") or totals.get("loss") or (0.0, 0.0)
+    line = {"val_loss": nats / max(weight, 1)}
+    if "bytes" in totals:
+        line["val_bits_per_byte"] = nats / math.log(2) / max(totals["bytes"][0], 1)
+    for name, (total, weight) in totals.items():
+        if name not in ("loss", "nats", "bytes"):
+            line[f"val_{name}"] = total / (weight or 1)
+    return line
+
+
+def bytes_of_targets(corpus: data.Corpus) -> np.ndarray | None:
+    """The bytes of each token if every byte of the text is predicted once; None where bits per byte
+    are not defined."""
+    return corpus.tokenizer.token_bytes() if corpus.task.every_token else None
+
+
+def corpus_of(
+    run: RunConfig,
+    labels: tuple[str, ...] = (),
+    new_labels: bool = False,
+    log: Log = lambda line: None,
+) -> data.Corpus:
+    """The data of a run as rows; for `labels` and `new_labels` see `data.prepare`, and for what is
+    raised."""
+    return data.prepare(
+        run.data,
+        run.tokenizer,
+        task_of(run.model, run.data),
+        seed=run.run.seed,
+        vocab_size=run.model.vocab_size,
+        labels=labels,
+        new_labels=new_labels,
+        log=log,
+    )
+
+
+def own_cache() -> str:
+    """The directory in which this user keeps tokenized text: that of the environment variable
+    JAXFORMER_DATA_CACHE, else the default of data.cache_dir."""
+    return os.environ.get("JAXFORMER_DATA_CACHE") or DataConfig.cache_dir

@@ -1,0 +1,260 @@
+"""Models read from disk: the checkpoint of a run, a Hugging Face directory, or an adapter."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from jaxformer.arrays.params import Params
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.adapter import Quantization
+from jaxformer.config.config_file import read_config
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config.saved import to_json
+from jaxformer.files import ConfigError, write_text
+from jaxformer.interop.hf_config import check_dtype, is_pretrained
+from jaxformer.interop.peft_config import base_of, is_adapter
+from jaxformer.models.quantize import check_quantization
+from jaxformer.models.quantize import quantize as quantize_params
+from jaxformer.models.transformer import specs as model_specs
+from jaxformer.runs.run_reading import (
+    adapted_params_of_run,
+    base_directory,
+    params_of_run,
+    record_of,
+    require_base,
+    require_tokenizer,
+)
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.files import tokenizer_file
+
+# The longest row when a model directory is evaluated, which does not say how it was trained.
+MOST_EVALUATION_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model read from disk. `tokenizer` is None where the directory has none; `labels` are the
+    names of its classes. Where `params` have an adapter, `base` is the directory of the model below
+    it, and `learned` are the branches of the params that learned with it."""
+
+    params: Params
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    labels: tuple[str, ...] = ()
+    base: str = ""
+    learned: tuple[str, ...] = ()
+
+
+def load(
+    path: str | Path,
+    step: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    quantize: Quantization | None = None,
+    base: str | Path | None = None,
+) -> Loaded:
+    """The model of a run directory (its newest readable checkpoint, or that of `step`), of a
+    Hugging Face directory, or of an adapter in peft's format, over the base that it names or
+    `base`.
+
+    Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
+    (float32, bfloat16, float16); those of an adapter of peft are float32. With `quantize` the
+    matrices of the blocks are quantized as by `jf.quantize`, each before the next leaf is read:
+    neither host nor device ever holds the whole model unquantized. The params of an adapter, and of
+    a run with one, are adapted ones, over the model that they were trained on; `base` is that
+    model's directory where it was moved. Raises ConfigError if `path` is none of these, has no such
+    step or cannot be read, or if its architecture, an option or a tensor is not supported.
+    """
+    folder = Path(path)
+    if quantize is not None:
+        check_quantization(quantize)
+    check_dtype(dtype)
+    if is_adapter(folder):
+        return _load_adapter(folder, step, mesh, dtype, quantize, base)
+    if not (folder / "config.json").is_file():
+        hub = "" if folder.exists() else f" (hf download {path} --local-dir DIRECTORY gets one)"
+        raise ConfigError(
+            f"{folder} has no config.json: give the run.dir of a training run, or a Hugging Face"
+            f" model directory{hub}."
+        )
+    if is_pretrained(folder):
+        if base is not None:
+            raise ConfigError(f"{folder} is no adapter: leave out base={str(base)!r}.")
+        if step is not None:
+            raise ConfigError(
+                f"{folder} is a Hugging Face directory, which has no steps: leave out step={step}."
+            )
+        from jaxformer.interop.pretrained import load_pretrained
+
+        found = load_pretrained(folder, mesh, dtype, quantize)
+        return Loaded(found.params, found.config, Tokenizer.find(folder), found.labels)
+    return _load_run(folder, step, mesh, dtype, quantize, base)
+
+
+def _load_adapter(
+    folder: Path,
+    step: int | None,
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None,
+    base: str | Path | None,
+) -> Loaded:
+    from jaxformer.interop.peft_read import adapted_config, learned_of, read_adapter
+
+    if step is not None:
+        raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
+    place = base_of(folder, base)
+    below = load(place, mesh=mesh, dtype=dtype, quantize=quantize)
+    config, params, labels = adapted_config(folder, below.config), below.params, below.labels
+    if config != below.config:  # another head, which the adapter brings
+        kept = model_specs(config).keys() - {"head"}
+        params, labels = {name: part for name, part in params.items() if name in kept}, ()
+    params = read_adapter(folder, params, config)
+    tokenizer, learned = Tokenizer.find(folder) or below.tokenizer, learned_of(folder, config)
+    return Loaded(params, config, tokenizer, labels, str(place), learned)
+
+
+def _load_run(
+    run_dir: Path,
+    step: int | None,
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None,
+    base: str | Path | None,
+) -> Loaded:
+    run, record = read_config(run_dir / "config.json"), record_of(run_dir)
+    tokenizer = Tokenizer.find(run_dir)
+    require_tokenizer(run_dir, tokenizer, record)
+    labels = tuple(record.get("labels", ()))
+    if run.adapter.kind == "none":
+        if base is not None:
+            raise ConfigError(f"{run_dir} has no adapter: leave out base={str(base)!r}.")
+        table = model_specs(run.model)
+        params = params_of_run(run_dir, step, table, record, mesh, dtype, quantize)
+        return Loaded(params, run.model, tokenizer, labels)
+    from jaxformer.models.adapt import adapted_table, quantization_of
+
+    kind = quantization_of(run.adapter)
+    if quantize not in (None, kind) and kind is not None:
+        raise ConfigError(
+            f"{run_dir} has an adapter over a base in {kind}: leave out quantize={quantize!r}."
+        )
+    place = base_directory(run_dir, run.run.init_from, record, base)
+    below = load_base(place, mesh, kind).params
+    require_base(run_dir, place, below, record)
+    if kind is None and quantize is not None:
+        below = quantize_params(below, quantize)
+    learned = tuple(record.get("learned", ()))
+    table = adapted_table(run.model, run.adapter, learned)
+    params = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
+    return Loaded(params, run.model, tokenizer, labels, base=str(place), learned=learned)
+
+
+def load_base(
+    path: str | Path, mesh: Mesh | None = None, quantize: Quantization | None = None
+) -> Loaded:
+    """A model to start from: an adapter there is merged, and then the parameters are quantized.
+    Raises ConfigError as `load` does."""
+    if not has_adapter(Path(path)):
+        return load(path, mesh=mesh, quantize=quantize)
+    from jaxformer.adapters.lora import merge
+
+    found = load(path, mesh=mesh)
+    merged = merge(found.params)
+    params = quantize_params(merged, quantize) if quantize else merged
+    return dataclasses.replace(found, params=params)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether a directory is that of an adapter, or of a run with one."""
+    if is_adapter(folder) or not (folder / "config.json").is_file():
+        return is_adapter(folder)
+    return run_of(folder).adapter.kind != "none"
+
+
+def run_of(path: str | Path, weights: bool = True) -> RunConfig:
+    """The settings of a run directory, or those with which a Hugging Face directory or an adapter
+    is evaluated; with weights=False the weights of a Hugging Face directory need not be there.
+
+    Raises ConfigError if `path` is none of these.
+    """
+    folder = Path(path)
+    model = _model_of(folder, weights)
+    if model is None:
+        return read_config(folder / "config.json")
+    length = min(model.max_length, MOST_EVALUATION_TOKENS)
+    has_source = model.family == "encoder_decoder"
+    return RunConfig(
+        run=RunSettings(dir=str(folder)),
+        model=model,
+        data=DataConfig(
+            train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
+        ),
+        tokenizer=TokenizerConfig(path=str(text_directory(folder))),
+    )
+
+
+def labels_of(path: str | Path) -> tuple[str, ...]:
+    """The names of the classes or tags of a model directory, in the order of their numbers; empty
+    where it has or names none. Raises ConfigError as `run_of` does."""
+    folder = Path(path)
+    if is_adapter(folder):
+        place = base_of(folder)
+        return labels_of(place) if run_of(folder).model == run_of(place).model else ()
+    if not is_pretrained(folder):
+        return tuple(record_of(folder).get("labels", ()))
+    from jaxformer.interop.pretrained import pretrained_labels
+
+    return pretrained_labels(folder)
+
+
+def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
+    """The config of a model that says nothing of its training; None for a run."""
+    if is_adapter(folder):
+        from jaxformer.interop.peft_read import adapted_config
+
+        return adapted_config(folder, run_of(base_of(folder), weights).model)
+    if not is_pretrained(folder):
+        return None
+    from jaxformer.interop.pretrained import pretrained_config
+
+    return pretrained_config(folder, weights)
+
+
+def lacks_weights(path: str | Path) -> bool:
+    """Whether `path` is a Hugging Face directory, or an adapter over one, whose weights are not
+    there."""
+    folder = Path(path)
+    if is_adapter(folder):
+        return lacks_weights(base_of(folder))
+    from jaxformer.interop.safetensors import has_tensors
+
+    return is_pretrained(folder) and not has_tensors(folder)
+
+
+def text_directory(path: str | Path) -> Path:
+    """The directory with the tokenizer of a model: for an adapter without one, that of its base."""
+    folder = Path(path)
+    if is_adapter(folder) and not tokenizer_file(folder).is_file():
+        return text_directory(base_of(folder))
+    return folder
+
+
+def save_run(target: Path, model: Loaded, origin: Path) -> None:
+    """Writes a model, read from the model directory `origin`, as a run directory with one
+    checkpoint, of step 0."""
+    if model.tokenizer is not None:
+        model.tokenizer.save(target / "tokenizer.json", follow=False)
+    with Checkpoints(target) as checkpoints:
+        checkpoints.save({"params": model.params}, 0)
+    if model.labels:
+        named = json.dumps({"labels": list(model.labels)}) + "\n"
+        write_text(target / "data.json", named, follow=False)
+    settings, tokenizer = RunSettings(dir=str(target)), TokenizerConfig(path=str(target))
+    run = dataclasses.replace(run_of(origin), run=settings, tokenizer=tokenizer)
+    write_text(target / "config.json", to_json(run), follow=False)

@@ -1,0 +1,329 @@
+"""Objectives: the models that can learn each, what it reads, how its rows are made, and its
+loss."""
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import jax
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import FORMER_OBJECTIVES, DataConfig, ObjectiveName, PreferenceObjective
+from jaxformer.config.settings import Table
+from jaxformer.data.phases import row_lengths
+from jaxformer.data.record_fields import fields_of
+from jaxformer.data.rows import RowFormat
+from jaxformer.data.sources.records import RecordField
+from jaxformer.data.task import (
+    MakeRows,
+    Task,
+    causal_rows,
+    missing_sentinels,
+    nothing_missing,
+    prefix_rows,
+    reads_plain_text,
+    span_rows,
+)
+from jaxformer.data.templates import PairTemplate, Template
+from jaxformer.files import ConfigError
+from jaxformer.losses.heads import accuracy, head_loss
+from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
+from jaxformer.training.step import Batch, Loss, Sums
+
+
+class Objective(NamedTuple):
+    """A row of the table of objectives; to add a row is to add an objective.
+
+    The models that can learn it are those of its `families` and its `head`.
+
+    fields: what is read of each record: names of `FIELD_SETTINGS`, whose settings name the field,
+        or a `RecordField` itself, as `Field("", "rejected", "text")`. A text alone means that it
+        reads text.
+    specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
+        that are no decoder).
+    template, rows: how rows are made, of records by the template, of text by `rows`. A template, a
+        loss, `rows` and `missing` may be named by their place, "package.module:name", and are then
+        imported where they are used.
+    of_messages: the template of conversations, which are read in place of `fields` where
+        data.messages_field is set; None where they cannot be.
+    missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
+    shortest: the fewest tokens of a row that has room for special tokens and text.
+    takes_packing: rows may hold several texts, so data.packing may be other than "stream".
+    can_be_cut: rows keep their sense when they are cut in shorter ones (data.length_warmup).
+    every_token: each token of the text is predicted once, so that bits per byte mean something.
+    loss: (params, config, batch, key, **options) -> Sums, what is minimized; "nats" among them is
+        what is logged as the loss where that is another.
+    rowwise: whether its sums are over rows that do not read each other, as in `make_step`.
+    metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
+    sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
+    reference: whether the loss compares the model with the one that it starts from.
+    dropout: whether training applies the dropout of the model and its adapter. Where it does not,
+        the option dropout=True of `loss_of` and train.preference_dropout turn it on.
+    """
+
+    families: tuple[str, ...]
+    head: str
+    fields: tuple[str | RecordField, ...]
+    specials: tuple[str, ...] = ()
+    template: type[Template] | str | None = None
+    of_messages: type[Template] | str | None = None
+    rows: MakeRows | str = causal_rows
+    missing: Callable[[Tokenizer], list[str]] | str = nothing_missing
+    shortest: int = 8
+    takes_packing: bool = True
+    can_be_cut: bool = False
+    every_token: bool = False
+    loss: Callable[..., Sums] | str = head_loss
+    rowwise: bool = False
+    metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
+    sequences: int = 1
+    reference: bool = False
+    dropout: bool = True
+
+
+def _preference(name: str) -> Objective:
+    """An objective of pairs: a prompt, the completion that is preferred, and the one that is
+    not."""
+    sides = (RecordField("", side, "completion") for side in ("chosen", "rejected"))
+    return Objective(
+        ("decoder",),
+        "language",
+        (RecordField("", "prompt", "prompt"), *sides),
+        template="jaxformer.data.preference_template:PreferenceTemplate",
+        loss=f"jaxformer.losses.preferences:{name}_loss",
+        rowwise=True,
+        sequences=2,
+        reference=name in ("dpo", "ipo"),
+        dropout=False,  # as in TRL; a reference without it is else no start of the model
+    )
+
+
+# For a model's family and head, `auto` is the first that both can learn.
+OBJECTIVES: Table[Objective] = Table(
+    ObjectiveName,
+    {
+        "causal": Objective(
+            ("decoder",),
+            "language",
+            ("text",),
+            shortest=1,
+            can_be_cut=True,
+            every_token=True,
+            rowwise=True,
+        ),
+        "mlm": Objective(
+            ("encoder",),
+            "masked",
+            ("text",),
+            MARKS,
+            rows="jaxformer.data.masking:MaskedRows",
+            missing="jaxformer.data.masking:missing_marks",
+            metrics=accuracy,
+            rowwise=True,
+        ),
+        "span_corruption": Objective(
+            ("encoder_decoder",),
+            "language",
+            ("text",),
+            SENTINELS,
+            rows=span_rows,
+            missing=missing_sentinels,
+            takes_packing=False,
+            rowwise=True,
+        ),
+        "prefix": Objective(
+            ("encoder_decoder",),
+            "language",
+            ("text",),
+            rows=prefix_rows,
+            takes_packing=False,
+            rowwise=True,
+        ),
+        "seq2seq": Objective(
+            ("encoder_decoder",),
+            "language",
+            ("source", "target"),
+            template=PairTemplate,
+            rowwise=True,
+        ),
+        "sft": Objective(
+            ("decoder",),
+            "language",
+            ("source", "target"),
+            template="jaxformer.data.prompt_template:SFTTemplate",
+            of_messages="jaxformer.data.conversations:MessagesTemplate",
+            rowwise=True,
+        ),
+        "classes": Objective(
+            ("encoder", "decoder"),
+            "classes",
+            ("text", "pair", "label"),
+            MARKS,
+            "jaxformer.data.label_templates:ClassTemplate",
+            metrics=accuracy,
+            rowwise=True,
+        ),
+        "token_classification": Objective(
+            ("encoder", "decoder"),
+            "tags",
+            ("words", "tags"),
+            MARKS,
+            "jaxformer.data.label_templates:TagTemplate",
+            metrics=accuracy,
+            rowwise=True,
+        ),
+        **{name: _preference(name) for name in ("dpo", "ipo", "orpo", "simpo")},
+    },
+    besides=("auto",),
+)
+
+
+def objective_of(model: ModelConfig, data: DataConfig) -> str:
+    """The objective of a run, `auto` resolved.
+
+    Raises ConfigError for one that its model or its rows cannot learn.
+    """
+    family, head, asked = model.family, model.output, data.objective
+    rows = OBJECTIVES.items()
+    fitting = [known for known, row in rows if family in row.families and head == row.head]
+    name = fitting[0] if asked == "auto" and fitting else asked
+    if not fitting:
+        heads = "language, masked, classes or tags"
+        raise ConfigError(
+            f"a model with model.head={head} learns nothing: set model.head to {heads}."
+        )
+    if name not in fitting:
+        wanted = OBJECTIVES.get(name)
+        needs = ""
+        if wanted:
+            families = " or ".join(wanted.families)
+            needs = f" needs model.family {families} and model.head={wanted.head}"
+        raise ConfigError(
+            f"data.objective={name}{needs}, and the model has model.family={family} and "
+            f"model.head={head}: change the model, or set data.objective to one that it can learn "
+            f"({', '.join(fitting)})."
+        )
+    _check_rows(name, model, data)
+    return name
+
+
+def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
+    """Raises ConfigError where settings ask what the rows of an objective are not made for."""
+    row = OBJECTIVES[name]
+    if data.messages_field and not row.of_messages:
+        able = ", ".join(known for known, other in OBJECTIVES.items() if other.of_messages)
+        raise ConfigError(
+            f"data.messages_field={data.messages_field!r} names conversations, which"
+            f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
+        )
+    if data.cut != "auto" and name != "sft":
+        raise ConfigError(
+            f"data.cut={data.cut} says how examples of data.objective=sft are cut, and here is"
+            f" data.objective={name}: set it to auto."
+        )
+    written = data.bos == "never" and name in ("sft", *get_args(PreferenceObjective))
+    if written or (data.bos == "always" and not reads_plain_text(row.template, row.rows)):
+        raise ConfigError(
+            f"data.bos={data.bos} says how documents of data.objective=causal begin, and here is"
+            f" data.objective={name}, whose rows begin as the tokenizer's template says or in a way"
+            " of their own: set it to auto."
+        )
+    if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
+        what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
+        asked = f"data.packing={data.packing}"
+        raise ConfigError(
+            f"{asked} cannot be had with {what}, whose rows are one text: set it to stream."
+        )
+    if data.order == "random":
+        from jaxformer.data.windows import check_windows
+
+        check_windows(data, name, reads_plain_text(row.template, row.rows))
+    if len(row_lengths(data)) > 1 and not row.can_be_cut:
+        raise ConfigError(
+            f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "
+            "whose rows lose their sense when they are cut: leave it empty."
+        )
+    if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
+        raise ConfigError(
+            f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}:"
+            f" a row of data.objective={name} takes at least {row.shortest} tokens."
+        )
+
+
+def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
+    """How rows are laid out for a model."""
+    return RowFormat(
+        data.sequence_length,
+        data.source_length or data.sequence_length,
+        marks=model.family == "encoder",
+        token_types=model.token_types,
+        next_sentence=model.next_sentence,
+        cut="end" if data.cut == "end" else "prompt",
+    )
+
+
+def task_of(model: ModelConfig, data: DataConfig) -> Task:
+    """What the data package needs to know of a run's objective. Raises as `objective_of` does."""
+    name = objective_of(model, data)
+    row = OBJECTIVES[name]
+    return Task(
+        name,
+        row_format(model, data),
+        fields_of(("messages",) if data.messages_field else row.fields, data),
+        row.specials if model.family != "decoder" else (),
+        _imported(row.of_messages if data.messages_field else row.template),
+        _imported(row.rows),
+        _imported(row.missing),
+        row.every_token,
+    )
+
+
+def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
+    """The loss that `train.py` uses for an objective of `data.objective`: (params, batch, key) ->
+    Sums.
+
+    `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
+    where 0 leaves one out; beta, and margin of "simpo", for preferences (`losses/preferences.py`),
+    whose loss applies dropout only with dropout=True, whatever the key. Called outside of a
+    transform of JAX, the loss warns where rows look padded without segment_ids.
+    Raises ConfigError for an objective that there is not, and for an option that its loss does not
+    have.
+    """
+    objective = FORMER_OBJECTIVES.get(objective, objective)
+    if objective not in OBJECTIVES:
+        raise ConfigError(
+            f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."
+        )
+    row = OBJECTIVES[objective]
+    loss = _imported(row.loss)
+    known = {*inspect.signature(loss).parameters, *([] if row.dropout else ["dropout"])}
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(
+            f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
+            " and the setting of train that gives it at its default."
+        )
+
+    drops = options.pop("dropout", row.dropout)
+
+    @functools.wraps(loss)
+    def bound(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
+        key = key if drops else None
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
+            from jaxformer.models.padding import warn_of_padded_batch
+
+            warn_of_padded_batch(batch, config.family)
+        if key is not None:
+            from jaxformer.adapters.dropout import keyed
+
+            params = keyed(params, key)
+        return loss(params, config, batch, key, **options)
+
+    return bound
+
+
+def _imported(entry: Any) -> Any:
+    """What an entry of a row names by its place, or the entry itself."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

@@ -1,0 +1,113 @@
+"""The reference of the objectives "dpo" and "ipo": the model that a run starts from, frozen, which
+scores every batch before the step reads it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxformer.arrays.mesh import batch_sharding, place_batch
+from jaxformer.arrays.params import Params
+from jaxformer.checkpoints.digests import as_text, digests
+from jaxformer.checkpoints.reading import flat_leaves
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError, first_of, read_object, write_text
+from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
+from jaxformer.models.transformer import check_model
+from jaxformer.runs.loading import load_base
+from jaxformer.training.state import compiler_options, on_mesh
+
+RECORD = "reference.json"  # in a run directory: the digest of each leaf of the reference
+
+
+class Reference:
+    """Scores batches with the params of run.init_from, which are read when they are first needed
+    and held once on the devices, placed as those of the run. They are in no checkpoint.
+
+    Args:
+      start: run.init_from, a run directory or a Hugging Face model.
+      config: the model of the run.
+      run_dir: the directory of the run; the digests that it holds are compared.
+      mesh: the devices; None: this machine's first one.
+    """
+
+    def __init__(
+        self, start: str, config: ModelConfig, run_dir: str | Path, mesh: Mesh | None = None
+    ) -> None:
+        self._start, self._config, self._mesh = start, config, mesh
+        self._record = Path(run_dir) / RECORD
+        self._loaded: tuple[Params, dict[str, str]] | None = None
+
+        def score(params: Params, batch: Any) -> dict[str, jax.Array]:
+            return reference_log_probs(params, config, batch)
+
+        place = None if mesh is None else dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
+        self._score = jax.jit(score, out_shardings=place, compiler_options=compiler_options(mesh))
+
+    def load(self) -> tuple[Params, dict[str, str]]:
+        """The params and their digests, which are read once. Raises ConfigError where they cannot
+        be read, do not fit the model of the run, or are not those that it began with."""
+        if self._loaded is None:
+            self._loaded = self._read()
+        return self._loaded
+
+    def _read(self) -> tuple[Params, dict[str, str]]:
+        try:
+            params = load_base(self._start, self._mesh).params
+            check_model(params, self._config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"run.init_from={self._start!r}, with which data.objective compares the model,"
+                f" cannot be used: {error}"
+            ) from error
+        sums = jax.device_get(digests(flat_leaves(params)))  # on all processes together
+        found = {path: as_text(digest) for path, digest in sums.items()}
+        if self._record.is_file():
+            self._require_same(found)
+        return params, found
+
+    def _require_same(self, found: dict[str, str]) -> None:
+        known = read_object(self._record, "restore it").get("digests")
+        before = known if isinstance(known, dict) else {}
+        apart = [path for path in {**before, **found} if before.get(path) != found.get(path)]
+        if apart:
+            raise ConfigError(
+                f"run.init_from={self._start!r} is not the model that this run began"
+                f" with, according to {self._record}: other values of {first_of(apart, 5, ', ')}."
+                " Restore it (further training of a run directory gives it a newer checkpoint), or"
+                " choose another run.dir."
+            )
+
+    def keep(self) -> None:
+        """Writes the digests of the params into the run directory, where it has none yet."""
+        _, found = self.load()
+        if jax.process_index() == 0 and not self._record.is_file():
+            text = json.dumps({"digests": found}, indent=1) + "\n"
+            write_text(self._record, text, follow=False)
+
+    def __call__(self, batch: Any) -> Any:
+        """A batch of pairs on the devices, with the log-probabilities of its completions."""
+        params, placed = self.load()[0], place_batch(batch, self._mesh)
+        with on_mesh(self._mesh):
+            return {**placed, **self._score(params, placed)}
+
+    def scored(self, batches: Any) -> "ScoredBatches":
+        """The batches of a run, each scored when it is read."""
+        return ScoredBatches(self, batches)
+
+
+class ScoredBatches:
+    """`batches[step]` is that of the step, scored by a reference."""
+
+    def __init__(self, reference: Reference, batches: Any) -> None:
+        self._reference, self._batches = reference, batches
+
+    def __getitem__(self, step: int) -> Any:
+        return self._reference(self._batches[step])
+
+    def iterate(self, start: int = 0) -> Iterator[Any]:
+        """The scored batches from step `start` on, the data prepared ahead."""
+        return map(self._reference, self._batches.iterate(start))

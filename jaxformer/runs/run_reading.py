@@ -1,0 +1,182 @@
+"""What a run directory holds of a model: its record, and the parameters of its checkpoints."""
+
+import functools
+import reprlib
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxformer.arrays.mesh import parameter_sharding
+from jaxformer.arrays.params import Params, Spec, Specs, is_custom, map_specs, rows
+from jaxformer.checkpoints.digests import fingerprint
+from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.config.adapter import Quantization
+from jaxformer.files import ConfigError, read_object
+from jaxformer.models.quantize import is_quantized, quantized_leaf
+from jaxformer.tokenizer import Tokenizer
+
+Read = Callable[[dict[str, Any]], dict[str, Any]]  # of the leaves that are wanted
+
+
+def params_of_run(
+    run_dir: Path,
+    step: int | None,
+    table: Specs,
+    record: Mapping[str, Any],
+    mesh: Mesh | None,
+    dtype: str,
+    quantize: Quantization | None,
+) -> Params:
+    """The parameters of a run without an adapter, as `jf.load` gives them."""
+    shapes = _shapes(table, mesh)
+    wanted = flat_leaves({"params": shapes})
+    matrices = {f"params.{path}": spec for path, spec in rows(table).items() if is_quantized(spec)}
+
+    def typed(read: Read) -> dict[str, Any]:
+        return _quantized(read, wanted, matrices, dtype, quantize)
+
+    leaves = _from_newest(run_dir, step, record, typed)
+    params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
+    return params
+
+
+def adapted_params_of_run(
+    run_dir: Path,
+    step: int | None,
+    table: Specs,
+    record: Mapping[str, Any],
+    below: Params,
+    mesh: Mesh | None,
+    dtype: str,
+) -> Params:
+    """The parameters of a run with an adapter over those `below`, as `dtype`."""
+    from jaxformer.adapters.lora import base_paths, over_base
+
+    shapes = {"params": _shapes(table, mesh)}
+    wanted, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
+    saved = {path: shape for path, shape in wanted.items() if path not in unsaved}
+    leaves = _from_newest(run_dir, step, record, lambda read: read(saved))
+    parts = jax.tree.unflatten(jax.tree.structure(shapes), (wanted | leaves).values())["params"]
+    params: Params = over_base(table, parts, below)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
+    return params
+
+
+def _shapes(table: Specs, mesh: Mesh | None) -> Any:
+    """Parameters as shapes, each with its place."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
+        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=place)
+
+    return map_specs(shape, table)
+
+
+def _from_newest(
+    run_dir: Path,
+    step: int | None,
+    record: Mapping[str, Any],
+    take: Callable[[Read], dict[str, Any]],
+) -> dict[str, Any]:
+    """What `take` makes of the newest checkpoint that can be read, or of that of `step`. Raises
+    ConfigError where there is none."""
+    steps = saved_steps(run_dir)
+    if not steps or (step is not None and step not in steps):
+        held = f"it holds steps {steps}" if steps else "training has not saved one yet"
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise ConfigError(f"{run_dir} has {missing}: {held}.")
+    errors, folder = [], run_dir.absolute() / "checkpoints"
+    for candidate in [step] if step is not None else reversed(steps):
+        read = functools.partial(read_checkpoint, folder, candidate, whole=False, run=record)
+        try:
+            return take(read)
+        except Damaged as error:
+            errors.append(f"step {candidate}: {error}")
+            said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
+            warnings.warn(said, stacklevel=2)
+    raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+
+
+def _quantized(
+    read: Read,
+    wanted: dict[str, Any],
+    matrices: Mapping[str, Spec],
+    dtype: str,
+    quantize: Quantization | None,
+) -> dict[str, Any]:
+    """The leaves that `read` gives, as `dtype`; where they are quantized, each of the `matrices` is
+    read by itself, after all others."""
+    together = {path: leaf for path, leaf in wanted.items() if not (quantize and path in matrices)}
+    found: dict[str, Any] = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
+    for path in (path for path in wanted if path not in together):
+        weight = read({path: wanted[path]})[path].astype(dtype)
+        leaf = quantized_leaf(path, weight, matrices[path], quantize)  # type: ignore[arg-type]
+        found[path] = jax.block_until_ready(leaf)
+    return {path: found[path] for path in wanted}
+
+
+def base_directory(
+    run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
+) -> Path:
+    """The directory of the model below the adapter of a run: `base`, or where the run found it.
+    Raises ConfigError where there is none."""
+    places = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
+    found = next((place for place in places if place and Path(place).is_dir()), None)
+    if found is None:
+        tried = " and ".join(dict.fromkeys(place for place in places if place))
+        raise ConfigError(
+            f"{run_dir} holds an adapter, and the model below it is not at {tried}: put it there,"
+            " or name its directory, as in jf.load(path, base=DIRECTORY)."
+        )
+    return Path(found)
+
+
+def require_base(run_dir: Path, place: Path, below: Params, record: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a model is not the one that the adapter of a run was trained on."""
+    learned = record.get("learned", ())
+    kept = {name: part for name, part in below.items() if name not in learned}
+    found = fingerprint(flat_leaves(kept))
+    if found != record.get("base", found):
+        raise ConfigError(
+            f"{place} is not the model that the adapter in {run_dir} was trained on: its"
+            f" fingerprint is {found}, and data.json has {record['base']}. Restore that model,"
+            " or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
+        )
+
+
+def record_of(run_dir: Path) -> dict[str, Any]:
+    """What data.json of a run directory holds; nothing where there is none. Raises ConfigError."""
+    path = run_dir / "data.json"
+    record = read_object(path) if path.exists() else {}
+    for key in ("labels", "learned"):
+        names = record.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            shown = reprlib.repr(names)[:80]
+            raise ConfigError(f"{path}: {key}={shown} must be a list of names: restore the file.")
+    for key in ("base", "base_path"):
+        text = record.get(key, "")
+        if not isinstance(text, str) or "\0" in text:
+            shown = reprlib.repr(text)[:80]
+            raise ConfigError(f"{path}: {key}={shown} must be a text: restore the file.")
+    return record
+
+
+def require_tokenizer(
+    run_dir: Path, tokenizer: Tokenizer | None, record: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError if the tokenizer is not the one that the run was trained with."""
+    wanted = record.get("tokenizer")
+    found = tokenizer.fingerprint() if tokenizer is not None else None
+    if wanted is not None and found is not None and wanted != found:
+        raise ConfigError(
+            f"{run_dir}/tokenizer.json is not the one that the run was trained with: its"
+            f" fingerprint is {found}, and data.json has {wanted}. Restore the file: the same train"
+            " command writes it again. To use this tokenizer with the model all the same, convert"
+            " the run to a Hugging Face directory first, and replace it there."
+        )

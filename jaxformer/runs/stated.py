@@ -1,0 +1,100 @@
+"""What a model's files say of the texts that it writes: the keys of transformers' GenerationConfig
+that exclude tokens or decide where a text ends."""
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.files import PENALTIES, RULES_NOT_TAKEN, read_optional, stored_rules
+
+
+def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:
+    """What the texts of a model may hold by its files, as keywords of `jf.generate` and of
+    `beam_search`; `model` is its tokenizer, or its directory where that has no tokenizer.json.
+
+    These are end_token, vocab_size (of a tokenizer) and what generation_config.json states of
+    suppress_tokens (with the words of bad_words_ids), begin_suppress_tokens, min_length,
+    min_new_tokens, no_repeat_ngram_size and forced_eos_token_id. Without that file those of
+    config.json hold, as in transformers. A forced_bos_token_id belongs to the prompt of an
+    encoder-decoder, behind the start token, where `Tokenizer.as_target` has it. Raises ConfigError
+    for a rule that is not taken (bad words of several tokens, encoder_no_repeat_ngram_size,
+    sequence_bias and others) or is malformed.
+    """
+    if isinstance(model, Tokenizer):
+        ends, metadata = model.end_tokens, model.metadata
+        forced = model.forced_token is not None
+        rules = text_rules(metadata.rules, ends, forced, metadata.rules_file)
+        return {"end_token": ends, "vocab_size": model.vocab_size} | rules
+    stored, file = stored_rules(Path(os.path.expanduser(model)))
+    values = read_optional(file)
+    ends = _ids(values, "eos_token_id", str(file))
+    forced = values.get("forced_bos_token_id") is not None
+    return {"end_token": ends} | text_rules(stored, ends, forced, str(file))
+
+
+def text_rules(
+    stored: Mapping[str, Any], ends: Iterable[int], has_forced_token: bool, file: str
+) -> dict[str, Any]:
+    """The stored rules as keywords of `jf.generate`, where `ends` are the end tokens.
+
+    With a forced token the prompt of a target has one token more, which transformers counts as a
+    new one. Raises ConfigError for a rule that is not taken or is malformed, naming its `file`;
+    warns of a penalty that changes scores.
+    """
+    for key in RULES_NOT_TAKEN:
+        if key in stored:
+            raise _not_taken(file, key, stored[key])
+    if penalties := [f"{key}={stored[key]}" for key in PENALTIES if key in stored]:
+        warnings.warn(
+            f"{file} has {', '.join(penalties)}, which jaxformer does not apply: its texts may"
+            " repeat more than those of transformers.",
+            stacklevel=4,
+        )
+    suppressed = [*_ids(stored, "suppress_tokens", file), *_bad_words(stored, {*ends}, file)]
+    rules: dict[str, Any] = {
+        "suppress_tokens": tuple(dict.fromkeys(suppressed)),
+        "begin_suppress_tokens": _ids(stored, "begin_suppress_tokens", file),
+        "forced_eos_token_id": _ids(stored, "forced_eos_token_id", file) or None,
+    }
+    for key in ("min_length", "min_new_tokens", "no_repeat_ngram_size"):
+        rules[key] = stored.get(key, 0)
+        if type(rules[key]) is not int or rules[key] < 0:
+            raise _malformed(file, key, stored[key], "a whole number, at least 0")
+    rules["min_new_tokens"] = max(0, rules["min_new_tokens"] - has_forced_token)
+    return {key: value for key, value in rules.items() if value not in ((), None, 0)}
+
+
+def _bad_words(stored: Mapping[str, Any], ends: set[int], file: str) -> list[int]:
+    """The tokens that are bad words; an end token is none, as in transformers."""
+    words = stored.get("bad_words_ids", [])
+    if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
+        raise _malformed(file, "bad_words_ids", words, "a list of lists of token ids")
+    if longer := [word for word in words if len(word) > 1]:
+        raise _not_taken(file, "bad_words_ids", longer[0], " (words of one token are)")
+    tokens = _ids({"bad_words_ids": [word[0] for word in words]}, "bad_words_ids", file)
+    return [token for token in tokens if token not in ends]
+
+
+def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
+    """One id or several."""
+    value = stored.get(key)
+    value = [] if value is None else value
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise _malformed(file, key, value, "token ids, at least 0")
+    return tuple(ids)
+
+
+def _not_taken(file: str, key: str, value: Any, but: str = "") -> ConfigError:
+    return ConfigError(
+        f"{file}: {key} has {str(value)[:80]}, which is not followed here when a text is"
+        f" written{but}: generate with transformers, or remove it there to write without it."
+    )
+
+
+def _malformed(file: str, key: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(f"{file}: {key} is {str(value)[:80]}, and must be {allowed}.")

@@ -1,0 +1,120 @@
+"""Texts to texts by an encoder-decoder, such as translations, and their BLEU."""
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.generation.beam import beam_search
+from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
+from jaxformer.runs.stated import writing_rules
+from jaxformer.tokenizer import Tokenizer
+
+# The letters of scripts that need another tokenizer of BLEU than 13a, by the name of that.
+SCRIPTS = {
+    "zh": "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]",  # Han
+    "ja-mecab": "[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]",  # kana
+    "ko-mecab": "[\u1100-\u11ff\u3130-\u318f\uac00-\ud7af]",  # Hangul
+    "char": "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff]",  # Thai to Khmer
+}
+MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # what these two import
+
+
+def translate(
+    params: Params,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    beams: int = 5,
+    length_penalty: float = 0.6,
+    batch_size: int = 32,
+) -> list[str]:
+    """What an encoder-decoder writes for each text, by beam search, in batches of texts of similar
+    length.
+
+    Sources and the start of targets are those of the objective `pairs`. A source that exceeds
+    model.max_length is cut, with a warning. A target has at most 3/2 as many tokens as the longest
+    source of its batch (rounded up), and ten more. Raises ConfigError for another kind of model.
+    """
+    start, space = tokenizer.as_target([]), context_of(params, config)
+    context = context_of(params, config, source=True)
+    encoded, most_read = tokenizer.encode_batch(texts), context - len(tokenizer.as_source([]))
+    if cut := sum(len(ids) > most_read for ids in encoded):
+        warnings.warn(
+            f"{cut} of {len(texts)} texts are cut to the model.max_length={context} of this model.",
+            stacklevel=2,
+        )
+    rules: dict[str, Any] = {"beams": beams, "keep": 1, "length_penalty": length_penalty}
+    rules |= writing_rules(tokenizer)
+    sources = [tokenizer.as_source(ids[:most_read]) for ids in encoded]
+    written, size = [""] * len(texts), min(batch_size, len(texts))
+    order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
+    for first in range(0, len(texts), size or 1):
+        batch = order[first : first + size]
+        source, real = padded(full_batch([sources[index] for index in batch], size))
+        most = min(rounded(rounded(source.shape[1]) * 3 // 2 + 11), space) - len(start)
+        rules |= {"source": source, "source_segment_ids": real}
+        found = beam_search(params, config, np.tile(start, (size, 1)), most, **rules)
+        for index, tokens in zip(batch, np.asarray(found.tokens[:, 0]), strict=False):
+            written[index] = tokenizer.decode(tokens)
+    return written
+
+
+def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
+    """sacrebleu's BLEU (Papineni et al. 2002, arXiv:1804.08771), with `corpus_score` and
+    `get_signature`.
+
+    `tokenizer` is the name of one of sacrebleu's, which split texts into what BLEU counts; "auto"
+    is that of the script of the references. Raises ConfigError where sacrebleu is not installed,
+    and for a tokenizer that it does not know, or whose package or files are missing.
+    """
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError:
+        raise ConfigError(
+            'BLEU needs sacrebleu, which is not installed: pip install "jaxformer[translation]".'
+        ) from None
+    if tokenizer == "auto":
+        name = bleu_tokenizer(references)
+        if name in MECAB and not _is_installed(MECAB[name]):
+            name = "char"
+        return BLEU(tokenize=name)
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise ConfigError(
+            f"there is no BLEU tokenizer {tokenizer!r}: choose auto or one of"
+            f" {', '.join(sorted(BLEU.TOKENIZERS))}."
+        )
+    try:
+        return BLEU(tokenize=tokenizer)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"the BLEU tokenizer {tokenizer!r} cannot be used here ({str(error).strip()}): install"
+            " what it needs, or choose another, such as char."
+        ) from None
+
+
+def bleu_tokenizer(references: Sequence[str]) -> str:
+    """The tokenizer of sacrebleu for the script that most letters of the references are in.
+
+    Chinese, Japanese and Korean have one each, and scripts without spaces between words are scored
+    by character; the tokenizer of the others, 13a, would take a whole sentence for a word.
+    """
+    text = "".join(references)
+    counts = {name: len(re.findall(letters, text)) for name, letters in SCRIPTS.items()}
+    # Japanese has kana between the characters that it shares with Chinese.
+    if counts["ja-mecab"] * 10 > counts["zh"]:
+        counts["ja-mecab"] += counts.pop("zh")
+    likeliest = max(counts, key=counts.__getitem__)
+    others = sum(character.isalpha() for character in text) - counts[likeliest]
+    return likeliest if counts[likeliest] > others else "13a"
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,1 @@
+"""Tools that look at models and runs: nothing imports them but the command line."""

@@ -1,0 +1,197 @@
+"""Checks of what a run needs before it runs: versions, devices, directories, data, the attention
+kernel, memory, and one step. Nothing is written in its run directory."""
+
+import importlib.metadata
+import math
+import os
+import platform as machine
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+
+from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
+from jaxformer.checkpoints.saving import require_savable
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
+from jaxformer.report import human_bytes, human_time
+from jaxformer.report.trackers import chosen_tracker
+from jaxformer.runs.device import prove_kernel
+from jaxformer.runs.directory import check_config
+from jaxformer.runs.metric_logger import as_logged
+from jaxformer.runs.run import compile_step
+from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.runs.states import first_state
+
+VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+# Device files of accelerators, and the extra of jaxformer that brings what drives them.
+DRIVERS = {"/dev/nvidia[0-9]*": "cuda12 or cuda13", "/dev/accel[0-9]*": "tpu"}
+
+
+class Finding(NamedTuple):
+    """What one check found. A problem keeps a run from starting or from saving; a note does not."""
+
+    kind: Literal["ok", "note", "problem"]
+    check: str
+    text: str
+
+
+def examine(run: RunConfig) -> Iterator[Finding]:
+    """The findings of all checks of a run, in order. Checks that need what failed are left out."""
+    yield versions()
+    yield devices()
+    yield from directories(run)
+    try:
+        check_config(run)
+        setup = make_setup(run, lambda line: None)
+    except ConfigError as error:
+        yield Finding("problem", "settings and data", str(error))
+        return
+    yield Finding("ok", "settings and data", _data(setup))
+    yield disk(setup)
+    yield from kernels(setup)
+    yield from dry_run(setup)
+
+
+def versions() -> Finding:
+    found = {name: _version(name) for name in (*VERSIONED, *PLUGINS)}
+    installed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    text = f"Python {machine.python_version()}, {installed}"
+    apart = [name for name in PLUGINS[:2] if found[name] and found[name] != found["jax"]]
+    if apart:
+        wanted = f'"{apart[0]}=={found["jax"]}"'
+        return Finding("problem", "versions", f"{text}: pip install {wanted}, the version of jax.")
+    return Finding("ok", "versions", text)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def devices() -> Finding:
+    found = jax.devices()
+    text = f"{len(found)} x {found[0].device_kind} ({found[0].platform})"
+    if found[0].platform == "cpu":
+        for pattern, extra in DRIVERS.items():
+            if [*Path("/").glob(pattern.lstrip("/"))]:
+                return Finding(
+                    "problem",
+                    "devices",
+                    f"{text}, but this machine has {pattern}: JAX does not use it. Install"
+                    f' "jaxformer[{extra}]", and check JAX_PLATFORMS'
+                    f" ({os.environ.get('JAX_PLATFORMS', 'not set')}).",
+                )
+    return Finding("ok", "devices", text)
+
+
+def directories(run: RunConfig) -> Iterator[Finding]:
+    """Whether the run can write where it has to, its tracker included."""
+    try:
+        chosen_tracker(run.run.tracker)
+    except ConfigError as error:
+        yield Finding("problem", "run.tracker", str(error))
+    named = {
+        "run.dir": run.run.dir,
+        "data.cache_dir": run.data.cache_dir,
+        "run.compilation_cache": run.run.compilation_cache,
+    }
+    try:
+        require_savable(Path(run.run.dir).absolute())
+    except ConfigError as error:
+        yield Finding("problem", "run.dir", str(error))
+    for setting, value in named.items():
+        if not value:
+            empty = "problem" if setting == "run.dir" else "note"
+            yield Finding(empty, setting, "is empty.")  # type: ignore[arg-type]
+            continue
+        place = existing(Path(value).expanduser())
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                yield Finding("ok", setting, f"{value} can be written")
+        except OSError as error:
+            yield Finding(
+                "problem",
+                setting,
+                f"{value} cannot be written ({error.strerror} in {place}): choose another one.",
+            )
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that there is."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _data(setup: RunSetup) -> str:
+    train, run = setup.corpus.train, setup.run
+    return (
+        f"{setup.corpus.task.name}, {train.tokens:,} tokens to train on, {run.train.steps:,} steps"
+        f" of {setup.tokens_per_step:,} tokens"
+    )
+
+
+def disk(setup: RunSetup) -> Finding:
+    """Whether the checkpoints that are kept, and the one that is being written, fit the disk."""
+    run = setup.run
+    leaves = jax.tree.leaves(setup.target)
+    state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    place = existing(Path(run.run.dir))
+    needed, free = state * (run.train.keep_checkpoints + 1), shutil.disk_usage(place).free
+    text = (
+        f"{run.train.keep_checkpoints + 1} checkpoints of {human_bytes(state)} need"
+        f" {human_bytes(needed)}, and {place} has {human_bytes(free)} free"
+    )
+    if needed > free:
+        remedy = "make room, choose another run.dir, or lower train.keep_checkpoints."
+        return Finding("problem", "disk space", f"{text}: {remedy}")
+    return Finding("ok", "disk space", text)
+
+
+def kernels(setup: RunSetup) -> Iterator[Finding]:
+    """The attention kernel for each length of rows, and its errors against float32."""
+    for length, run in setup.runs.items():
+        name = f"attention, rows of {length}" if len(setup.runs) > 1 else "attention"
+        try:
+            with memory_of("the check of the attention kernel"):
+                proof = prove_kernel(run, setup.mesh)
+        except (RuntimeError, ConfigError) as error:
+            yield Finding("problem", name, str(error))
+            continue
+        yield Finding("ok", name, f"{setup.kernels[length]} {proof}".strip())
+
+
+def dry_run(setup: RunSetup) -> Iterator[Finding]:
+    """Compiles the first step and runs it twice."""
+    lines: list[str] = []
+    length = setup.length(0)
+    try:
+        program = compile_step(setup, length, lines.append)
+        state = first_state(setup, lines.append)
+        batch = setup.placed(setup.batches[0])
+        with memory_of("the first step"):
+            state, metrics = program(state, batch)
+            first = as_logged(jax.device_get(metrics))
+            begin = time.perf_counter()
+            _, metrics = program(state, batch)
+            jax.block_until_ready(metrics)
+            seconds = time.perf_counter() - begin
+    except (OutOfMemory, ConfigError) as error:
+        yield Finding("problem", "one step", str(error))
+        return
+    for line in lines:
+        yield Finding("ok", "one step", line)
+    pace = (
+        f"loss {first['loss']:.4f}, gradient norm {first['grad_norm']:.4g}; a step takes about"
+        f" {human_time(seconds)}, and {setup.run.train.steps:,} steps"
+        f" {human_time(seconds * setup.run.train.steps)}"
+    )
+    finite = math.isfinite(first["loss"]) and math.isfinite(first["grad_norm"])
+    yield Finding("ok" if finite else "problem", "one step", pace)

@@ -1,0 +1,171 @@
+"""Attention weights, masks and other intermediates of a model, activation patching, and the logits
+of each layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError
+from jaxformer.layers.capture import Request, fits
+from jaxformer.layers.head import head
+from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
+from jaxformer.layers.norm import norm
+from jaxformer.layers.pattern import layer_configs
+from jaxformer.models.inputs import check_inputs, inputs_of
+from jaxformer.models.transformer import logits_of
+
+
+class Inspection(NamedTuple):
+    """The logits of a forward pass, and the captured intermediates by their full names."""
+
+    logits: jax.Array
+    values: dict[str, jax.Array]
+
+
+class AttentionMaps(NamedTuple):
+    """The logits of a forward pass and its attention weights, float32 [L, B, N, queries, keys];
+    None for a stack that the model does not have. `cross` is from decoder to encoder."""
+
+    logits: jax.Array
+    encoder: jax.Array | None
+    decoder: jax.Array | None
+    cross: jax.Array | None
+
+
+def inspect(
+    params: Params,
+    config: ModelConfig,
+    tokens: Any,
+    capture: Sequence[str] = (),
+    replace: Mapping[str, Any] | None = None,
+    **inputs: Any,
+) -> Inspection:
+    """`jf.forward` that also returns intermediates: a pure function; config and capture are static.
+
+    Intermediates are named stack.layer.what, as in "decoder.3.mlp_out"; what is attention_weights
+    [B, N, T, S] (before dropout), attention_out, cross_weights, cross_out, mlp_out (the output of a
+    sublayer) or residual (the stream after a block), [B, T, D]. `capture` holds full names, the
+    last part alone for all layers, or patterns with *. `replace` maps full names to an array that
+    replaces the intermediate, or to a function of it (activation patching). `inputs` are the
+    keywords of `jf.forward`. Raises ConfigError for an intermediate that the model does not have.
+    """
+    request = Request(tuple(capture), dict(replace or {}))
+    batch = {"tokens": tokens, **inputs}
+    logits, aux = logits_of(params, config, batch, request)
+    missing = [name for name in request.replace if name not in aux.captures]
+    for name in request.capture:
+        if not any(fits(found, name) for found in aux.captures):
+            missing.append(name)
+    if missing:
+        raise ConfigError(_unknown(missing, params, config, batch))
+    found = {name: value for name, value in aux.captures.items() if request.captures(name)}
+    return Inspection(logits, found)
+
+
+def _unknown(missing: list[str], params: Params, config: ModelConfig, batch: dict[str, Any]) -> str:
+    """The message for names that the model does not have, with some that it has."""
+
+    def captures(params: Params) -> dict[str, jax.Array]:
+        return logits_of(params, config, batch, Request(("*",)))[1].captures
+
+    known = sorted(jax.eval_shape(captures, params))
+    return (
+        f"this model has no {', '.join(map(repr, missing))}: names are stack.layer.what, here"
+        f" {', '.join(known[:12])}, and so on; what alone, or a pattern with *, means all layers."
+    )
+
+
+def attention_maps(
+    params: Params,
+    config: ModelConfig,
+    tokens: Any,
+    layers: Sequence[int] | None = None,
+    **inputs: Any,
+) -> AttentionMaps:
+    """The attention weights of all layers, or of those in `layers`, and the logits of `jf.forward`.
+
+    `inputs` are the keywords of `jf.forward`: `source` [B, S] for an encoder-decoder. Raises
+    ConfigError for a layer that no stack has.
+    """
+    layers_of_decoder = config.n_layers
+    depths = {  # of each kind of attention, by the form of its captures' names
+        "encoder.{}.attention_weights": config.encoder_layers,
+        "decoder.{}.attention_weights": 0 if config.family == "encoder" else layers_of_decoder,
+        "decoder.{}.cross_weights": layers_of_decoder if config.family == "encoder_decoder" else 0,
+    }
+    most = max(depths.values())
+    if bad := [layer for layer in layers or () if not 0 <= layer < most]:
+        raise ConfigError(f"layers={bad} are not among 0 .. {most - 1} of this model.")
+    groups, every = [], list[str]()
+    for form, depth in depths.items():
+        group = [form.format(i) for i in range(depth) if layers is None or i in layers]
+        groups.append(group)
+        every += group
+    found = inspect(params, config, tokens, every, **inputs)
+
+    def stacked(group: list[str]) -> jax.Array | None:
+        return jnp.stack([found.values[name] for name in group]) if group else None
+
+    return AttentionMaps(found.logits, *map(stacked, groups))
+
+
+def attention_masks(
+    config: ModelConfig, tokens: Any, layers: Sequence[int] | None = None, **inputs: Any
+) -> dict[str, jax.Array]:
+    """Which keys each query may attend to, by the kinds of `attention_maps` that the model has:
+    bool [L, B, queries, keys].
+
+    A key is hidden where it is padding or of another segment, comes after the query in a decoder,
+    or is outside the window of the layer. `layers` and `inputs` are those of `attention_maps`;
+    virtual tokens, which every query attends to, are not counted in.
+    """
+    batch = {"tokens": tokens, **inputs}
+    check_inputs(config, batch)
+    given = inputs_of(batch)
+    own, source = given.layout, given.source_layout
+    found = {}
+    if config.family == "encoder_decoder" and source is not None:
+        found["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers
+    stack = "encoder" if config.family == "encoder" else "decoder"
+    found[stack] = AttentionMask(own, own, causal=stack == "decoder"), config.n_layers
+    if source is not None:
+        cross = AttentionMask(own, source, causal=False, relative=False)
+        found["cross"] = cross, config.n_layers
+
+    def seen(mask: AttentionMask, window: int) -> jax.Array:
+        shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
+        keys = visible(mask._replace(window=window))
+        return jnp.ones(shape, bool) if keys is None else jnp.broadcast_to(keys, shape)
+
+    masks = {}
+    for kind, (mask, depth) in found.items():
+        chosen = [i for i in range(depth) if layers is None or i in layers]
+        windows = [0 if kind == "cross" else of.window for of in layer_configs(config, depth)]
+        if chosen:
+            masks[kind] = jnp.stack([seen(mask, windows[i]) for i in chosen])
+    return masks
+
+
+def logit_lens(params: Params, config: ModelConfig, residual: Any) -> jax.Array:
+    """The logits of a layer's residual stream [B, T, D], as if it were that of the last layer: the
+    final norm and the head, float32 [B, T, V] (nostalgebraist 2020; Belrose et al. 2023,
+    arXiv:2303.08112).
+
+    `residual` is that of `inspect` with capture="residual"; that of the last layer gives the logits
+    of the model. Raises ConfigError where no logits of each token exist: model.head is classes or
+    none.
+    """
+    if config.output in ("classes", "none"):
+        raise ConfigError(
+            f"the logit lens needs logits of each token, and model.head is {config.output!r}: take"
+            " a model whose head is language, masked or tags."
+        )
+    x = jnp.asarray(residual)
+    if config.norm_placement != "post":
+        x = norm(params.get("final_norm", {}), config, x)
+    index = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    return head(params, config, x, TokenLayout(index))

@@ -1,0 +1,88 @@
+"""The runs below a directory, as their files tell them."""
+
+import fcntl
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxformer.config.config_file import read_config
+from jaxformer.files import LOCK, ConfigError
+from jaxformer.report.metrics import FILE, read_metrics
+
+State = Literal["running", "done", "stopped"]
+
+
+class ListedRun(NamedTuple):
+    """A run: `loss` and `tokens_per_second` are those logged last, `best` the lowest validation
+    loss, at `best_step`; None where nothing was logged. `idle` are the seconds since then."""
+
+    path: Path
+    state: State
+    step: int
+    steps: int
+    loss: float | None
+    best: float | None
+    best_step: int | None
+    tokens_per_second: float | None
+    idle: float | None
+
+
+def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
+    """The runs in a directory and those below it, by their paths; for one that cannot be read, the
+    reason. Links are not followed. Raises ConfigError where there is no such directory."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
+    for place, below, files in os.walk(folder):
+        below.sort()
+        if {"config.json", "data.json"} <= {*files}:
+            below.clear()
+            try:
+                yield listed(Path(place))
+            except ConfigError as error:
+                yield error
+
+
+def listed(run_dir: Path) -> ListedRun:
+    """What the files of a run say. Raises ConfigError where they cannot be read."""
+    steps = read_config(run_dir / "config.json").train.steps
+    log = run_dir / FILE
+    lines = read_metrics(run_dir) if log.exists() else []
+    step = max((line["step"] for line in lines), default=0)
+    losses = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
+    best: Mapping[str, Any] = min(losses, key=lambda line: line["val_loss"], default={})
+    state: State = "done" if step >= steps else "stopped"
+    if _is_locked(run_dir / LOCK):
+        state = "running"
+    return ListedRun(
+        path=run_dir,
+        state=state,
+        step=step,
+        steps=steps,
+        loss=_last(lines, "loss"),
+        best=best.get("val_loss"),
+        best_step=best.get("step"),
+        tokens_per_second=_last(lines, "tokens_per_second"),
+        idle=max(time.time() - log.stat().st_mtime, 0.0) if lines else None,
+    )
+
+
+def _last(lines: list[dict[str, Any]], name: str) -> float | None:
+    return next((line[name] for line in reversed(lines) if name in line), None)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this file, as that of a run does while it lives."""
+    try:
+        held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(held)
+    return False

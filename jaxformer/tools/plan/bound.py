@@ -1,0 +1,179 @@
+"""The products of a step, and the time below which it cannot be done."""
+
+import math
+from typing import NamedTuple
+
+from jaxformer.arrays.params import rows
+from jaxformer.layers.pattern import layer_configs
+from jaxformer.models.cost import flops_per_token, matrix_flops
+from jaxformer.runs.compose import counted_specs
+from jaxformer.tools.plan.activations import activations, array_names, stored_names
+from jaxformer.tools.plan.links import Collective, link_bytes
+from jaxformer.tools.plan.memory import (
+    REFERENCE,
+    MemoryPlan,
+    gradient_bytes,
+    matrix_elements,
+    tile_length,
+)
+from jaxformer.tools.plan.planned import PlannedRun
+from jaxformer.tools.plan.scores import visible_pairs
+from jaxformer.tools.plan.undivided import REPEATED_AXES, undivided_axes
+
+# Kernels that leave out the keys beyond a window; the others compute them and mask their scores.
+WINDOWED = ("cudnn", "tpu")
+
+
+class Products(NamedTuple):
+    """FLOPs of a step over all devices: `model` as MFU counts them, `recomputed` what remat adds,
+    `skipped` the masked scores that a fused kernel does not compute, and `undivided` what devices
+    compute once more each, because the mesh does not divide it."""
+
+    per_token: int
+    model: float
+    recomputed: float
+    skipped: float
+    undivided: float
+
+    @property
+    def done(self) -> float:
+        return self.model + self.recomputed - self.skipped + self.undivided
+
+
+class Bound(NamedTuple):
+    """Seconds of a step that the products, the memory traffic and the links of a device take at
+    their published rates; None where a rate is unknown."""
+
+    products: float | None
+    memory: float | None
+    links: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The least time of a step: the largest of the three, if they overlap entirely."""
+        known = [seconds for seconds in self if seconds is not None]
+        return max(known) if len(known) == len(self) else None
+
+    @property
+    def binds(self) -> str:
+        """The name of the largest."""
+        return max(self._fields, key=lambda name: getattr(self, name) or 0.0)
+
+
+def products(planned: PlannedRun) -> Products:
+    """The FLOPs of a step."""
+    model, tokens = planned.model, planned.tokens_per_step
+    per_token = flops_per_token(
+        model,
+        planned.length,
+        planned.source_length,
+        counted_specs(planned.run),
+        planned.objective.reference,
+    )
+    others = (repeated_flops(planned), skipped_flops(planned), undivided_flops(planned))
+    return Products(per_token, per_token * tokens, *(flops * tokens for flops in others))
+
+
+def attention_flops(planned: PlannedRun) -> float:
+    """FLOPs a token, forward and backward, of scores and of their products with the values."""
+    model, length, source = planned.model, planned.length, planned.source_length
+    width = model.n_heads * (model.head_width + model.value_width)
+    total = float(model.n_layers * length)
+    if model.family == "encoder_decoder":
+        total += model.encoder_layers * source * source / length + model.n_layers * source
+    return 6 * width * total
+
+
+def skipped_flops(planned: PlannedRun) -> float:
+    """FLOPs a token of the masked scores of self-attention that a fused kernel does not compute."""
+    model, length = planned.model, planned.length
+    kernel = model.attention_kernel
+    if kernel in ("auto", "xla"):
+        return 0.0
+    stacks = [(model.n_layers, length, model.family != "encoder")]
+    if model.family == "encoder_decoder":
+        stacks.append((model.encoder_layers, planned.source_length, False))
+    hidden = 0
+    for depth, tokens, causal in stacks:
+        for layer in layer_configs(model, depth):
+            window = layer.window if kernel in WINDOWED else 0
+            hidden += tokens**2 - visible_pairs(tokens, window, causal)
+    return 6 * model.n_heads * (model.head_width + model.value_width) * hidden / length
+
+
+def undivided_flops(planned: PlannedRun) -> float:
+    """FLOPs a token, over all devices, of matrices and of attention that mesh.tensor would divide
+    and does not: all its devices but one compute them once more."""
+    model, tensor = planned.model, planned.size("tensor")
+    table = counted_specs(planned.run)
+    whole = {
+        path
+        for one in undivided_axes(table, planned.mesh)
+        if one.axis in REPEATED_AXES
+        for path in one.paths
+    }
+    share = planned.source_length / planned.length
+    total = sum(flops for path, flops in matrix_flops(model, share, table).items() if path in whole)
+    if model.n_heads % tensor:
+        total += attention_flops(planned) - skipped_flops(planned)
+    return (tensor - 1) * total
+
+
+def repeated_flops(planned: PlannedRun) -> float:
+    """FLOPs a token of the products that the backward pass computes again: those that it reads and
+    that are not stored."""
+    model = planned.model
+    stored = stored_names(planned, model)
+    read = array_names(planned, model)
+    share = planned.source_length / planned.length
+    total = 0.0
+    if planned.of_pairs and tile_length(planned) < planned.length:
+        total += 2 * model.vocab_size * model.d_model
+    for path, spec in rows(planned.specs).items():
+        name = path.rpartition(".")[2]
+        if spec.is_matrix and "layers" in spec.axes and name in read - stored:
+            total += 2 * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
+    if "weights" in read - stored:
+        total += attention_flops(planned) / 3
+    return total
+
+
+def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
+    """The least bytes that a step moves between a device and its memory.
+
+    The state is read and written once, and so is each gradient; a reference is read once. In every
+    microbatch the matrices are read in the forward and in the backward pass, and what is stored is
+    written and read.
+    """
+    state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
+    reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
+    # Each device multiplies by whole matrices, gathered over fsdp.
+    matrices = matrix_elements(planned) * planned.size("fsdp") * planned.dtype_bytes
+    stored = sum(stack.stored for stack in activations(planned))
+    pieces = 2 * matrices + 2 * stored
+    microbatches = planned.run.train.n_microbatches
+    return 2 * state + reference + 2 * gradient_bytes(planned) + microbatches * pieces
+
+
+def bound(planned: PlannedRun, memory: MemoryPlan, collectives: list[Collective]) -> Bound:
+    """The least time of a step on the planned devices."""
+    device, count = planned.device, planned.mesh.size
+    peak = device.peak(planned.model.dtype)
+
+    def seconds(amount: float, rate: float | None) -> float | None:
+        return None if rate is None else amount / rate
+
+    return Bound(
+        seconds(products(planned).done / count, peak),
+        seconds(traffic(planned, memory), device.bandwidth),
+        seconds(link_bytes(collectives, device.platform), device.link) if count > 1 else 0.0,
+    )
+
+
+def mfu_at_most(planned: PlannedRun, seconds: float | None) -> float | None:
+    """Model FLOPs utilization of steps of this time; full attention counts, so where a kernel skips
+    masked scores it can exceed 1."""
+    peak = planned.device.peak(planned.model.dtype)
+    if not seconds or peak is None:
+        return None
+    return products(planned).model / seconds / (peak * planned.mesh.size)

@@ -1,0 +1,103 @@
+"""The smallest changes of settings with which a run fits its devices, each tried by the plan."""
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple, get_type_hints
+
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunConfig
+from jaxformer.config.settings import choices
+from jaxformer.files import ConfigError
+from jaxformer.tools.plan.memory import memory_plan
+from jaxformer.tools.plan.planned import PlannedRun, replanned
+
+MOST_SHOWN = 4
+# Policies of model.remat from the one that recomputes least to the one that recomputes all.
+RECOMPUTING = ("none", "dots", "names", "full")
+
+
+class Change(NamedTuple):
+    """Settings by name with which the run fits, and the bytes that it then takes of a device."""
+
+    settings: dict[str, Any]
+    peak: float
+
+
+def smallest_changes(planned: PlannedRun) -> list[Change]:
+    """Up to `MOST_SHOWN` changes that fit, those of one setting before those of several; of one
+    combination of settings the smallest alone. Empty where none was found."""
+    options = {name: values for name, values in _options(planned).items() if values}
+    variants: dict[int, PlannedRun] = {}
+    found: list[Change] = []
+    for number in range(1, len(options) + 1):
+        for names in itertools.combinations(options, number):
+            if any(set(change.settings) <= set(names) for change in found):
+                continue  # fewer settings do
+            for values in itertools.product(*(options[name] for name in names)):
+                settings = dict(zip(names, values, strict=True))
+                peak = _peak(planned, settings, variants)
+                if peak is not None:
+                    found.append(Change(settings, peak))
+                    break
+        if found:
+            break
+    return found[:MOST_SHOWN]
+
+
+def _options(planned: PlannedRun) -> dict[str, list[Any]]:
+    """The values of each setting that may take less memory, the smallest change first."""
+    run, model, devices = planned.run, planned.model, planned.mesh.size
+    tensor, fsdp = planned.size("tensor"), planned.size("fsdp")
+    known = choices(get_type_hints(ModelConfig, include_extras=True)["remat"])
+    policies = [name for name in RECOMPUTING if name in known]
+    rows = run.train.batch_size // planned.size("data", "fsdp")  # of a device, in all microbatches
+    return {
+        "mesh.fsdp": [n for n in _divisors(devices // tensor) if n > fsdp],
+        "train.microbatches": [n for n in _divisors(rows) if n > run.train.n_microbatches],
+        "model.remat": policies[policies.index(model.remat) + 1 :],
+        "model.layer_loop": [name for name in ("unroll", "scan") if name != model.layer_loop],
+    }
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _peak(
+    planned: PlannedRun, settings: dict[str, Any], variants: dict[int, PlannedRun]
+) -> float | None:
+    """The bytes of a device with these settings; None where they do not fit or are not allowed.
+
+    `variants` keeps the run for each size of fsdp, since the placement of its state takes longer
+    than all else.
+    """
+    run = changed(planned.run, settings)
+    fsdp = run.mesh.fsdp
+    try:
+        if fsdp not in variants:
+            variants[fsdp] = replanned(planned, changed(planned.run, {"mesh.fsdp": fsdp}))
+        memory = memory_plan(replanned(variants[fsdp], run))
+    except ConfigError:
+        return None
+    return memory.peak if memory.fits else None
+
+
+def changed(run: RunConfig, settings: dict[str, Any]) -> RunConfig:
+    """`run` with other values of settings by their dotted names; a mesh.fsdp takes its devices from
+    mesh.data."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    if "mesh" in sections:
+        sections["mesh"]["data"] = 0
+    replaced = {
+        section: dataclasses.replace(getattr(run, section), **fields)
+        for section, fields in sections.items()
+    }
+    return dataclasses.replace(run, **replaced)  # type: ignore[arg-type]
+
+
+def shown(settings: dict[str, Any]) -> str:
+    """As arguments of the command line."""
+    return " ".join(f"--{name} {value}" for name, value in settings.items())

@@ -1,0 +1,258 @@
+"""The collectives of a step, by the placements of `sharding.py` and what XLA makes of them.
+
+fsdp: each device holds a shard of every matrix. A layer's matrices are gathered in the compute
+dtype in the forward and again in the backward pass of every microbatch, and their gradients are
+summed and scattered. data: the gradients of the shards are summed over the replicas, once a step
+where each replica accumulates its own, else those of the layers once a microbatch. tensor: heads,
+feed-forward width and vocabulary are split, so the output of attention and of the feed-forward, and
+the gradients of their inputs, are summed, and the table of tokens is gathered for its look-up.
+
+XLA's compiler for TPUs turns the product with a gathered matrix, and the scatter of its gradient,
+into a loop that sends a shard on while it multiplies by another: a windowed product (Wang et al.
+2023, "Overlap communication with dependent computation via decomposition").
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxformer.arrays.params import Spec, rows
+from jaxformer.arrays.sharding import PARAMETERS, partition
+from jaxformer.layers.embed import ADDED
+from jaxformer.runs.objectives import OBJECTIVES, task_of
+from jaxformer.tools.plan.activations import array_names, stored_names
+from jaxformer.tools.plan.links import Collective
+from jaxformer.tools.plan.planned import PlannedRun
+
+# A loop over more devices than these sends two shards that it does not use.
+UNROLLED = 4
+
+
+def collectives_of(planned: PlannedRun) -> list[Collective]:
+    """The collectives of a step; those of a few numbers, and of token ids, are left out."""
+    found: list[Collective] = []
+    if planned.size("fsdp") > 1:
+        found += [*_of_layers(planned), *_of_fsdp(planned), *_of_lookups(planned)]
+    if planned.size("data") > 1:
+        found += _of_data(planned)
+    if planned.size("tensor") > 1:
+        found += _of_tensor(planned)
+    return [one for one in found if one.bytes]
+
+
+class _Leaf(NamedTuple):
+    """A row of the table of parameters: its path, its number of arrays, the elements that a device
+    has after a gather over fsdp, and whether fsdp divides them."""
+
+    path: str
+    spec: Spec
+    arrays: int
+    elements: float
+    divided: bool
+
+    @property
+    def name(self) -> str:
+        """That of the array in its layer."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def shard(self) -> tuple[str, tuple[int, ...], int]:
+        """What tells the zeros of its shape: the stack, the shape, and which axis is divided."""
+        return self.path.partition("blocks")[0], self.spec.shape, self.spec.axes.index("embed")
+
+
+def _leaves(planned: PlannedRun, wanted: str) -> list[_Leaf]:
+    """The rows that are matrices of layers ("layers"), the output layer ("head"), the table of
+    tokens ("embed"), or all the others ("rest")."""
+    found = []
+    for path, spec in rows(planned.specs).items():
+        if _kind(path, spec) != wanted:
+            continue
+        placed = partition(spec.shape, spec.axes, PARAMETERS, planned.mesh.shape)
+        split = math.prod(planned.size(axis) for axis in placed if axis and axis != "fsdp")
+        count = spec.shape[0] if "layers" in spec.axes else 1
+        elements = math.prod(spec.shape) / split
+        found.append(_Leaf(path, spec, count, elements, "fsdp" in placed))
+    return found
+
+
+def _kind(path: str, spec: Spec) -> str:
+    if spec.is_matrix and "layers" in spec.axes:
+        return "layers"
+    if path == "embed.tokens":
+        return "embed"
+    return "head" if path == "head.weight" else "rest"
+
+
+def _tied(planned: PlannedRun) -> bool:
+    return planned.model.tied_head and planned.model.output in ("language", "masked")
+
+
+def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
+    """The weights of the layers and their gradients, over fsdp."""
+    leaves = _leaves(planned, "layers")
+    divided = [leaf for leaf in leaves if leaf.divided]
+    if planned.device.platform == "tpu":
+        yield from _windowed(planned, divided)
+    else:
+        yield _of_matrices(planned, "all-gather", "weights of the layers, forward", divided)
+        yield _of_matrices(planned, "all-gather", "weights of the layers, backward", divided)
+        yield _of_matrices(planned, "reduce-scatter", "gradients of the layers", divided)
+    whole = [leaf for leaf in leaves if not leaf.divided]
+    yield _of_matrices(planned, "all-reduce", "gradients of the layers", whole)
+
+
+def _of_matrices(planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf]) -> Collective:
+    microbatches = planned.run.train.n_microbatches
+    times = sum(leaf.arrays for leaf in leaves) * microbatches
+    size = sum(leaf.elements for leaf in leaves) * microbatches * planned.dtype_bytes
+    return Collective(kind, purpose, "fsdp", times, size, planned.size("fsdp"))
+
+
+def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
+    """The weights of the layers and their gradients in windowed products."""
+    devices = planned.size("fsdp")
+    unrolled = devices <= UNROLLED
+
+    def permutes(purpose: str, of: list[_Leaf], sends: int) -> Collective:
+        one = _of_matrices(planned, "collective-permute", purpose, of)
+        return one._replace(times=one.times * sends, bytes=one.bytes / devices * sends)
+
+    # What remat repeats of the feed-forward reads the same gathered matrix as the product of its
+    # gradient. The products of attention see other shapes of theirs, so each gathers for itself.
+    again = array_names(planned, planned.model) - stored_names(planned, planned.model)
+    repeated = [leaf for leaf in leaves if leaf.name in again]
+    shared = [leaf for leaf in repeated if "mlp" in leaf.spec.axes]
+    windows = [leaf for leaf in [*leaves, *repeated] if leaf not in shared]
+    sends = devices - 1 if unrolled else devices + 1
+    yield permutes("weights of the layers, forward", leaves, sends)
+    yield permutes("weights of the layers, backward", windows, sends)
+    yield _of_matrices(planned, "all-gather", "weights of the layers, backward", shared)
+    # Sums travel both ways around. The two begin as zeros, which are sent too, unless another
+    # product of the layer has sent zeros of this shape outside of a loop.
+    first: list[_Leaf] = []
+    others: list[_Leaf] = []
+    for leaf in leaves:
+        known = any(leaf.shard == other.shard for other in first)
+        (others if known and unrolled else first).append(leaf)
+    yield permutes("gradients of the layers", first, devices + 1)
+    yield permutes("gradients of equal shapes", others, devices - 1)
+
+
+def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
+    """The output layer and the parameters outside of layers, over fsdp."""
+    devices, microbatches = planned.size("fsdp"), planned.run.train.n_microbatches
+    numbers, tensor = planned.dtype_bytes, planned.size("tensor")
+
+    def one(kind: str, purpose: str, arrays: int, elements: float, width: int) -> Collective:
+        size = elements * width * microbatches
+        return Collective(kind, purpose, "fsdp", arrays * microbatches, size, devices)
+
+    matrices = _leaves(planned, "embed" if _tied(planned) else "head")
+    if matrices and matrices[0].divided:
+        elements = matrices[0].elements
+        # Each device adds up the gradient of the whole vocabulary.
+        whole = math.prod(matrices[0].spec.shape)
+        passes = 2 if planned.of_pairs else 1
+        yield one("all-gather", "output layer", passes, passes * elements, numbers)
+        yield one("reduce-scatter", "gradient of the output layer", 1, whole, 4)
+        if tensor > 1 and whole != elements:
+            gradient = one("all-gather", "gradient of the output layer", 1, whole, 4)
+            yield gradient._replace(axis="tensor", devices=tensor)
+    rest = _leaves(planned, "rest")
+    dense = [leaf for leaf in rest if leaf.divided and not leaf.spec.lookup]
+    size = sum(leaf.elements for leaf in dense)
+    yield one(
+        "all-gather", "other matrices, forward and backward", 2 * len(dense), 2 * size, numbers
+    )
+    yield one("reduce-scatter", "gradients of other matrices", len(dense), size, numbers)
+    replicated = sum(leaf.elements for leaf in rest if not leaf.divided)
+    yield one("all-reduce", "gradients of replicated parameters", 1, replicated, 4)
+
+
+def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
+    """Each device looks up the tokens of all in its columns of a table, and then the rows are
+    exchanged; their gradients go back."""
+    model, microbatches = planned.model, planned.run.train.n_microbatches
+    tables = 1 + (model.positions == "learned") + bool(model.token_types)
+    tokens = planned.rows * (planned.length + planned.source_length) * microbatches
+    # Rows are summed and normed in float32; alone they are exchanged in the compute dtype.
+    alone = tables == 1 and model.positions not in ADDED and model.embedding_scale == "none"
+    changed = model.embedding_norm or model.dropout
+    forward = planned.dtype_bytes if alone and not changed else 4
+    times, backward = tables, 4 if changed else planned.dtype_bytes
+    if planned.device.platform == "tpu":  # one exchange for all tables, before the conversion
+        times, backward = 1, 4
+    for purpose, count, width in (
+        ("looked-up rows", tables, forward),
+        ("gradients of looked-up rows", times, backward),
+    ):
+        size = count * tokens * model.d_model * width
+        stacks = 2 if planned.source_length else 1
+        number = count * stacks * microbatches
+        yield Collective("all-to-all", purpose, "fsdp", number, size, planned.size("fsdp"))
+
+
+def _of_data(planned: PlannedRun) -> Iterator[Collective]:
+    """The gradients of the shards, over the replicas."""
+    devices, fsdp = planned.size("data"), planned.size("fsdp")
+    microbatches = planned.run.train.n_microbatches
+    objective = OBJECTIVES[task_of(planned.model, planned.run.data).name]
+    rowwise = objective.rowwise and not planned.model.dropout
+    together = microbatches > 1 and rowwise  # each replica accumulates its own
+
+    def one(purpose: str, leaves: list[_Leaf], width: int, times: int = 1) -> Collective:
+        size = sum(leaf.elements / (fsdp if leaf.divided else 1) for leaf in leaves) * width
+        return Collective("all-reduce", purpose, "data", times * len(leaves), times * size, devices)
+
+    layers = _leaves(planned, "layers")
+    if together:
+        yield one("gradients of the layers", layers, 4)
+    else:  # as they come out of the loop over layers
+        yield one("gradients of the layers", layers, planned.dtype_bytes, microbatches)
+    # The compiler takes the sum of what a loop only adds up out of the loop over microbatches.
+    yield one("gradients of other parameters", _leaves(planned, "rest"), 4)
+    # Where tensor divides the vocabulary, look-ups read the whole of it, and so it has a gradient
+    # besides that of the output layer.
+    split = not together and planned.size("tensor") > 1
+    table = _leaves(planned, "embed")
+    matrices = table if _tied(planned) and split else _leaves(planned, "head")
+    yield one("gradient of the output layer", matrices, 4)
+    if split:
+        table = [leaf._replace(elements=math.prod(leaf.spec.shape)) for leaf in table]
+    yield one("gradient of the table of tokens", table, 4)
+
+
+def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
+    """Sums of what the parts of a layer give, and the vocabulary."""
+    model, microbatches = planned.model, planned.run.train.n_microbatches
+    wide = planned.rows * model.d_model * planned.dtype_bytes  # a residual stream, a token long
+    stacks = [(model.n_layers, ["out", "down"], planned.length)]
+    if model.family == "encoder_decoder":
+        stacks = [
+            (model.n_layers, ["out", "out", "down"], planned.length),
+            (model.encoder_layers, ["out", "down"], planned.source_length),
+        ]
+    again = array_names(planned, model) - stored_names(planned, model)
+    outputs: list[float] = []
+    repeated: list[float] = []
+    for depth, products, length in stacks:
+        outputs += [wide * length] * depth * len(products)
+        repeated += [wide * length] * depth * sum(name in again for name in products)
+    # All layers of a decoder add to the gradient of the encoder's output before it is summed.
+    inputs = [*outputs, wide * planned.source_length] if planned.source_length else outputs
+
+    def one(kind: str, purpose: str, sizes: list[float]) -> Collective:
+        times, size = len(sizes) * microbatches, sum(sizes) * microbatches
+        return Collective(kind, purpose, "tensor", times, size, planned.size("tensor"))
+
+    yield one("all-reduce", "outputs of the sublayers", outputs)
+    yield one("all-reduce", "outputs that remat computes again", repeated)
+    yield one("all-reduce", "gradients of their inputs", inputs)
+    (table,) = _leaves(planned, "embed")
+    whole = math.prod(table.spec.shape)
+    if table.elements < whole:
+        shards = planned.size("fsdp") if table.divided else 1
+        yield one("all-gather", "table of tokens", [4 * whole / shards])
+    if model.output in ("language", "masked") and model.vocab_size % planned.size("tensor") == 0:
+        yield one("all-reduce", "gradient of the output layer's input", [wide * planned.length])

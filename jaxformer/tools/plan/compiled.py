@@ -1,0 +1,232 @@
+"""The real train step of a run, compiled by the real compiler for devices that are not here, and
+what that compiler says of it.
+
+The work is done in a process of its own, `python -m jaxformer.tools.plan.compiled`: libtpu reads
+its environment when it is loaded, a compiler may end its process, and both write their warnings to
+standard error.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxformer.arrays.hardware import Device
+from jaxformer.config.run import RunConfig
+from jaxformer.config.saved import from_json, to_json
+from jaxformer.files import ConfigError, write_text
+from jaxformer.tools.plan.compiler_report import CompiledReport, memory_of, report_of
+from jaxformer.tools.plan.hlo_counts import count
+from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
+from jaxformer.training.deterministic import FLAG
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# Of the process that compiles: no device, the compiler's defaults and warnings, and no program from
+# a cache, which would come without them.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",
+    "TF_CPP_MIN_LOG_LEVEL": "1",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+SIZE = r"([\d.]+)([KMGT]?)"
+# What XLA's compiler for TPUs says of a program that is too large.
+TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
+# A warning or error that the compiler logs; the group is what it says.
+LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
+REFERENCE_APART = (
+    "the parameters of the reference are in the memory that is needed; the program in which they"
+    " score each batch was not compiled: its products and its time are not in these figures"
+)
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
+
+
+def compiled_report(
+    run: RunConfig,
+    target: str | Target,
+    packed: bool | None = None,
+    *,
+    hlo: str | Path = "",
+    timeout: float | None = None,
+) -> CompiledReport:
+    """Compiles the train step of a run for a target, in a process of its own.
+
+    Args:
+      run: the settings; the mesh is run.mesh over the devices of the target.
+      target: as "v5e:4x4" or "h100:1x8".
+      packed: whether rows have segment ids; None: as the settings make them.
+      hlo: a file to which the optimized program is written.
+      timeout: seconds after which the compiler is stopped.
+
+    Raises:
+      ConfigError: for settings that do not go together, a target that there is not, a compiler that
+        is not installed, or one that fails.
+    """
+    target = parse_target(target) if isinstance(target, str) else target
+    require_compiler(target.platform)
+    asked = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
+    command = [sys.executable, "-m", "jaxformer.tools.plan.compiled"]
+    environment = os.environ | ENVIRONMENT
+    if run.train.deterministic:
+        environment["XLA_FLAGS"] = FLAG
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as stopped:
+        raise ConfigError(f"compiling for {target} took more than {timeout:.0f} s.") from stopped
+    answer = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode or not answer.startswith("{"):
+        tail = "\n".join(done.stderr.strip().splitlines()[-15:])
+        raise ConfigError(f"the compiler for {target} failed (status {done.returncode}):\n{tail}")
+    found = json.loads(answer)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    warnings = dict.fromkeys(LOGGED.findall(done.stderr))
+    return report_of(found | {"warnings": tuple(warnings)})
+
+
+def model_flops(run: RunConfig) -> float:
+    """FLOPs of the model in the program of a step over all devices, as MFU counts them: without the
+    forward pass of a reference that scores batches in a program of its own."""
+    from jaxformer.models.cost import flops_per_token
+    from jaxformer.runs.compose import compares_with_start, counted_specs, encoded_length
+    from jaxformer.runs.objectives import OBJECTIVES, objective_of
+
+    objective = OBJECTIVES[objective_of(run.model, run.data)]
+    length = run.data.sequence_length
+    source = encoded_length(run, run.model.max_segments)
+    reference = objective.reference and not compares_with_start(run)
+    per_token = flops_per_token(run.model, length, source, counted_specs(run), reference)
+    return float(per_token * run.train.batch_size * objective.sequences * length)
+
+
+def compile_here(
+    run: RunConfig, target: Target, packed: bool | None = None, hlo: str = ""
+) -> CompiledReport:
+    """As `compiled_report`, in this process, whose standard error has the compiler's warnings."""
+    devices = target.devices()
+    with cudnn_of(target):
+        return compile_on(run, devices, target.device, str(target), packed=packed, hlo=hlo)
+
+
+def compile_on(
+    run: RunConfig,
+    devices: Sequence[Any],
+    device: Device,
+    target: str,
+    *,
+    packed: bool | None = None,
+    hlo: str = "",
+) -> CompiledReport:
+    """Compiles the step of a run for `devices` of kind `device`; the report calls them `target`."""
+    import jax
+
+    from jaxformer.arrays.mesh import make_mesh
+    from jaxformer.runs.compose import abstract_run, assumed_segments, with_kernel
+    from jaxformer.tools.plan.memory import capacity_of
+
+    begin = time.perf_counter()
+    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
+    step, state, batch = abstract_run(run, mesh, packed)
+    ready, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
+    lowered = step.lower(state, batch)
+    lowered_at = time.perf_counter()
+    memory, counts, capacity = None, None, round(capacity_of(device) or 0)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed, capacity = too_large(error)
+    else:
+        text, memory = compiled.as_text(), memory_of(compiled.memory_analysis())
+        needed = memory.peak
+        counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
+        if hlo:
+            write_text(Path(hlo), text)
+    beside, notes = reference_beside(run, state)
+    return CompiledReport(
+        target=target,
+        device_kind=devices[0].device_kind,
+        mesh=dict(mesh.shape),
+        packed="segment_ids" in batch,
+        dtype=ready.model.dtype,
+        kernel=kernel,
+        fits=memory is not None and (needed + beside <= capacity or not capacity),
+        capacity=capacity,
+        needed=needed + beside,
+        memory=memory,
+        counts=counts,
+        model_flops=model_flops(ready) / mesh.size,
+        peak_flops=device.bfloat16 or 0.0,
+        lower_seconds=lowered_at - begin,
+        compile_seconds=time.perf_counter() - lowered_at,
+        versions=versions(),
+        notes=notes,
+    )
+
+
+def reference_beside(run: RunConfig, state: Any) -> tuple[int, tuple[str, ...]]:
+    """The bytes of a device that hold the reference beside a step that does not read it, and what
+    to say of it; 0 and nothing without such a reference."""
+    from jaxformer.runs.compose import compares_with_start
+    from jaxformer.tools.plan.planned import tree_bytes
+
+    if not compares_with_start(run):
+        return 0, ()
+    return tree_bytes(state.params), (REFERENCE_APART,)
+
+
+def too_large(error: Exception) -> tuple[int, int]:
+    """(bytes needed, bytes there) by the words of a compiler that refused a program. Raises the
+    error where it says something else."""
+    found = TOO_LARGE.search(str(error))
+    if found is None:
+        raise error
+    used, unit, there, unit_there = (group for group in found.groups() if group is not None)
+    return round(float(used) * UNITS[unit]), round(float(there) * UNITS[unit_there])
+
+
+def versions() -> dict[str, str]:
+    """The versions of what compiled, of those that are installed."""
+    found = {}
+    for name in COMPILERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    """Reads what to compile from standard input, and writes the report as one line of JSON."""
+    asked = json.loads(sys.stdin.read())
+    try:
+        run = from_json(asked["run"], "the settings to compile")
+        target = parse_target(asked["target"])
+        answer = compile_here(run, target, asked["packed"], asked["hlo"]).as_json()
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        answer = {"error": f"the step does not compile for {asked['target']}: {said}"}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What a device holds during a step: the state exactly, and an estimate of the temporary arrays."""
+
+import math
+import os
+from typing import Literal, NamedTuple
+
+import jax
+
+from jaxformer.arrays.hardware import Device
+from jaxformer.arrays.params import rows
+from jaxformer.losses import cross_entropy
+from jaxformer.tools.plan.activations import StackActivations, activations, edge_bytes, logits_bytes
+from jaxformer.tools.plan.planned import PlannedRun, shard_bytes, tree_bytes
+from jaxformer.training.state import learning
+
+REFERENCE = "parameters of the reference"
+
+Certainty = Literal["exact", "estimate"]
+# The fraction of a GPU's memory that JAX takes for itself unless the environment says otherwise.
+GPU_FRACTION = 0.75
+FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+class MemoryLine(NamedTuple):
+    """What a part of the memory of a device holds, in bytes."""
+
+    name: str
+    bytes: float
+    certainty: Certainty
+
+
+class MemoryPlan(NamedTuple):
+    """The memory of one device in a step.
+
+    `held` are the arrays that are there from step to step; `stages` what each stage of a step adds
+    to them at its largest, of which the largest counts. `capacity` is what a program can use of the
+    device, None if it is unknown.
+    """
+
+    held: list[MemoryLine]
+    stages: dict[str, list[MemoryLine]]
+    capacity: float | None
+
+    @property
+    def largest(self) -> str:
+        """The name of the stage that takes most."""
+        return max(self.stages, key=lambda name: _total(self.stages[name]))
+
+    @property
+    def temporary(self) -> float:
+        return _total(self.stages[self.largest])
+
+    @property
+    def peak(self) -> float:
+        return _total(self.held) + self.temporary
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the capacity; None if that is unknown."""
+        return None if self.capacity is None else self.peak <= self.capacity
+
+
+def _total(lines: list[MemoryLine]) -> float:
+    return sum(line.bytes for line in lines)
+
+
+def memory_plan(planned: PlannedRun) -> MemoryPlan:
+    """The memory of one device in a step of the run."""
+    state = planned.state
+    held = [
+        MemoryLine("parameters", tree_bytes(state.params), "exact"),
+        MemoryLine("optimizer state", tree_bytes((state.step, state.optimizer)), "exact"),
+        MemoryLine("batch", tree_bytes(planned.batch), "exact"),
+    ]
+    if planned.has_reference:
+        held.append(MemoryLine(REFERENCE, tree_bytes(state.params), "exact"))
+    return MemoryPlan(held, _stages(planned), capacity_of(planned.device))
+
+
+def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
+    """What the largest moments of a step take besides what is held: the loss, after the forward
+    pass; the backward pass of each stack, after which what it stored is free; and the update."""
+    stacks, edges = activations(planned), edge_bytes(planned)
+    gradients = gradient_bytes(planned)
+    tile, matrix = logits_bytes(planned, tile_length(planned))
+    always = _always(planned, gradients)
+    stored = sum(stack.stored for stack in stacks) + edges
+    found = {
+        "loss": [
+            *always,
+            MemoryLine("activations", stored, "estimate"),
+            MemoryLine("logits of a tile", tile, "estimate"),
+            MemoryLine("gradient of the output layer", matrix, "estimate"),
+        ]
+    }
+    for stack in reversed(stacks):
+        found[f"backward pass of the {stack.name}"] = [
+            *always,
+            MemoryLine("activations", stored, "estimate"),
+            MemoryLine("gradients", gradients, "estimate"),
+            *_of_one_layer(planned, stack),
+        ]
+        stored -= stack.stored
+    found["update"] = [*always, MemoryLine("gradients", 2 * gradients, "estimate")]
+    return found
+
+
+def _always(planned: PlannedRun, gradients: float) -> list[MemoryLine]:
+    """What is there in every stage: weights in the compute dtype, and sums over microbatches."""
+    found = []
+    if planned.dtype_bytes < 4 and planned.model.layer_loop == "unroll":
+        # The matrices are cast once a step, as shards; a loop casts those of one layer at a time.
+        cast = planned.dtype_bytes * matrix_elements(planned)
+        found.append(MemoryLine(f"weights in {planned.model.dtype}", cast, "estimate"))
+    if planned.run.train.n_microbatches > 1:
+        found.append(MemoryLine("gradients of earlier microbatches", gradients, "estimate"))
+    return found
+
+
+def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLine]:
+    """What the backward pass of one layer takes while it runs."""
+    found = [MemoryLine("gradients of a layer's arrays", stack.working, "estimate")]
+    if stack.recomputed:
+        found.append(MemoryLine("a layer's recomputed arrays", stack.recomputed, "estimate"))
+    if planned.size("fsdp") > 1:
+        # Of this layer and of the next, which is gathered meanwhile.
+        elements, numbers = layer_elements(planned), planned.dtype_bytes
+        gathered = 2 * elements * numbers
+        found.append(MemoryLine("gathered weights of two layers", gathered, "estimate"))
+        # Their gradients before and while they are scattered.
+        whole = 2 * elements * numbers
+        found.append(MemoryLine("gradients of a layer's weights", whole, "estimate"))
+    return found
+
+
+def gradient_bytes(planned: PlannedRun) -> float:
+    """Bytes of the gradients: float32, of the leaves that learn, placed as these."""
+    learned = learning(planned.state.params, planned.state.frozen)
+    return float(tree_bytes(learned))
+
+
+def matrix_elements(planned: PlannedRun) -> float:
+    """Elements on a device of the matrices that products read."""
+    leaves = rows(planned.specs)
+    places = dict(zip(leaves, jax.tree.leaves(planned.state.params), strict=True))
+    return sum(
+        shard_bytes(places[path]) / places[path].dtype.itemsize
+        for path, spec in leaves.items()
+        if spec.is_matrix and not spec.lookup
+    )
+
+
+def layer_elements(planned: PlannedRun) -> float:
+    """Elements of the matrices of the largest layer, gathered over fsdp."""
+    sizes: dict[str, float] = {}
+    for path, spec in rows(planned.specs).items():
+        if not spec.is_matrix or "layers" not in spec.axes:
+            continue
+        stack = path.partition("blocks")[0]
+        of_layer = math.prod(spec.shape) / spec.shape[spec.axes.index("layers")]
+        split = any(axis in ("heads", "kv_heads", "mlp") for axis in spec.axes)
+        sizes[stack] = sizes.get(stack, 0) + of_layer / (planned.size("tensor") if split else 1)
+    return max(sizes.values(), default=0)
+
+
+def tile_length(planned: PlannedRun) -> int:
+    """Positions of each row whose logits are computed at a time."""
+    model = planned.model
+    outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
+    of_microbatch = planned.sequences // planned.run.train.n_microbatches
+    with jax.sharding.use_abstract_mesh(planned.mesh):
+        return cross_entropy.tile_length(of_microbatch, planned.length, outputs) or planned.length
+
+
+def capacity_of(device: Device) -> float | None:
+    """Bytes of a device that a program can use; None if they are unknown."""
+    if device.memory is None:
+        return None
+    if device.platform != "gpu":
+        return device.memory
+    stated = (os.environ.get(name) for name in FRACTION_VARIABLES)
+    return device.memory * float(next(filter(None, stated), GPU_FRACTION))
+
+
+def cache_bytes(planned: PlannedRun) -> float:
+    """Bytes of the key-value cache of one row of model.max_length tokens, on one device."""
+    model, tensor = planned.model, planned.size("tensor")
+    if model.family == "encoder":
+        return 0.0
+    split = tensor if model.kv_heads % tensor == 0 else 1
+    of_token = model.kv_heads * (model.head_width + model.value_width) / split
+    lengths = model.max_length + planned.source_length
+    return of_token * model.n_layers * lengths * planned.dtype_bytes

@@ -1,0 +1,265 @@
+"""A plan as text for people, and as numbers for programs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxformer.arrays.hardware import Device
+from jaxformer.arrays.params import count, rows
+from jaxformer.report import banner, human_bytes, human_count, human_time
+from jaxformer.report.banner import INDENT
+from jaxformer.tools.plan.changes import Change, shown
+from jaxformer.tools.plan.make import Plan
+from jaxformer.tools.plan.planned import PlannedRun
+from jaxformer.tools.plan.undivided import REPEATED_AXES, sentence
+
+WORDS = (
+    "exact: follows from the settings; estimate: what a compiler is expected to need, which"
+    " `--compile` asks it; bound: published peaks, with products, memory and links overlapped"
+    " entirely. No speed is promised: a real step takes longer than its bound."
+)
+
+
+def plan_text(plan: Plan, title: str, tokens: int = 0) -> str:
+    """The plan as text; `tokens` adds the least time for that many."""
+    sections = [
+        banner(_head(plan), title),
+        _parameters(plan.planned),
+        memory_text(plan),
+        _changes(plan),
+        _products(plan),
+        _collectives(plan),
+        _bound(plan, tokens),
+        banner({"words": WORDS}, "How to read this"),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _head(plan: Plan) -> dict[str, str | list[str]]:
+    planned, run, model = plan.planned, plan.planned.run, plan.planned.model
+    mesh = ", ".join(f"{name} {size}" for name, size in planned.mesh.shape.items())
+    layers = str(model.n_layers)
+    if model.family == "encoder_decoder":
+        layers = f"{model.encoder_layers} + {model.n_layers}"
+    source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
+    pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
+    head: dict[str, str | list[str]] = {
+        "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
+        "mesh": mesh,
+        "model": (
+            f"{model.family}, {human_count(count(planned.specs))} parameters, {layers} layers,"
+            f" {model.d_model} wide, {model.vocab_size:,} tokens, {model.dtype} products,"
+            f" layers {_loop(model.layer_loop)}, remat {model.remat}"
+        ),
+        "attention": planned.kernel,
+        "a step": (
+            f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
+            f" {'with' if planned.packed else 'without'} segment ids, in"
+            f" {run.train.n_microbatches} microbatch{'es' * (run.train.n_microbatches > 1)}:"
+            f" {planned.rows:,} rows of a device at a time"
+        ),
+    }
+    if left := [*map(sentence, plan.undivided)]:
+        head["not divided"] = left
+    return head | ({"assumed": [*planned.notes]} if planned.notes else {})
+
+
+def _loop(name: str) -> str:
+    return {"scan": "in a loop", "unroll": "unrolled"}[name]
+
+
+def _figures(device: Device) -> str:
+    """The published figures of a device in words; nothing for a CPU, which has none."""
+    if device.bfloat16 is None or device.memory is None:
+        return "" if device.platform == "cpu" else ": unknown peak"
+    return (
+        f": {device.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16, {human_bytes(device.memory)} at"
+        f" {(device.bandwidth or 0) / 1e12:.3g} TB/s, links of {(device.link or 0) / 1e9:.3g} GB/s"
+        f" one way ({device.source})"
+    )
+
+
+def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
+    """The number of parameters of each part of the model: embed, attention, cross, ffn, norms,
+    head and so on; an encoder-decoder's encoder apart."""
+    parts: dict[str, int] = {}
+    for path, spec in rows(planned.specs).items():
+        name = part_of(path)
+        parts[name] = parts.get(name, 0) + math.prod(spec.shape)
+    return parts
+
+
+def part_of(path: str) -> str:
+    """The part of the model that a parameter belongs to, as in "attention" for
+    "blocks.attention.q"."""
+    names = path.split(".")
+    before = f"{names.pop(0)} " if names[0] == "encoder" else ""
+    if names[0] == "blocks":
+        names = [name for name in names[1:] if not name.isdigit()]
+    return before + ("norms" if names[0].endswith("norm") else names[0])
+
+
+def _parameters(planned: PlannedRun) -> str:
+    parts = parameters_by_part(planned)
+    total = sum(parts.values())
+    table = [
+        (name, f"{size:,}", f"{size / total:.1%}")
+        for name, size in [*parts.items(), ("all", total)]
+    ]
+    return _titled("Parameters (exact)", table)
+
+
+def memory_text(plan: Plan) -> str:
+    """What a device holds at its largest moment, and whether that fits."""
+    memory = plan.memory
+    lines = [*memory.held, *memory.stages[memory.largest]]
+    table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
+    table.append(("peak", human_bytes(memory.peak), "estimate"))
+    if memory.capacity is not None:
+        verdict = "fits" if memory.fits else "does NOT fit"
+        table.append(("capacity", human_bytes(memory.capacity), verdict))
+    found = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
+    whole = plan.planned.device.memory
+    if whole is not None and memory.capacity is not None and memory.capacity < whole:
+        found.append(
+            f"{INDENT}JAX takes {memory.capacity / whole:.0%} of the {human_bytes(whole)} of a GPU;"
+            " XLA_CLIENT_MEM_FRACTION changes that."
+        )
+    if plan.cache:
+        found.append(
+            f"{INDENT}Decoding has a cache besides: {human_bytes(plan.cache)} for each row of"
+            f" {plan.planned.model.max_length:,} tokens (exact)."
+        )
+    return "\n".join(found)
+
+
+def _changes(plan: Plan) -> str:
+    if plan.changes is None:
+        return ""
+    if not plan.changes:
+        return "No change of mesh.fsdp, microbatches, remat and layer_loop fits: use more devices."
+    table = [(shown(change.settings), human_bytes(change.peak)) for change in plan.changes]
+    return _titled("Smallest changes that fit (estimate)", table)
+
+
+def _products(plan: Plan) -> str:
+    found = plan.products
+    table = [
+        ("of the model, a token", _flops(found.per_token), "exact, forward and backward"),
+        ("of the model, a step", _flops(found.model), "exact"),
+    ]
+    if found.recomputed:
+        table.append(("recomputed", _flops(found.recomputed), "estimate"))
+    if found.skipped:
+        table.append(("skipped, masked scores", _flops(found.skipped), "estimate"))
+    if found.undivided:
+        table.append(("repeated, not divided by the mesh", _flops(found.undivided), "estimate"))
+    return _titled("Products, over all devices", table)
+
+
+def _flops(number: float) -> str:
+    """`1.5 GFLOP`, `60.7 PFLOP`."""
+    power = min(max(math.floor(math.log10(max(number, 1)) / 3), 2), 5)
+    return f"{number / 1000**power:,.4g} {'MGTP'[power - 2]}FLOP"
+
+
+def _collectives(plan: Plan) -> str:
+    if not plan.collectives:
+        return ""
+    table = [
+        (
+            one.kind,
+            f"{one.axis} {one.devices}",
+            f"{one.times:,} x",
+            human_bytes(one.bytes),
+            one.purpose,
+        )
+        for one in plan.collectives
+    ]
+    return _titled("Collectives of a step, a device (estimate; bytes of all of them)", table)
+
+
+def _bound(plan: Plan, tokens: int) -> str:
+    """The least time of a step, and of `tokens` if asked for; nothing for a CPU unless asked for,
+    because no peak of CPUs is published."""
+    title, least = "Least time (bound)", plan.bound
+    if least.seconds is None:
+        if plan.planned.device.platform == "cpu" and not tokens:
+            return ""
+        return banner({"a step": "no bound, because no peak of this device is published"}, title)
+    counted = ", which counts masked scores too," if plan.products.skipped else ""
+    mfu = f"MFU{counted} at most {plan.mfu or 0:.1%}"
+    names = {"products": "products", "memory": "memory traffic", "links": "links"}
+    parts = [f"{names[name]} {human_time(getattr(least, name))}" for name in least._fields]
+    found: dict[str, str | list[str]] = {
+        "a step": [
+            f"not faster than {human_time(least.seconds)}, which the {names[least.binds]} take;"
+            f" {mfu}",
+            ", ".join(parts),
+        ]
+    }
+    if plan.products.undivided:
+        share = plan.products.undivided / plan.products.done
+        left = [f"{one.axis} {one.length:,}" for one in plan.undivided if one.axis in REPEATED_AXES]
+        found["not divided"] = f"{share:.0%} of the products are repeated ({', '.join(left)})"
+    if tokens:
+        seconds = plan.seconds_for(tokens) or 0.0
+        found[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
+    return banner(found, title)
+
+
+def _titled(title: str, table: Iterable[Sequence[str]]) -> str:
+    """A title and aligned columns: the first to the left, numbers to the right, the rest to the
+    left."""
+    lines = [list(row) for row in table]
+    widths = [max(len(row[i]) for row in lines) for i in range(len(lines[0]))]
+    shown_rows = []
+    for row in lines:
+        cells = [
+            cell.rjust(width) if cell[:1].isdigit() and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        shown_rows.append((INDENT + INDENT.join(cells)).rstrip())
+    return "\n".join([title, *shown_rows])
+
+
+def plan_numbers(plan: Plan, tokens: int = 0) -> dict[str, Any]:
+    """The plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
+    planned, memory = plan.planned, plan.memory
+    return {
+        "device": planned.device_name,
+        "devices": planned.mesh.size,
+        "mesh": dict(planned.mesh.shape),
+        "attention": planned.kernel,
+        "packed": planned.packed,
+        "assumed": list(planned.notes),
+        "parameters": parameters_by_part(planned),
+        "memory": {
+            "held": {line.name: line.bytes for line in memory.held},
+            "stages": {
+                name: {line.name: line.bytes for line in lines}
+                for name, lines in memory.stages.items()
+            },
+            "largest": memory.largest,
+            "temporary": memory.temporary,
+            "peak": memory.peak,
+            "capacity": memory.capacity,
+            "fits": memory.fits,
+        },
+        "undivided": [one._asdict() for one in plan.undivided],
+        "cache": plan.cache,
+        "changes": None if plan.changes is None else [*map(_change_numbers, plan.changes)],
+        "flops": plan.products._asdict(),
+        "collectives": [one._asdict() for one in plan.collectives],
+        "bound": {
+            **plan.bound._asdict(),
+            "seconds": plan.bound.seconds,
+            "binds": plan.bound.binds if plan.bound.seconds is not None else None,
+            "mfu": plan.mfu,
+        },
+        **({"seconds_for_tokens": plan.seconds_for(tokens)} if tokens else {}),
+    }
+
+
+def _change_numbers(change: Change) -> dict[str, Any]:
+    return {"settings": change.settings, "peak": change.peak}

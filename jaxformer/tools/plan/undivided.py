@@ -1,0 +1,59 @@
+"""What a mesh would divide and does not, because the number of its devices does not divide it: each
+of these devices then has all of it, and computes all of it."""
+
+import math
+from typing import NamedTuple
+
+from jaxformer.arrays.mesh import AnyMesh, lengths_left
+from jaxformer.arrays.params import Specs, rows
+from jaxformer.files import first_of
+
+# Axes that may be longer than the model asks: the setting of each.
+PADDED = {"vocab": "model.vocab_size", "mlp": "model.d_ff"}
+# Axes whose products each device then computes whole. Compilers divide those of "kv_heads" by the
+# width of a head, and fsdp divides rows, whatever it does to parameters.
+REPEATED_AXES = ("vocab", "heads", "mlp")
+MULTIPLE = 64  # of padded lengths, which products in 16 bits like
+
+
+class UndividedAxis(NamedTuple):
+    """An axis of parameters, its length, the axis of the mesh that would divide it, the number of
+    devices along that, the parameters, and settings with which the mesh divides it."""
+
+    axis: str
+    length: int
+    mesh_axis: str
+    devices: int
+    paths: tuple[str, ...]
+    remedy: str
+
+
+def undivided_axes(specs: Specs, mesh: AnyMesh, may_be_longer: bool = True) -> list[UndividedAxis]:
+    """The axes that a mesh would divide and does not; `may_be_longer`: whether the model may have
+    other sizes."""
+    found: dict[tuple[str, int, str, int], list[str]] = {}
+    for path, spec in rows(specs).items():
+        for left in lengths_left(mesh, spec.shape, spec.axes):
+            found.setdefault(left, []).append(path)
+    return [
+        UndividedAxis(*left, tuple(paths), _remedy(*left, may_be_longer))
+        for left, paths in found.items()
+    ]
+
+
+def _remedy(axis: str, length: int, mesh_axis: str, devices: int, may_be_longer: bool) -> str:
+    """A longer axis where the model can have one, else fewer devices along that of the mesh."""
+    if axis in PADDED and may_be_longer:
+        multiple = math.lcm(MULTIPLE, devices)
+        return f"--{PADDED[axis]} {-(-length // multiple) * multiple} is divided"
+    sizes = [n for n in range(2, devices) if devices % n == 0 and length % n == 0]
+    return f"--mesh.{mesh_axis} {sizes[-1] if sizes else 1} divides it"
+
+
+def sentence(one: UndividedAxis) -> str:
+    """An axis in words."""
+    paths = first_of(one.paths, 4, ", ")
+    return (
+        f"{one.axis} {one.length:,} by mesh.{one.mesh_axis} {one.devices}: each of these devices"
+        f" has all of {paths}; {one.remedy}"
+    )

@@ -1,0 +1,224 @@
+"""One step of a run, done again from its number: its batch, the loss of each token, and the norms
+of its gradient."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.arrays.mesh import place_batch
+from jaxformer.arrays.params import Params, Specs, rows
+from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint, saved_steps
+from jaxformer.config.config_file import read_config
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError
+from jaxformer.layers.head import logits_of_rows, output_layer, readout
+from jaxformer.losses.heads import head_loss
+from jaxformer.losses.logits import gathered
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import hidden
+from jaxformer.report import read_metrics
+from jaxformer.runs.compose import is_rowwise, run_loss
+from jaxformer.runs.evaluation import own_cache
+from jaxformer.runs.metric_logger import as_logged
+from jaxformer.runs.objectives import OBJECTIVES
+from jaxformer.runs.rollback import batches_of
+from jaxformer.runs.run import compile_step
+from jaxformer.runs.setup import RunSetup, make_setup
+from jaxformer.runs.states import first_state, unsaved, with_base_of
+from jaxformer.training.deterministic import require_deterministic
+from jaxformer.training.state import TrainState, on_mesh
+from jaxformer.training.step import Batch, gradients
+
+
+class Replay(NamedTuple):
+    """Step `step` of a run, counted from 1, done again from the state after step `begun`.
+
+    Attributes:
+      setup: of the run.
+      batch: NumPy arrays, rows first.
+      metrics: of the step, under the names of metrics.jsonl.
+      logged: the line of the step in metrics.jsonl; None where there is none.
+      norms: of the gradient, by leaf: one number, or one for each layer.
+      nats: float32, of the shape of the targets: the cross-entropy of each, with the dropout of the
+        step. None for an objective with a loss of its own, which is no sum over targets.
+    """
+
+    step: int
+    begun: int
+    setup: RunSetup
+    batch: dict[str, np.ndarray]
+    metrics: dict[str, float]
+    logged: dict[str, Any] | None
+    norms: dict[str, list[float]]
+    nats: np.ndarray | None
+
+    def differing(self) -> dict[str, tuple[float, float]]:
+        """The numbers that are not, to the bit, those that the run logged: (now, then)."""
+        logged = self.logged or {}
+        apart = {}
+        for name, now in self.metrics.items():
+            then = float(logged.get(name, now))
+            if now != then and not (math.isnan(now) and math.isnan(then)):
+                apart[name] = (now, then)
+        return apart
+
+
+def replay(
+    path: str | Path,
+    step: int,
+    log: Log,
+    mesh: Mapping[str, int] | None = None,
+    cache_dir: str | Path = "",
+) -> Replay:
+    """Does step `step` of the run directory `path` again, from its newest earlier checkpoint or
+    from its beginning. Writes nothing.
+
+    `mesh` are sizes of axes of the mesh in place of those of the run; tokenized text is kept in
+    `cache_dir`, by default that of this user. Raises ConfigError where
+    `path` is no run directory, has no such step, its data has changed, or the mesh does not fit the
+    devices.
+    """
+    folder = Path(path)
+    run = read_config(folder / "config.json")
+    own = dataclasses.replace(run.run, dir=str(folder), profile="")
+    run = dataclasses.replace(
+        run,
+        run=own,
+        mesh=dataclasses.replace(run.mesh, **(mesh or {})),
+        data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
+    )
+    if run.train.deterministic:
+        require_deterministic()
+    setup = make_setup(run, log)
+    if not 1 <= step <= run.train.steps:
+        raise ConfigError(
+            f"--step {step}: {folder} has the steps 1 to {run.train.steps} (train.steps)."
+        )
+    state = _state_before(setup, step, log)
+    begun = int(state.step)
+    programs, batches = dict[int, Any](), batches_of(setup)
+
+    def advance(state: TrainState, number: int, batch: Batch) -> tuple[TrainState, Any]:
+        length = setup.length(number)
+        if length not in programs:
+            programs[length] = compile_step(setup, length, log)
+        placed = setup.placed(batch)
+        return programs[length](state, placed)  # type: ignore[no-any-return]
+
+    for number in range(begun, step - 1):
+        state, _ = advance(state, number, batches[number])
+    batch = batches[step - 1]
+    norms = gradient_norms(setup, state, batch)  # before the step, which donates the state
+    nats = _nats(setup, state, batch)
+    _, metrics = advance(state, step - 1, batch)
+    lines = read_metrics(folder)
+    logged = [line for line in lines if line["step"] == step and "loss" in line]
+    numbers = as_logged(jax.device_get(metrics))
+    return Replay(step, begun, setup, batch, numbers, logged[-1] if logged else None, norms, nats)
+
+
+def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
+    """The newest state of the run from before a step: from a checkpoint, or the first one."""
+    folder = Path(setup.run.run.dir).absolute()
+    given, left = flat_leaves(with_base_of(setup, setup.target)), set(unsaved(setup))
+    wanted = {path: leaf for path, leaf in given.items() if path not in left}
+    for saved in reversed([number for number in saved_steps(folder) if number < step]):
+        try:
+            leaves = read_checkpoint(
+                folder / "checkpoints", saved, wanted, run=setup.identity, log=log
+            )
+        except Damaged as error:
+            log(f"The checkpoint of step {saved} cannot be read; an earlier one is used: {error}")
+            continue
+        whole = (given | leaves).values()
+        state: TrainState = jax.tree.unflatten(jax.tree.structure(setup.target), whole)
+        return state
+    return first_state(setup, log)
+
+
+def _layered(specs: Specs) -> set[str]:
+    """The paths of the parameters that have several layers, on their first axis."""
+    return {path for path, spec in rows(specs).items() if spec.axes[:1] == ("layers",)}
+
+
+def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:
+    """The Euclidean norm of the gradient of a step by leaf, for a leaf of several layers of each.
+    The gradient is the one before it is clipped."""
+    run, objective = setup.runs[setup.length(int(state.step))], setup.corpus.task.name
+    loss, pieces = run_loss(run, objective), run.train.n_microbatches
+    rowwise = is_rowwise(run, objective)
+    layered = _layered(setup.specs)
+
+    def norms_of(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
+        found, _ = gradients(loss, state, batch, key, pieces, rowwise)
+        norms = {}
+        for path, leaf in flat_leaves(found).items():
+            squares = jnp.square(leaf.astype(jnp.float32))
+            first = 1 if path in layered else 0
+            norms[path] = jnp.sqrt(squares.sum(tuple(range(first, leaf.ndim))))
+        return norms
+
+    with on_mesh(setup.mesh):
+        found = jax.device_get(jax.jit(norms_of)(state, setup.placed(batch)))
+    return {path: np.atleast_1d(norm).tolist() for path, norm in found.items()}
+
+
+def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None:
+    """The cross-entropy of each target of a batch, with the dropout of the step."""
+    run = setup.runs[setup.length(int(state.step))]
+    if OBJECTIVES[setup.corpus.task.name].loss is not head_loss:
+        return None
+    pieces, nats = run.train.n_microbatches, np.zeros(batch["targets"].shape, np.float32)
+    key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
+    program = jax.jit(token_nats, static_argnums=1)
+    for piece in range(pieces):
+        part = {name: array[piece::pieces] for name, array in batch.items()}
+        with on_mesh(setup.mesh):
+            placed = place_batch(part, setup.mesh)
+            found = program(state.params, run.model, placed, jax.random.fold_in(key, piece))
+        nats[piece::pieces] = np.asarray(found)
+    return nats
+
+
+def token_nats(
+    params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None
+) -> jax.Array:
+    """The cross-entropy of each target of a batch in nats, [B, T] float32, computed one row at a
+    time, so that only the logits of one row, [T, V], are in memory. A key turns dropout on."""
+    inputs = inputs_of(batch)
+    x = hidden(params, config, inputs, key=key if config.dropout else None).x
+    out = output_layer(params, config, readout(params, config, x, inputs.layout))
+
+    def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:  # [T, D], [T] -> [T]
+        y, targets = row
+        logits = logits_of_rows(y[None], out.matrix, out.bias)  # [1, T, V]
+        if cap := config.logit_soft_cap:
+            logits = cap * jnp.tanh(logits / cap)
+        taken = gathered(logits, targets[None])[..., 0]
+        return (jax.nn.logsumexp(logits, axis=-1) - taken)[0]
+
+    return jax.lax.map(of_row, (out.rows, jnp.asarray(batch["targets"])))
+
+
+def norms_by_layer(norms: Mapping[str, list[float]], specs: Specs) -> dict[str, float]:
+    """The norms of `gradient_norms` by layer, as "blocks 3", and by part of the model for the
+    parameters outside of the layers."""
+    layered = _layered(specs)
+    squares: dict[str, float] = {}
+    for path, found in norms.items():
+        if path in layered:
+            stack = path.partition("blocks")[0] + "blocks"
+            names = [f"{stack} {layer}" for layer in range(len(found))]
+        else:
+            names = [path]
+        for name, norm in zip(names, found, strict=True):
+            squares[name] = squares.get(name, 0.0) + norm**2
+    return {name: square**0.5 for name, square in squares.items()}

@@ -1,0 +1,374 @@
+"""Bounds on the architecture: sizes of functions and files, imports; and what the documentation
+names exists."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
+HEAVY = (
+    "flax",
+    "optax",
+    "orbax",
+    "grain",
+    "tyro",
+    "rich",
+    "matplotlib",
+    "tokenizers",
+    "zstandard",
+    "tensorboardX",
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> list[Function]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)]
+
+
+def code_lines(path: Path) -> set[int]:
+    """Numbers of the lines that hold code: neither blank nor a comment alone."""
+    nothing = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENCODING,
+    }
+    with path.open("rb") as file:
+        spans = [
+            t
+            for t in tokenize.tokenize(file.readline)
+            if t.type not in nothing and t.type != tokenize.ENDMARKER
+        ]
+    return {number for span in spans for number in range(span.start[0], span.end[0] + 1)}
+
+
+def docstring_lines(node: Function) -> range:
+    first = node.body[0]
+    is_text = (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    )
+    return range(first.lineno, (first.end_lineno or first.lineno) + 1) if is_text else range(0)
+
+
+def test_the_tail_is_bounded() -> None:
+    """No file has more than 450 lines, no function more than 50 lines of code or 8 arguments."""
+    found = []
+    for path in FILES:
+        length, code = len(path.read_text().splitlines()), code_lines(path)
+        found += [f"{path}: {length} lines"] * (length > 450)
+        for node in functions(path):
+            lines = set(range(node.lineno, (node.end_lineno or node.lineno) + 1)) & code - set(
+                docstring_lines(node)
+            )
+            arguments = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+            found += [f"{path}:{node.lineno} {node.name}: {len(lines)} lines of code"] * (
+                len(lines) > 50
+            )
+            found += [f"{path}:{node.lineno} {node.name}: {arguments} arguments"] * (arguments > 8)
+    assert not found, "\n".join(found)
+
+
+def test_data_tokenizer_and_report_know_neither_a_run_nor_a_model() -> None:
+    """They take the values that they need: no settings of a whole run, none of a model."""
+    found = []
+    for package in ("data", "tokenizer", "report"):
+        for path in sorted((ROOT / "jaxformer" / package).rglob("*.py")):
+            names = set()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    names |= {node.module, *(alias.name for alias in node.names)}
+                elif isinstance(node, ast.Import):
+                    names |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.Name | ast.Attribute):
+                    names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            known = names & {"RunConfig", "ModelConfig", "jaxformer.config.model"}
+            found += [f"{path}: {name}" for name in sorted(known)]
+    assert not found, "\n".join(found)
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    assert not {path.stem for path in FILES} & {
+        "utils",
+        "util",
+        "common",
+        "helpers",
+        "core",
+        "manager",
+        "misc",
+    }
+
+
+def test_importing_jaxformer_imports_none_of_the_heavy_libraries() -> None:
+    seen = modules_after(
+        "import jaxformer, jaxformer.cli, jaxformer.config.config_file, jaxformer.runs.config; "
+        "jaxformer.ModelConfig, jaxformer.load_config"
+    )
+    assert not {name for name in seen if name.partition(".")[0] in (*HEAVY, "jax")}
+
+
+def test_calling_a_model_imports_neither_checkpoints_nor_data_nor_the_command_line() -> None:
+    seen = modules_after("import jaxformer; jaxformer.forward, jaxformer.init")
+    brought = {
+        "flax",
+        "rich",
+        "zstandard",
+    }  # Flax is wanted, and the others come with it and with JAX
+    assert not {name for name in seen if name.partition(".")[0] in {*HEAVY} - brought}
+    assert not {
+        name
+        for name in seen
+        if name.startswith(
+            ("jaxformer.data", "jaxformer.training", "jaxformer.runs", "jaxformer.cli")
+        )
+    }
+
+
+def modules_after(code: str) -> list[str]:
+    line = f"{code}; import sys, json; print(json.dumps(sorted(sys.modules)))"
+    found: list[str] = json.loads(
+        subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True)
+    )
+    return found
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+    lines = PAGES[0].read_text().splitlines()
+    assert len(lines) < 150
+    first_screen = "\n".join(lines[:40])
+    assert "pip install -e . && python train.py configs/quickstart.py" in first_screen
+    assert 'pip install -e ".[test]" && pytest' in first_screen
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert (
+        "\ntest = [" in extras
+        and (ROOT / "configs/quickstart.py").is_file()
+        and (ROOT / "train.py").is_file()
+    )
+
+
+def test_pytest_alone_runs_the_tests_of_the_claims_of_the_readme() -> None:
+    claims = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGES[0].read_text())
+    assert len(claims) >= 8
+    for path, name in claims:
+        tree = ast.parse((ROOT / path).read_text())
+        found = [node for node in tree.body if isinstance(node, Function) and node.name == name]
+        assert found, f"{path} has no {name}"
+        marks = [ast.unparse(mark) for mark in found[0].decorator_list]
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                marks.append(ast.unparse(node.value))
+        for mark in marks:
+            assert not re.search(r"mark\.(slow|faults|docs|compile)\b", mark), (path, name, mark)
+
+
+def test_the_readme_links_to_every_page() -> None:
+    linked = {
+        (ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES[0].read_text())
+    }
+    # Those in folders of docs/ are found by the navigation of the site, in which each has to be.
+    assert {page for page in PAGES[1:] if page.parent in (ROOT, ROOT / "docs")} <= linked
+
+
+@every_page
+def test_every_file_and_folder_that_a_page_names_exists(page: Path) -> None:
+    named = set(
+        re.findall(r"\b(?:jaxformer|configs|tests|benchmarks|examples)/[\w./]*\w", page.read_text())
+    )
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+@every_page
+def test_every_image_and_page_that_a_page_links_to_exists(page: Path) -> None:
+    linked = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert not [
+        link for link in linked if not link.startswith("http") and not (page.parent / link).exists()
+    ]
+
+
+@every_page
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
+    assert named or page != PAGES[0]
+    assert not [
+        f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()
+    ]
+
+
+@every_page
+def test_every_command_that_a_page_gives_is_one(page: Path) -> None:
+    from jaxformer.cli import COMMANDS
+
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    given = {
+        name
+        for block in blocks
+        for name in re.findall(r"^jaxformer (\w+)", block, flags=re.MULTILINE)
+    }
+    assert given <= set(COMMANDS)
+
+
+@every_page
+def test_the_python_that_a_page_shows_is_python(page: Path) -> None:
+    for block in re.findall(
+        r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    ):
+        compile(block, str(page), "exec")
+
+
+def reach_after(code: str) -> int:
+    """Lines of the package's own files that were imported when the code has run."""
+    where = (
+        "sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'jaxformer')"
+    )
+    line = f"{code}\nimport sys, json\nprint(json.dumps({where}))"
+    out = subprocess.check_output([sys.executable, "-c", line], cwd=ROOT, text=True)
+    return sum(
+        len(Path(file).read_text().splitlines()) for file in json.loads(out.splitlines()[-1])
+    )
+
+
+FIT = """
+import jax, optax, tempfile, jaxformer as jf
+def loss(params, batch, key): return {"loss": ((params * batch).sum(), batch.size)}
+optimizer = optax.sgd(0.1)
+checkpoints = jf.Checkpoints(tempfile.mkdtemp())
+state = jf.init_state(jax.numpy.ones(3), optimizer)
+batches = [jax.numpy.ones((2, 3))]
+jf.fit(jf.make_step(loss, optimizer), state, batches, steps=1, checkpoints=checkpoints)
+"""
+FORWARD = """
+import jax, jaxformer as jf
+config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
+jf.forward(jf.init(config, jax.random.key(0)), config, jax.numpy.zeros((1, 4), int))
+"""
+
+
+TRAIN = """
+from jaxformer.cli import train
+from jaxformer.config.config_file import read_config
+from jaxformer.runs.config import parse_arguments
+parse_arguments(read_config("configs/quickstart.py"), [], "train.py")
+import jaxformer.runs.run
+"""
+
+
+def test_the_reach_of_the_loop_and_of_the_forward_pass_is_bounded() -> None:
+    """What a reader of either has to know, counted in lines after it has really run."""
+    assert reach_after("import jaxformer.training.loop") < 4300
+    assert reach_after(FIT) < 4300
+    assert reach_after(FORWARD) < 2850
+
+
+def test_training_starts_without_what_only_its_end_or_other_commands_need() -> None:
+    seen = modules_after(TRAIN.strip())
+    later = (
+        *("generation", "interop", "tools", "adapters", "runs.loading"),
+        *("report.plot", "runs.closing", "runs.init_from", "data.preparing"),
+        *("training.profile", "training.trace"),
+    )
+    assert not {name for name in seen if name.startswith(tuple(f"jaxformer.{n}" for n in later))}
+    assert reach_after(TRAIN) < 15_700
+
+
+def test_loading_a_run_imports_neither_optimizers_nor_the_training_package(tmp_path: Path) -> None:
+    make = """
+import sys, jax, jaxformer as jf
+from pathlib import Path
+from jaxformer.config.run import RunConfig
+from jaxformer.config.saved import to_json
+config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
+with jf.Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save({"params": jf.init(config, jax.random.key(0))}, 0)
+(Path(sys.argv[1]) / "config.json").write_text(to_json(RunConfig(model=config)))
+"""
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=ROOT, check=True)
+    seen = modules_after(f"import jaxformer; jaxformer.load({str(tmp_path)!r})")
+    kinds = (
+        "jaxformer.training",
+        "jaxformer.runs.run.",
+        "jaxformer.runs.setup",
+        "jaxformer.runs.compose",
+        "jaxformer.data",
+        "jaxformer.losses",
+    )
+    assert "jaxformer.runs.loading" in seen
+    assert not {name for name in seen if name.startswith(kinds)}
+
+
+def test_nothing_below_the_composer_takes_the_settings_of_a_run() -> None:
+    inside = [
+        path
+        for path in FILES
+        if path.relative_to(ROOT / "jaxformer").parts[0] not in ("config", "runs", "tools", "cli")
+    ]
+    assert not [str(path) for path in inside if "RunConfig" in path.read_text()]
+
+
+def test_every_module_can_be_imported_under_its_own_name() -> None:
+    """No package shares a name with a public function, so `import jaxformer.training.state as s`
+    works."""
+    import importlib
+
+    import jaxformer
+
+    public = {name for name in jaxformer.__all__ if callable(getattr(jaxformer, name))}
+    packages = {
+        path.stem
+        for path in (ROOT / "jaxformer").iterdir()
+        if path.is_dir() or path.suffix == ".py"
+    }
+    assert not public & packages
+    for path in FILES:
+        parts = [
+            part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"
+        ]
+        if parts[-1] != "__main__":
+            importlib.import_module(".".join(parts))
+
+
+def test_the_contract_orders_the_files_of_every_folder() -> None:
+    """Imports go down from folder to folder and, in each folder, from file to file, those inside
+    functions included, and no file is left out."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [entry for entry in settings["contracts"] if entry["type"] == "layers"]
+    assert all(entry["exhaustive"] and not entry.get("ignore_imports") for entry in layers)
+    ordered = [container for entry in layers for container in entry["containers"]]
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in FILES
+        if path.name == "__init__.py" and len(list(path.parent.iterdir())) > 2
+    }
+    assert sorted(ordered) == sorted(folders)
+    scope = "for the folders of `jaxformer/` and for the files inside each of them."
+    for page in ("README.md", "docs/explanation/design.md"):
+        assert scope in " ".join((ROOT / page).read_text().split()), page
+
+
+def test_the_first_screen_of_the_package_is_short() -> None:
+    """At most 20 entries, and no loose file but these; the type stub is `__init__.py`'s."""
+    entries = {path.name for path in (ROOT / "jaxformer").iterdir()} - {"__pycache__"}
+    loose = {name for name in entries if "." in name}
+    assert loose == {"__init__.py", "__init__.pyi", "__main__.py", "files.py"}
+    assert len(entries - {"__init__.pyi"}) <= 20
+
+
+def test_the_tests_have_the_folders_of_the_package() -> None:
+    folders = {path.name for path in (ROOT / "jaxformer").iterdir() if path.is_dir()}
+    loose = [path.name for path in (ROOT / "tests").glob("test_*.py")]
+    tested = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert not loose and tested <= folders | {"architecture", "faults"}

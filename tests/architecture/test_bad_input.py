@@ -1,0 +1,479 @@
+"""Bad input: exit status 2, one clear message that names what, where, what is allowed and what to
+do, and nothing lost."""
+
+import fcntl
+import gzip
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import contents, copy, line, reference, train_here, write_text
+
+import jaxformer as jf
+from jaxformer.arrays.mesh import MESH_AXES, check_batch_size, make_mesh
+from jaxformer.cli import main
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import byte_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return reference(tmp_path_factory)
+
+
+def refused(capsys: Capture, arguments: list[str], parts: list[str]) -> None:
+    """Status 2, and a message, free of a traceback, with all of `parts`."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in error
+    assert not [part for part in parts if part not in error], error
+
+
+def train_refused(capsys: Capture, folder: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    """As `refused`, and that no run directory was made."""
+    text = folder / "text.txt"
+    if not text.exists():
+        write_text(text)
+    refused(capsys, ["train", *line(folder / "runs" / "run", text, changes)], parts)
+    assert not (folder / "runs").exists()
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a mistyped field": (
+        {"model.n_layer": 3},
+        ["no setting model.n_layer.", "mean model.n_layers?"],
+    ),
+    "a field of another section": (
+        {"train.learning_rate": 3},
+        ["train.learning_rate", "mean optimizer.learning_rate?"],
+    ),
+    "a field that resembles none": (
+        {"optimizer.lr": 3},
+        ["optimizer.lr", "optimizer.name", "optimizer.learning_rate"],
+    ),
+    "a value outside its choices": (
+        {"model.norm": "batch"},
+        ["model.norm", "batch", "'rms', 'rms1p', 'layer', 'none'"],
+    ),
+    "a word for a number": ({"train.steps": "many"}, ["train.steps", "many", "INT"]),
+    "a fraction of a step": ({"train.steps": 1.5}, ["train.steps", "1.5"]),
+    "no step": ({"train.steps": 0}, ["train.steps=0 must be at least 1"]),
+    "a negative learning rate": (
+        {"optimizer.learning_rate": -1},
+        ["optimizer.learning_rate=-1.0 must be at least 0"],
+    ),
+    "a learning rate that is no number": (
+        {"optimizer.learning_rate": "nan"},
+        ["optimizer.learning_rate=nan"],
+    ),
+    "an epsilon that is no float32": (
+        {"model.norm_eps": 1e308},
+        ["model.norm_eps=1e+308 must be at least 0 and below 1e+30"],
+    ),
+    "a dropout of all": (
+        {"model.dropout": 1},
+        ["model.dropout=1.0 must be at least 0 and below 1"],
+    ),
+    "a width that heads do not divide": (
+        {"model.n_heads": 5},
+        ["d_model=32", "model.n_heads=5", "1, 2, 4, 8, 16, 32"],
+    ),
+    "heads that key heads do not divide": (
+        {"model.n_heads": 4, "model.n_kv_heads": 3},
+        ["n_heads=4", "model.n_kv_heads=3", "choose one of 1, 2, 4"],
+    ),
+    "an odd head under RoPE": ({"model.head_dim": 15}, ["head_dim=15 with", "model.positions"]),
+    "a batch that microbatches do not divide": (
+        {"train.microbatches": 3},
+        ["batch_size=8", "train.microbatches=3", "1, 2, 4, 8"],
+    ),
+    "a mesh larger than the devices": (
+        {"mesh.fsdp": 3},
+        ["mesh.fsdp=3", "1 device (cpu)", "must multiply to 1", "mesh.data=0"],
+    ),
+    "a sequence longer than the context": (
+        {"data.sequence_length": 64},
+        ["data.sequence_length=64", "model.max_length=48", "raise model.max_length"],
+    ),
+    "a trained tokenizer larger than the model": (
+        {"model.vocab_size": 299},
+        ["tokenizer.vocab_size=300", "model.vocab_size=299", "set it to 0"],
+    ),
+    "a corpus shorter than a sequence": (
+        {"data.sequence_length": 9000, "model.max_length": 9000},
+        ["data.train", "9,001", "give more text", "data.sequence_length"],
+    ),
+    "a kernel that the device has not": (
+        {"model.attention_kernel": "cudnn"},
+        ["attention_kernel='cudnn'", "'auto'"],
+    ),
+    "a batch beyond any memory": (
+        {"train.batch_size": 10**18},
+        ["train.batch_size=1000000000000000000 must be at least 1 and at most 16777216"],
+    ),
+    "batches ahead beyond any memory": (
+        {"data.prefetch": 10**9},
+        ["data.prefetch=1000000000 must be at least 0 and at most 1024"],
+    ),
+    "a seed of more than 32 bits": (
+        {"run.seed": 2**63},
+        ["run.seed=9223372036854775808 must be at least 0 and at most 4294967295"],
+    ),
+    "a number of more than 31 bits": (
+        {"model.d_ff": 10**18},
+        ["model.d_ff=1000000000000000000 must be at least 0 and at most 2147483647"],
+    ),
+    "a million layers": ({"model.n_layers": 10**6}, ["n_layers=1000000", "at most 10000"]),
+    "a width whose divisors are many": (
+        {"model.d_model": 2 * 3 * 5 * 7 * 11 * 13 * 17 * 19, "model.n_heads": 2**20},
+        ["model.n_heads=1048576", "choose heads that divide it (1, 2, 3, 5, 6, 7,", "9699690)"],
+    ),
+    "a span without end": ({"data.span_length": "inf"}, ["data.span_length=inf"]),
+    "no run directory": ({"run.dir": ""}, ["run.dir is empty"]),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_setting_that_cannot_work_is_named(case: str, tmp_path: Path, capsys: Capture) -> None:
+    changes, parts = SETTINGS[case]
+    train_refused(capsys, tmp_path, changes, parts)
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_named() -> None:
+    mesh = jax.sharding.AbstractMesh((4, 1, 1), MESH_AXES)
+    for batch, pieces, remedy in ((6, 1, 4), (8, 4, 16)):
+        with pytest.raises(
+            ConfigError, match=rf"train\.batch_size={batch} .* multiple of {remedy}\."
+        ):
+            check_batch_size(mesh, batch, pieces)
+    with pytest.raises(ConfigError, match=r"mesh\.tensor=3 does not fit 4 devices"):
+        make_mesh(tensor=3, devices=jax.devices() * 4)
+
+
+DATA: dict[str, tuple[bytes | None, list[str]]] = {
+    "missing": (None, ["data.train", "text.txt does not exist"]),
+    "empty": (b"", ["data.train", "text.txt is empty"]),
+    "nothing but white space": (b" \n\n \n", ["data.train", "text.txt is empty"]),
+    "not UTF-8": (
+        b"plain text " * 40 + b"caf\xe9 and more",
+        ["text.txt is not UTF-8", "byte 0xe9", "offset 443"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+@pytest.mark.parametrize("setting", ["data.train", "data.validation"])
+def test_a_text_that_cannot_be_used_is_named_with_the_place(
+    case: str, setting: str, tmp_path: Path, capsys: Capture
+) -> None:
+    content, parts = DATA[case]
+    path = tmp_path / "bad" / "text.txt"
+    path.parent.mkdir()
+    if content is not None:
+        path.write_bytes(content)
+    parts = [part.replace("data.train", setting) for part in parts]
+    train_refused(
+        capsys, tmp_path, {setting: path, "data.cache_dir": tmp_path / "cache"}, [*parts, str(path)]
+    )
+
+
+FILES: dict[str, tuple[bytes, list[str]]] = {
+    "broken.jsonl": (
+        b'{"text": "a"}\n{"text": ',
+        ["broken.jsonl, line 2 is not JSON", "data.malformed=skip"],
+    ),
+    "body.jsonl": (
+        b'{"body": "a"}\n',
+        ["body.jsonl, line 1 has no field 'text'", "'body'", "data.text_field", "skip"],
+    ),
+    "latin.txt": (
+        b"caf\xe9",
+        [
+            "latin.txt is not UTF-8",
+            "byte 0xe9 at offset 3",
+            "iconv",
+            "data.undecodable=replace or skip",
+        ],
+    ),
+    **{
+        f"{name}.txt": (
+            text.encode(encoding),
+            [f"{name}.txt is not UTF-8 text but {shown}", f"iconv -f {shown} -t UTF-8"],
+        )
+        for name, encoding, shown, text in (
+            ("marked", "utf-16", "UTF-16", "caf\u00e9"),
+            ("little", "utf-16-le", "UTF-16LE", "plain words"),
+            ("big", "utf-16-be", "UTF-16BE", "caf\u00e9 and words"),
+            ("long", "utf-32-le", "UTF-32LE", "words"),
+        )
+    },
+    **{
+        f"zeros.{suffix}": (
+            b"\0" * 2**21,
+            [
+                f"zeros.{suffix} is no text: its first 1,048,576 bytes are all zero",
+                "fetch it again",
+            ],
+        )
+        for suffix in ("txt", "jsonl")
+    },
+    "wide.jsonl": (
+        '{"text": "a"}\n'.encode("utf-16"),
+        ["wide.jsonl", "is not UTF-8 text but UTF-16", "iconv -f UTF-16"],
+    ),
+    "cut.txt.gz": (
+        gzip.compress(os.urandom(999).hex().encode())[:-4],
+        ["cut.txt.gz is truncated", "make or fetch it again"],
+    ),
+    "cut.parquet": (
+        b"PAR1 and no more",
+        ["cut.parquet is truncated or damaged", "make or fetch it again"],
+    ),
+    "words.csv": (b"a,b", ["data.train", "words.csv is not a .txt", "write the columns to a .tsv"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_with_a_fault_is_named_with_the_place_and_the_remedy(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
+    content, parts = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    train_refused(
+        capsys,
+        tmp_path,
+        {"data.train": tmp_path / name, "data.cache_dir": tmp_path / "cache"},
+        parts,
+    )
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs a file that exists and cannot be read, for root too"
+)
+def test_a_text_that_cannot_be_read_is_named(tmp_path: Path, capsys: Capture) -> None:
+    train_refused(
+        capsys, tmp_path, {"data.train": "/proc/self/mem"}, ["/proc/self/mem cannot be read"]
+    )
+
+
+def test_a_given_tokenizer_larger_than_the_model_is_named(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer().save(path)
+    changes = {"tokenizer.path": path, "model.vocab_size": 256}
+    train_refused(
+        capsys, tmp_path, changes, ["model.vocab_size=256", "257", "set it to at least 257"]
+    )
+
+
+def test_a_tokenizer_that_is_not_there_or_is_none_is_named(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "tokenizer.json"
+    train_refused(
+        capsys, tmp_path, {"tokenizer.path": path}, [str(path), "does not exist", "tokenizer.path"]
+    )
+    path.write_text("{}")
+    train_refused(
+        capsys, tmp_path, {"tokenizer.path": path}, [str(path), "is not a tokenizer.json"]
+    )
+
+
+@pytest.mark.slow
+def test_a_run_directory_of_another_config_is_left_alone_and_the_fields_are_named(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    before = contents(run_dir)
+    changes = {
+        "model.n_layers": 3,
+        "optimizer.learning_rate": 0.5,
+        "run.seed": 2,
+        "train.log_every": 3,
+    }
+    parts = [
+        "another config",
+        "model.n_layers: 2 in the directory, 3 now",
+        "optimizer.learning_rate: 0.006 in the directory, 0.5 now",
+    ]
+    refused(
+        capsys,
+        ["train", *line(run_dir, trained[1], changes)],
+        [*parts, "run.seed: 1337 in the directory, 2", "another run.dir"],
+    )
+    assert main(["train", *line(run_dir, trained[1], changes)]) == 2
+    assert "log_every" not in capsys.readouterr().err
+    assert contents(run_dir) == before
+
+
+def test_a_run_directory_of_other_text_is_left_alone(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    text, run_dir = tmp_path / "text.txt", tmp_path / "run"
+    write_text(text)
+    changes = {"train.steps": 1, "train.checkpoint_every": 0}
+    assert train_here(line(run_dir, text, changes)) == 0
+    before = contents(run_dir)
+    write_text(text, seed=1)
+    refused(
+        capsys,
+        ["train", *line(run_dir, text, changes)],
+        [str(run_dir), "other text", "train", "nothing was changed"],
+    )
+    assert contents(run_dir) == before
+
+
+def test_a_run_directory_in_use_is_left_to_the_process_that_has_it(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    with (run_dir / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused(
+            capsys,
+            ["train", *line(run_dir, trained[1])],
+            [str(run_dir), "in use by another process"],
+        )
+    assert main(["train", *line(run_dir, trained[1])]) == 0
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: Capture) -> None:
+    text = write_text(tmp_path / "text.txt")
+    refused(
+        capsys,
+        ["train", *line(text / "run", text)],
+        [f"{text / 'run'}", "cannot be written", "another run.dir"],
+    )
+
+
+CONFIGS = {
+    "missing": (None, ["no such file", "quickstart.py"]),
+    "a syntax error": ("x = 1\nconfig = (\n", ["line 2", "SyntaxError"]),
+    "an error": (
+        "from jaxformer import RunConfig\n\nconfig = RunConfig(modle=3)\n",
+        ["line 3", "modle", "model"],
+    ),
+    "a mistyped field": (
+        "import jaxformer as jf\nconfig = jf.ModelConfig(n_layer=3)\n",
+        ["line 2", "mean model.n_layers?"],
+    ),
+    "a value out of range": (
+        "import jaxformer as jf\nconfig = jf.ModelConfig(n_layers=-3)\n",
+        ["model.n_layers=-3"],
+    ),
+    "no config": (
+        "import jaxformer as jf\nother = jf.RunConfig()\n",
+        ["no RunConfig named 'config'", "['other']"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_file_that_is_none_is_named_with_the_line(
+    case: str, tmp_path: Path, capsys: Capture
+) -> None:
+    content, parts = CONFIGS[case]
+    path = tmp_path / "mine.py"
+    if content is not None:
+        path.write_text(content)
+    refused(capsys, ["train", str(path)], [str(path), *parts])
+
+
+def test_what_is_neither_python_nor_a_runs_json_is_no_config(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for name, content in (
+        ("config.yaml", "a: 1"),
+        ("config.json", '{"model": {"layers": 3}}'),
+        ("config.json", "{"),
+    ):
+        path = tmp_path / name
+        path.write_text(content)
+        refused(capsys, ["train", str(path)], [str(path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--prompt", ""], ["the prompt is empty", "--prompt"]),
+        (["--prompt", "a cat " * 100], ["the prompt is", "tokens", "context", "48", "shorten it"]),
+        (["--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
+        (["--temperature", "inf"], ["temperature=inf", "finite"]),
+        (["--top_p", "2"], ["top_p=2.0", "at most 1"]),
+        (["--top_k", "-2"], ["top_k=-2", "at least 0"]),
+        (["--max_new_tokens", "0"], ["max_new_tokens=0", "at least 1"]),
+        (["--seed", str(2**63)], ["--seed 9223372036854775808", "64 bits"]),
+        (["--beams", "1000000"], ["beams=1000000 must be from 1 to 1,024"]),
+        (["--step", "3"], ["no checkpoint of step 3", "it holds steps [4, "]),
+        (["--promt", "a"], ["--promt", "--prompt"]),
+    ],
+)
+def test_a_sample_that_cannot_be_made_is_refused(
+    arguments: list[str], parts: list[str], trained: tuple[Path, Path], capsys: Capture
+) -> None:
+    refused(capsys, ["sample", str(trained[0]), *arguments], parts)
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluate"])
+def test_what_is_no_run_is_named(command: str, tmp_path: Path, capsys: Capture) -> None:
+    refused(capsys, [command, str(tmp_path)], [str(tmp_path), "has no config.json", "run.dir"])
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["missing", "empty", "not UTF-8"])
+def test_a_text_that_cannot_be_evaluated_on_is_named(
+    case: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    content, parts = DATA[case]
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    refused(
+        capsys,
+        ["evaluate", str(trained[0]), "--data.validation", str(path)],
+        [str(path), *parts[1:]],
+    )
+
+
+TINY = jf.ModelConfig(vocab_size=20, d_model=16, n_layers=1, n_heads=2, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "parts"),
+    [
+        ([[]], 4, ["empty"]),
+        (np.zeros((0, 3), np.int32), 4, ["empty"]),
+        ([[1] * 14], 4, ["14 tokens", "model.max_length=16", "at most 2 new tokens"]),
+        ([[1] * 17], 4, ["17 tokens", "model.max_length=16"]),
+        ([[3, 20]], 4, ["0 .. 19", "20"]),
+        ([[3, -1]], 4, ["0 .. 19", "-1"]),
+        ([[3.5]], 4, ["integer tokens [B, T]", "float64"]),
+        ([3], 4, ["integer tokens [B, T]"]),
+        ([[3]], 0, ["max_new_tokens=0"]),
+        ([[3]], -2, ["max_new_tokens=-2"]),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(
+    prompt: Any, new: int, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        jf.generate(jf.init(TINY, jax.random.key(0)), TINY, prompt, new, temperature=0)
+    assert all(part in str(raised.value) for part in parts), str(raised.value)
+
+
+def test_a_row_that_is_all_padding_is_refused() -> None:
+    segments = jnp.array([[1, 1], [0, 0]])
+    with pytest.raises(ConfigError, match="empty"):
+        jf.generate(
+            jf.init(TINY, jax.random.key(0)),
+            TINY,
+            [[1, 2], [3, 4]],
+            2,
+            temperature=0,
+            segment_ids=segments,
+        )

@@ -1,0 +1,137 @@
+"""Every benchmark runs, in small."""
+
+import ast
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jaxformer.layers import pallas
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+WORKERS = {
+    path.stem for path in FOLDER.glob("*_baseline.py")
+}  # started by the benchmarks themselves
+NEEDS = {
+    "train_cpu": ("torch",),
+    "decode_cpu": ("torch", "transformers"),
+    "finetune": ("torch", "transformers", "peft"),
+    "tokens": ("tiktoken",),
+}
+
+KINDS_OF_TPU = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
+
+
+def is_started_by_hand(path: Path) -> bool:
+    """Whether a file runs something when it is started; the others are modules of those that do."""
+    tests = [node.test for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
+    return any(ast.unparse(test) == "__name__ == '__main__'" for test in tests)
+
+
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if is_started_by_hand(path))
+BENCHMARKS = [name for name in SCRIPTS if name not in WORKERS]
+
+
+def test_the_benchmarks_are_found() -> None:
+    assert {"train_cpu", "train_gpu", "train_tpu", "startup", "tokens", "same_numbers"} <= {
+        *BENCHMARKS
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs_in_small(name: str) -> None:
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package)
+    before = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), "--smoke"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "| ---" in done.stdout or "|---" in done.stdout, "no table was printed"
+    after = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
+    assert before == after, "a smoke test saves nothing"
+
+
+def test_checkouts_that_differ_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    differences = importlib.import_module("same_numbers").differences
+    numbers = {(1, "loss"): 2.0, (2, "loss"): math.nan}
+    assert differences(numbers, {**numbers}) == 0
+    assert differences(numbers, numbers | {(1, "loss"): 2.0 * (1 + 1e-7)}) == pytest.approx(1e-7)
+    assert differences(numbers, numbers | {(2, "loss"): 2.0}) == math.inf
+    assert differences(numbers, {(1, "loss"): 2.0}) == math.inf
+    assert differences({}, {}) == math.inf
+    params = {"head": np.array([1.0, -4.0], np.float32)}
+    assert differences(params, {"head": np.array([1.5, -4.0], np.float32)}) == 0.125
+    assert differences(params, {"head": np.array([[1.0, -4.0]], np.float32)}) == math.inf
+
+
+SCHEDULE = """
+     0x0   :  { %s1 = smov 0 }
+     0x4 LB: > { %s2 = sphi %s1 } /* Start region 9 */
+    0x10   : > { %9 = sbr.rel (%p1) target = $region3 } /* Start region 2 */
+    0x11   : > { %10 = sbr.rel (%p2) target = $region5 } /* Start region 4 */
+    0x51   : > { %v3 = vadd }
+    0x52 PF: > { %v4 = vld } /* Start/End empty region 5 :: Start region 6 */
+    0x60   : > { %11 = sbr.rel (!%p3) target = $region7 }
+   0x160   : > { %v5 = vst }
+   0x161 PF: > { %s4 = sld } /* End region 6 :: Start region 7 */
+   0x170   : > { %12 = sbr.rel (!%p3) target = $region8 }
+   0x173 PF: > { %s5 = sld } /* Start/End empty region 8 */
+   0x180 PF: > { %s6 = sld } /* Start/End empty region 3 */
+   0x18f   :  { %13 = sbr.rel (!%p4) target = $region9 }
+"""
+
+
+def test_a_schedule_is_read_by_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    blocks = importlib.import_module("attention_blocks")
+    found = blocks.schedule(SCHEDULE)
+    assert found == {"block": 0x161 - 0x61, "ends": 0x52 - 0x12, "step": 0x18F - 0x100 - 0x40}
+    # Of two times four blocks, six are not hidden by a causal mask; two rows of blocks begin.
+    assert blocks.bundles("dq", found, (512, 256), 1024) == 256 * 6 + 64 * 2 + 79 * 8
+
+
+def test_the_blocks_of_kernels_are_those_of_the_shortest_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The table of the kernels against what was compiled, for the devices of a mesh that are not
+    here."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    blocks = importlib.import_module("attention_blocks")
+    rows = json.loads((FOLDER / "results" / "attention_blocks.json").read_text())["rows"]
+    for device, kind in KINDS_OF_TPU.items():
+        on = AbstractDevice(kind, num_cores=1, platform="tpu")
+        mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=on)
+        for kernel, length in itertools.product(("tpu", "flash"), blocks.LENGTHS):
+            with jax.sharding.use_abstract_mesh(mesh):
+                chosen = pallas.blocks_for(kernel, length)
+                assert pallas.blocks_for(kernel, length, 1024) == pallas.SMALL
+            large = False
+            # With all that a kernel is given, large blocks have to fit.
+            if "error" not in rows[f"{device}_{kernel}_256_1024x1024_packed"]:
+                sums = [
+                    blocks.total(rows[f"{device}_{kernel}_128_{size}"], length)
+                    for size in ("512x512", "1024x1024")
+                ]
+                large = sums[1] < 0.95 * sums[0]
+            assert chosen == (pallas.LARGE if large else pallas.SMALL)
+    for kernel in ("tpu", "flash"):
+        assert "error" not in rows[f"v5e_{kernel}_256_512x512_packed"]
+    assert pallas.blocks_for("tpu", 2**20) == pallas.SMALL  # without a mesh on this CPU

@@ -1,0 +1,169 @@
+"""A leaf that is no array is used wherever a weight is, and is the array that it stands for."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from custom_leaves import LowRank, Rounded, low_rank, made, rounded
+from families import SIZES, alone
+from flax import nnx
+from jax.sharding import PartitionSpec
+from products import covering
+
+import jaxformer as jf
+from jaxformer.adapters.rows import adapt_specs
+from jaxformer.arrays.params import check_params, count, init_params, rows
+from jaxformer.arrays.sharding import PARAMETERS, partition
+from jaxformer.generation.prepare import prepared
+from jaxformer.losses import cross_entropy as losses
+from jaxformer.losses.cross_entropy import cross_entropy
+from jaxformer.losses.heads import head_loss
+from jaxformer.models.transformer import specs
+from jaxformer.tools.nnx import Transformer
+
+MODELS = {
+    "tied decoder": {"tied_head": True, "window": 3, "window_pattern": "wf"},
+    "encoder-decoder": {
+        "family": "encoder_decoder",
+        "positions": "learned",
+        "bias": "all",
+        "head_bias": True,
+    },
+}
+forward = jax.jit(jf.forward, static_argnums=1)
+
+
+@functools.cache
+def case(name, make=low_rank):
+    """(table, params, config, batch): every matrix of the model is such a leaf."""
+    config = jf.ModelConfig(**SIZES | MODELS[name])
+    matrices = [path for path, spec in rows(specs(config)).items() if spec.is_matrix]
+    table = adapt_specs(specs(config), {path: make for path in matrices})
+    return table, init_params(table, jax.random.key(0)), config, alone(config)
+
+
+def test_the_table_has_the_leafs_own_rows():
+    plain = rows(specs(case("tied decoder")[2]))
+    table, params, config, _ = case("tied decoder")
+    found = rows(table)
+    leaf = params["blocks"]["attention"]["out"]
+    assert isinstance(leaf, LowRank) and leaf.shape == plain["blocks.attention.out"].shape
+    assert found["blocks.attention.out.a"].shape == (2, 4, 4, 2) and leaf.a.shape == (2, 4, 4, 2)
+    assert found["blocks.attention.out.b"].axes == ("layers", "rank", "embed")
+    assert {spec.trainable for path, spec in found.items() if path.endswith(".weight")} == {False}
+    assert all(spec.trainable for path, spec in found.items() if not path.endswith(".weight"))
+    assert count(table) == sum(part.size for part in jax.tree.leaves(params)) > count(specs(config))
+    parts = jax.tree.map(lambda part: (part.shape, part.dtype), params)
+    assert jax.tree.map(lambda spec: (spec.shape, jnp.dtype(spec.dtype)), table) == parts
+    spec, sizes = found["blocks.ffn.up.a"], {"data": 1, "fsdp": 2, "tensor": 2}
+    assert partition(spec.shape, spec.axes, PARAMETERS, sizes) == PartitionSpec(None, "fsdp", None)
+    check_params(table, params)
+    check_params(specs(config), params)
+
+
+def test_a_pattern_changes_the_leaves_that_it_fits_and_no_others():
+    config = jf.ModelConfig(**SIZES)
+    table = adapt_specs(specs(config), {"blocks.attention.[qv]": low_rank, "*": lambda spec: spec})
+    changed = {path.rpartition(".")[0] for path in rows(table).keys() - rows(specs(config)).keys()}
+    assert changed == {"blocks.attention.q", "blocks.attention.v"}
+    with pytest.raises(
+        jf.ConfigError, match=r"'blocks\.atention\.\*' fits none of the .* embed\.tokens"
+    ):
+        adapt_specs(specs(config), {"blocks.atention.*": low_rank})
+
+
+@pytest.mark.parametrize("loop", ["unroll", "scan"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_those_of_the_arrays(name, loop):
+    _, params, config, batch = case(name)
+    config = jf.ModelConfig(**SIZES | MODELS[name] | {"layer_loop": loop})
+    np.testing.assert_allclose(
+        forward(params, config, **batch), forward(made(params), config, **batch), atol=1e-4
+    )
+
+
+def test_the_new_tokens_are_those_of_the_arrays():
+    for make in (low_rank, rounded):
+        _, params, config, batch = case("tied decoder", make)
+        found = jf.generate(params, config, batch["tokens"], 5, temperature=0)
+        np.testing.assert_array_equal(
+            found, jf.generate(made(params), config, batch["tokens"], 5, temperature=0)
+        )
+
+
+def test_decoding_casts_what_the_leaf_casts():
+    config = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
+    table = adapt_specs(specs(config), {"blocks.ffn.up": rounded, "blocks.ffn.down": low_rank})
+    layer = prepared(init_params(table, jax.random.key(0)), config)["blocks"][1]["ffn"]
+    assert (layer["up"].weight.dtype, layer["up"].scale.dtype) == (jnp.int8, jnp.float32)
+    assert {part.dtype for part in jax.tree.leaves(layer["down"])} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("name, tiled", covering(itertools.product(MODELS, [False, True]), 1))
+def test_loss_and_gradients_are_those_of_the_arrays(name, tiled, monkeypatch):
+    _, params, config, batch = case(name)
+    targets = jnp.asarray(batch["tokens"][:, ::-1])
+    batch = batch | {"targets": targets, "weights": jnp.ones(targets.shape)}
+    if tiled:
+        monkeypatch.setattr(losses, "DENSE_LOGITS", 0)
+        monkeypatch.setitem(losses.TILE_ROWS, "cpu", 8)
+
+    def objective(params):
+        return head_loss(params, config, batch, label_smoothing=0.1)["loss"][0]
+
+    value, grads = jax.jit(jax.value_and_grad(objective))(params)
+    expected, wanted = jax.jit(jax.value_and_grad(lambda p: objective(made(p))))(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for (path, a), b in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(
+            a, b, atol=1e-4 * max(float(jnp.abs(b).max()), 1e-2), err_msg=str(path)
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parts_of_whole_numbers_have_no_gradient_and_the_others_theirs_in_tiles(dtype):
+    leaf = init_params(
+        {"w": rounded(specs(jf.ModelConfig(**SIZES))["head"]["weight"])}, jax.random.key(0)
+    )["w"]
+    assert isinstance(leaf, Rounded)
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16)).astype(dtype)
+    targets, weights = jnp.arange(16).reshape(2, 8), jnp.ones((2, 8))
+
+    def objective(x, scale, tile):
+        return cross_entropy(x, leaf.replace(scale=scale), targets, weights, tile=tile)[0]
+
+    tiled, dense = (jax.grad(objective, argnums=(0, 1))(x, leaf.scale, tile) for tile in (4, 8))
+    for a, b in zip(tiled, dense, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4,
+            atol=1e-2,
+        )
+
+
+def test_a_module_of_flax_holds_its_parts():
+    _, params, config, batch = case("tied decoder")
+    module = Transformer(config, params)
+    np.testing.assert_allclose(module(batch["tokens"]), forward(params, config, **batch), atol=1e-5)
+    assert len(jax.tree.leaves(nnx.state(module, nnx.Param))) == len(jax.tree.leaves(params))
+
+
+def test_a_model_directory_refuses_it_by_name(tmp_path):
+    _, params, config, _ = case("tied decoder")
+    with pytest.raises(jf.ConfigError, match=r"blocks\.attention\.q \(LowRank\).* Merge each"):
+        jf.save_pretrained(tmp_path / "model", params, config)
+
+
+def test_every_transform_takes_it():
+    _, params, config, batch = case("tied decoder")
+    one = forward(params, config, **batch)
+    two = jax.vmap(lambda p: jf.forward(p, config, **batch))(
+        jax.tree.map(lambda part: jnp.stack([part, part]), params)
+    )
+    np.testing.assert_allclose(two[1], one, atol=1e-4)
+    assert jax.eval_shape(lambda p: jf.forward(p, config, **batch), params).shape == one.shape

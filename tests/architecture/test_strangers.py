@@ -1,0 +1,162 @@
+"""Runs and models of somebody else: what is never done with them, and what they cannot do."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import copy, reference, write_text
+
+import jaxformer as jf
+from jaxformer.cli import main
+from jaxformer.files import ConfigError
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return reference(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def model(trained: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory."""
+    target = tmp_path_factory.mktemp("strangers") / "hf"
+    assert main(["convert", str(trained[0]), str(target)]) == 0
+    return target
+
+
+def changed(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(capsys: Capture, arguments: list[str], *parts: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert not [part for part in parts if part not in error], error
+
+
+def test_an_evaluation_writes_to_the_users_own_cache_alone(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "theirs")
+    path = run_dir / "config.json"
+    found = json.loads(path.read_text())
+    found["data"]["cache_dir"] = str(tmp_path / "chosen by them")
+    found["run"]["compilation_cache"] = str(tmp_path / "theirs too")
+    path.write_text(json.dumps(found))
+    before = sorted(map(str, run_dir.rglob("*")))
+    text = str(write_text(tmp_path / "text.txt", seed=5))
+    monkeypatch.setenv("JAXFORMER_DATA_CACHE", str(tmp_path / "mine"))
+    assert main(["evaluate", str(run_dir), "--data.validation", text]) == 0
+    said = capsys.readouterr().out
+    cache = ["--data.cache_dir", str(tmp_path / "other")]
+    assert main(["evaluate", str(run_dir), "--data.validation", text, *cache]) == 0
+    assert capsys.readouterr().out == said
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "text.txt", "mine", "other"}
+    assert sorted(map(str, run_dir.rglob("*"))) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe{", "config.json is not"),
+        (b"[" * 200_000, "config.json is not JSON"),
+        (b'{"run": {"seed": 1e400}}', "run.seed=inf"),
+        (b'{"\x1b[2Jx": 1}', "config.json is not JSON"),
+        (b'{"\\u001b[2Jx": 1}', r"\x1b[2Jx"),
+    ],
+)
+def test_a_damaged_config_is_one_message(
+    content: bytes, said: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    (run_dir / "config.json").write_bytes(content)
+    for arguments in (["sample", str(run_dir)], ["plan", str(run_dir / "config.json")]):
+        refused(capsys, arguments, said)
+
+
+@pytest.mark.parametrize("labels", [5, "names", [1, 2], {"a": 1}])
+def test_labels_that_are_no_names_are_refused(
+    labels: Any, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    changed(run_dir / "data.json", labels=labels)
+    refused(capsys, ["sample", str(run_dir)], "data.json: labels=", "list of names")
+
+
+def test_metrics_that_are_no_lines_of_json_are_refused(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(b"[" * 200_000 + b'\n{"step": 2}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1, is not a JSON object"):
+        read(run_dir)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a device, a pipe or a socket"):
+        read(run_dir)
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    from jaxformer.report import read_metrics
+
+    return read_metrics(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**6}, "n_layers=1000000"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers=1000000000000000000"),
+        ({"vocab_size": 10**9}, "the two do not belong together"),
+        ({"hidden_size": 2**20, "intermediate_size": 2**22}, "the two do not belong together"),
+        ({"eos_token_id": -5}, "eos_token_id is -5"),
+        ({"eos_token_id": 10**18}, "eos_token_id is 1000000000000000000"),
+        ({"architectures": 1.5}, "architectures is 1.5, and must be a list of names"),
+        ({"rope_theta": "x"}, 'rope_theta="x" is not supported'),
+        ({"torch_dtype": "\ud800"}, "is not JSON"),
+    ],
+)
+def test_sizes_that_the_files_do_not_have_are_refused_before_anything_is_made(
+    changes: dict[str, Any], said: str, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(model, tmp_path / "hf")
+    changed(tmp_path / "hf/config.json", **changes)
+    refused(capsys, ["sample", str(tmp_path / "hf"), "--prompt", "a"], "config.json", said)
+
+
+def test_a_checkpoint_named_by_another_digit_is_none(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run_dir = copy(trained[0], tmp_path / "run")
+    (run_dir / "checkpoints/²").mkdir()
+    assert jf.load(run_dir).config == jf.load(trained[0]).config
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "pipe"])
+def test_devices_and_pipes_are_no_text(
+    device: str, trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    if device == "pipe":
+        device = str(tmp_path / "pipe")
+        os.mkfifo(device)
+    else:
+        encode = ["tokenizer", "encode", str(trained[0]), device]
+        refused(capsys, encode, f"{device} is a device, which may never end")
+    train = ["tokenizer", "train", device, "--vocab_size", "300", "--output", str(tmp_path / "t")]
+    refused(capsys, train, device, "neither a file nor a directory")
+    refused(capsys, ["tokenizer", "inspect", device], device, "a device, a pipe or a socket")
+
+
+def test_a_picture_of_attention_is_not_written_over_a_directory(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    page = ["--output", str(tmp_path / "page.html"), "--figure", str(tmp_path)]
+    line = ["attention", str(trained[0]), "--prompt", "the cat", *page]
+    refused(capsys, line, f"{tmp_path} is a directory and not a file")

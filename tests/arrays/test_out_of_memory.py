@@ -1,0 +1,222 @@
+"""Out of memory ends a run in one message, with its place, the figures and what to change; the run
+directory stays usable."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_run import line, logged, saved, train_here, write_text
+
+import jaxformer as jf
+from jaxformer.arrays.out_of_memory import is_out_of_memory, shortage_of
+from jaxformer.runs import device, states
+from jaxformer.runs import run as composer
+from jaxformer.tools import remedies
+from jaxformer.tools.remedies import is_volatile
+from jaxformer.training.program import Step
+
+pytestmark = pytest.mark.slow
+
+Capture = pytest.CaptureFixture[str]
+GIB = 2**30
+# As libtpu 0.0.42 raises it, an older libtpu, and jaxlib on a GPU and on a CPU.
+TPU = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries"
+    " (40.00G) exceeds available HBM (15.75G)."
+)
+OLDER_TPU = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm."
+    " Used 21.95G of 15.48G hbm.\n Exceeded hbm capacity by 6.47G."
+)
+VMEM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 17.5M of 16.00M vmem."
+GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
+GPU_REQUEST = (
+    "RESOURCE_EXHAUSTED: Failed to allocate request for 176.00MiB (184549376B) on device ordinal 0"
+)
+GPU_SHARED = (
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 147968, available: 101376"
+)
+FIGURES: dict[str, tuple[float | None, int | None, float | None, bool]] = {
+    TPU: (40 * GIB, None, 15.75 * GIB, False),
+    OLDER_TPU: (21.95 * GIB, None, 15.48 * GIB, False),
+    VMEM: (17.5 * 2**20, None, 16 * 2**20, True),
+    GPU: (None, 4770354232, None, False),
+    GPU_REQUEST: (None, 176 * 2**20, None, False),
+    GPU_SHARED: (147968, None, 101376, True),
+}
+
+
+def error_of(text: str) -> jax.errors.JaxRuntimeError:
+    return jax.errors.JaxRuntimeError(text)
+
+
+@pytest.mark.parametrize("text", FIGURES)
+def test_the_figures_of_an_error_are_read(text: str) -> None:
+    assert is_out_of_memory(error_of(text))
+    found = shortage_of(error_of(text), "the step")
+    needed, asked, available, on_chip = FIGURES[text]
+    assert (found.needed, found.asked) == (needed and round(needed), asked)
+    assert (found.available, found.on_chip) == (available and round(available), on_chip)
+
+
+def test_the_allocator_of_this_device_is_understood() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jnp.zeros(2**44, jnp.float32).block_until_ready()
+    assert shortage_of(caught.value, "the state").asked == 2**46
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    assert not is_out_of_memory(error_of("INTERNAL: cuDNN status 5000"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_settings_that_a_continued_run_may_change_are_known() -> None:
+    assert is_volatile("model.remat") and is_volatile("mesh.fsdp")
+    assert not is_volatile("train.microbatches") and not is_volatile("train.batch_size")
+
+
+def failing(text: str, after: int = 0) -> Callable[..., Any]:
+    """Takes the place of a function: raises from its call number `after` on."""
+    calls = []
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) > after:
+                raise error_of(text)
+            return original(*args, **options)
+
+        return run
+
+    return wrap
+
+
+def replace(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, text: str, after: int = 0
+) -> None:
+    monkeypatch.setattr(owner, name, failing(text, after)(getattr(owner, name)))
+
+
+SMALL = {"train.steps": 6, "train.eval_every": 0, "train.checkpoint_every": 0}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def test_a_step_that_does_not_compile_leaves_the_directory_to_other_settings(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    run_dir, changes = tmp_path / "run", SMALL
+    with monkeypatch.context() as patched:
+        replace(patched, Step, "lower", TPU)
+        assert train_here(line(run_dir, text, changes)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "out of memory: compiling the step: it needs 40.0 GiB, and the memory of a device is 15.8"
+        " GiB.\n"
+    )
+    assert "Traceback" not in error and "--model.remat full" in error
+    assert "--train.microbatches 4" in error and "another run.dir" not in error
+    assert "the same command with any of them begins the run" in error
+    assert "--model.attention_kernel blocked" in error
+    assert train_here(line(run_dir, text, changes | {"train.microbatches": 4})) == 0
+    assert saved(run_dir) == [6]
+
+
+def test_the_plan_stands_beside_it_with_the_smallest_changes_that_fit(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(remedies, "name_of", lambda kind: "h100")
+    replace(monkeypatch, Step, "lower", GPU)
+    settings = line(tmp_path / "run", text, SMALL)
+    assert train_here(settings) == 1
+    error = capsys.readouterr().err
+    assert "optimizer state" in error and "--model.remat full" in error
+    rows = {row.split()[0]: row.split()[1:] for row in error.splitlines() if row.startswith("  ")}
+    assert rows["capacity"] == ["60.0", "GiB", "fits"] and rows["peak"][1:] == ["MiB", "estimate"]
+    peak = float(rows["peak"][0])
+    assert 0.5 < peak < 50
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", str(0.9 * peak * 2**20 / (80 * GIB)))
+    assert train_here(settings) == 1
+    error = capsys.readouterr().err
+    assert "does NOT fit" in error
+    first = error.partition("The smallest changes that fit:\n")[2].splitlines()[0]
+    assert first.startswith("  --") and first.endswith("of a device (estimate)")
+
+
+def test_a_step_that_runs_out_continues_from_its_checkpoint(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    run_dir = tmp_path / "run"
+    changes = SMALL | {"train.checkpoint_every": 2}
+    compiled = composer.compile_step
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            composer, "compile_step", lambda *args: failing(GPU, after=3)(compiled(*args))
+        )
+        assert train_here(line(run_dir, text, changes)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("out of memory: step 4: an allocation of 4.4 GiB failed.\n")
+    micro = next(line for line in error.splitlines() if "train.microbatches" in line)
+    remat = next(line for line in error.splitlines() if "model.remat" in line)
+    assert micro.endswith(", in another run.dir") and "run.dir" not in remat
+    assert f"{run_dir} holds step 2" in error
+    other = line(run_dir, text, changes | {"train.microbatches": 4})
+    assert train_here(other) == 2 and "train.microbatches" in capsys.readouterr().err
+    assert train_here(line(run_dir, text, changes | {"model.remat": "full"})) == 0
+    assert "Continuing" in capsys.readouterr().out
+    assert [entry["step"] for entry in logged(run_dir) if "loss" in entry] == [*range(1, 7)]
+
+
+def test_an_evaluation_names_itself_and_what_helps_it(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def evaluation(*_: object) -> Any:
+        def evaluate(*_: object) -> Any:
+            return jnp.zeros(2**44, jnp.float32)  # the real error of this device
+
+        return evaluate
+
+    monkeypatch.setattr(composer, "make_evaluation", evaluation)
+    assert train_here(line(tmp_path / "run", text, SMALL | {"train.eval_every": 2})) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "out of memory: the evaluation after step 2: an allocation of 64.0 TiB failed."
+    )
+    assert "train.batch_size" in error and "microbatches" not in error and "remat" not in error
+
+
+def test_the_initial_state_and_the_check_of_the_kernel_are_named(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = {"model.attention_kernel": "blocked", "model.dropout": 0.0}
+    settings = line(tmp_path / "run", text, SMALL | checked)
+    pairs = zip(settings[1::2], settings[2::2], strict=True)
+    run = jf.load_config(settings[0], [f"{name}={value}" for name, value in pairs])
+    for owner, name, place in (
+        (states, "init_state", "the initial state"),
+        (device, "prove_kernel", "the check of the attention kernel"),
+    ):
+        with monkeypatch.context() as patched:
+            replace(patched, owner, name, GPU_REQUEST)
+            with pytest.raises(jf.OutOfMemory) as caught:
+                jf.train(run)
+        assert caught.value.place == place and caught.value.asked == 176 * 2**20
+        assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    with monkeypatch.context() as patched:
+        replace(patched, device, "prove_kernel", VMEM)
+        with pytest.raises(jf.OutOfMemory, match=r"on-chip memory(.|\n)*attention_kernel xla"):
+            jf.train(run)
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_other_errors_pass(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace(monkeypatch, states, "init_state", "INTERNAL: something else")
+    monkeypatch.setenv("JAXFORMER_TRACEBACK", "1")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train_here(line(tmp_path / "run", text, SMALL))

@@ -1,0 +1,144 @@
+"""What follows from the table of parameters: products by any equation, who optimizes what, what a
+token costs, and what is said of parameters of another model."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import SIZES, alone
+from optax.contrib import MuonDimensionNumbers
+
+import jaxformer as jf
+from jaxformer.arrays.params import contract, rows
+from jaxformer.config.run import OptimizerConfig
+from jaxformer.models.cost import flops_per_token
+from jaxformer.models.transformer import specs
+from jaxformer.training import optim
+
+pytestmark = pytest.mark.fast
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    "equation, x, w",
+    [
+        ("BTD,DF->TBF", (2, 3, 8), (8, 5)),
+        ("BTD,DF->BFT", (2, 3, 8), (8, 5)),
+        ("BTD,DNH->BTHN", (2, 3, 8), (8, 4, 5)),
+        ("EBD,EDF->EBF", (4, 2, 8), (4, 8, 5)),
+        ("EBD,EFD->EBF", (4, 2, 8), (4, 5, 8)),
+        ("DTB,DF->TBF", (8, 3, 2), (8, 5)),
+        ("BTNH,HND->BTD", (2, 3, 4, 5), (5, 4, 8)),
+        ("BTD,DF->BT", (2, 3, 8), (8, 5)),
+    ],
+)
+def test_contract_is_the_einsum_of_its_equation(equation, x, w):
+    a, b = (RNG.standard_normal(shape).astype(np.float32) for shape in (x, w))
+    found = contract(equation, jnp.array(a), jnp.array(b))
+    np.testing.assert_allclose(found, np.einsum(equation, a, b), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "equation, said",
+    [
+        ("BTD,DF->BTG", "the result of 'BTD,DF->BTG' has an axis of neither"),
+        ("BTD,DF->BTFF", "names an axis twice"),
+        ("BTD,DFG->BTFG", "does not fit the shapes [2, 3, 8] and [8, 5]"),
+        ("BTD,TF->BDF", "a shared axis of 'BTD,TF->BDF' has two lengths"),
+        ("BTD DF", "'BTD DF' is not of the form"),
+    ],
+)
+def test_an_equation_that_makes_no_sense_is_refused_with_itself(equation, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        contract(equation, jnp.ones((2, 3, 8)), jnp.ones((8, 5)))
+
+
+def taken_by_muon(config, monkeypatch):
+    """The paths of the leaves that Muon takes, with the axes that it contracts."""
+    seen = {}
+    monkeypatch.setattr(
+        optim,
+        "muon",
+        lambda *args, muon_weight_dimension_numbers, **kwargs: seen.update(
+            table=muon_weight_dimension_numbers(None)
+        ),
+    )
+    optim.OPTIMIZERS["muon"](OptimizerConfig(name="muon"), specs(config))
+    found = jax.tree.leaves_with_path(
+        seen["table"], is_leaf=lambda node: isinstance(node, MuonDimensionNumbers)
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found}
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
+def test_muon_takes_the_matrices_of_all_stacks_and_no_others(family, monkeypatch):
+    config = jf.ModelConfig(
+        **SIZES | {"family": family, "positions": "learned", "bias": "all", "norm": "layer"}
+    )
+    ends = ("attention", "ffn") if family != "encoder_decoder" else ("attention", "cross", "ffn")
+    blocks = {
+        f"blocks.{part}.{leaf}"
+        for part in ends
+        for leaf in (("gate", "up", "down") if part == "ffn" else ["q", "k", "v", "out"])
+    }
+    expected = set(blocks)
+    if family == "encoder_decoder":
+        expected |= {f"encoder.{path}" for path in blocks if ".cross." not in path}
+    assert taken_by_muon(config, monkeypatch) == expected
+
+
+def test_a_row_says_which_sequence_it_reads_and_which_is_looked_up():
+    config = jf.ModelConfig(
+        **SIZES | {"family": "encoder_decoder", "positions": "t5", "token_types": 2}
+    )
+    table = rows(specs(config))
+    source = {path for path, spec in table.items() if spec.reads == "source"}
+    assert source == {p for p in table if p.startswith("encoder.")} | {
+        "blocks.cross.k",
+        "blocks.cross.v",
+    }
+    looked_up = {path for path, spec in table.items() if spec.lookup}
+    assert looked_up == {
+        "embed.tokens",
+        "embed.types",
+        "encoder.embed.types",
+        "relative_bias",
+        "encoder.relative_bias",
+    }
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+def test_the_cost_of_a_token_is_counted_by_hand(family):
+    """Of a decoder, in products: 2 layers of q 256, k and v 128 each, out 256, three of 16 x 24,
+    and scores and values of 32 keys by 16 twice; the output layer 37 x 16. An encoder-decoder has a
+    second stack, and attention to its output.
+    """
+    config = jf.ModelConfig(**SIZES | {"family": family})
+    layer = 256 + 128 + 128 + 256 + 3 * 16 * 24
+    scores = 32 * (16 + 16)
+    cross = 256 + 128 + 128 + 256 + scores
+    stacks = 1 if family == "decoder" else 2
+    total = 6 * (stacks * 2 * (layer + scores) + (stacks - 1) * 2 * cross + 37 * 16)
+    assert flops_per_token(config, 32) == total
+
+
+@pytest.mark.parametrize(
+    "call", [jf.forward, jax.jit(jf.forward, static_argnums=1)], ids=["plain", "jit"]
+)
+def test_params_of_another_layout_are_told_leaf_by_leaf(call):
+    config = jf.ModelConfig(**SIZES)
+    params = jf.init(config, jax.random.key(0))
+    deeper = jf.ModelConfig(**SIZES | {"n_layers": 3})
+    del params["blocks"]["ffn"]["gate"]
+    with pytest.raises(
+        jf.ConfigError, match=r"blocks\.ffn\.gate: missing, expected \(3, 16, 24\)"
+    ) as error:
+        call(params, deeper, alone(config)["tokens"])
+    assert "blocks.ffn.up: (2, 16, 24) instead of (3, 16, 24)" in str(error.value)
+    with pytest.raises(jf.ConfigError, match=r"blocks\.ffn\.gate: missing"):
+        jf.generate(params, config, [[1, 2]], 3, temperature=0)
+    with pytest.raises(jf.ConfigError, match=r"blocks\.ffn\.gate: missing"):
+        jax.eval_shape(lambda p: jf.forward(p, config, alone(config)["tokens"]), params)

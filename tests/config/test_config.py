@@ -1,0 +1,248 @@
+"""Configs: every file loads as what it says it is, and a setting has one name, one meaning and one
+sentence."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxformer as jf
+from jaxformer.cli import main
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import RunConfig, flat
+from jaxformer.config.saved import from_json, to_json
+from jaxformer.config.settings import Section
+from jaxformer.files import ConfigError
+from jaxformer.models.cost import parameter_count
+from jaxformer.runs.config import parse_arguments
+from jaxformer.training.optim import make_schedule
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+PARAMETERS = {
+    "gpt2_124m": 124_475_904,
+    "llama_1b": 1_100_048_384,
+    "llama3_8b": 8_030_261_248,
+    "bert_base": 110_106_428,
+    "t5_small": 60_506_624,
+}
+
+
+def test_the_six_configs_are_there() -> None:
+    names = {"gpt2_124m", "llama3_8b", "llama_1b", "quickstart", "shakespeare_char", "tinystories"}
+    assert names <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_file_is_short_and_loads_as_a_hashable_value_that_json_gives_back(
+    path: Path, tmp_path: Path
+) -> None:
+    assert len(path.read_text().splitlines()) < 50
+    config = jf.load_config(path)
+    assert isinstance(config, RunConfig) and hash(config) == hash(jf.load_config(path))
+    assert from_json(to_json(config), "here") == config
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert jf.load_config(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_model_has_its_published_number_of_parameters(name: str) -> None:
+    assert parameter_count(jf.load_config(ROOT / f"configs/{name}.py").model) == PARAMETERS[name]
+
+
+def test_the_base_transformers_learning_rate_is_the_papers() -> None:
+    """d_model^-0.5 min(step^-0.5, step warmup^-1.5) (arXiv:1706.03762), counted from step 1."""
+    config = read_config(ROOT / "configs/transformer_base.py")
+    schedule, warmup = (
+        make_schedule(config.optimizer, config.train.steps),
+        config.optimizer.warmup_steps,
+    )
+    for step in (1, 1000, 3999, 4000, 8000, 100_000):
+        expected = config.model.d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        np.testing.assert_allclose(float(schedule(step - 1)), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_a_file_names_is_one(path: Path) -> None:
+    named = [
+        line.partition(" = ")[0]
+        for line in path.read_text().splitlines()
+        if " = replace(" in line and line[0] != " "
+    ]
+    for name in named:
+        assert isinstance(read_config(f"{path}:{name}"), RunConfig)
+
+
+def test_tinystories_and_shakespeare_are_of_the_sizes_asked_for() -> None:
+    run = jf.load_config(ROOT / "configs/tinystories.py")
+    shape = (
+        run.model.vocab_size,
+        run.model.d_model,
+        run.model.d_ff,
+        run.model.n_layers,
+        run.model.n_heads,
+    )
+    assert shape == (10_000, 512, 1344, 4, 16) and (
+        run.model.rope_theta,
+        run.data.sequence_length,
+    ) == (10_000, 256)
+    assert run.train.steps * run.train.batch_size * run.data.sequence_length == 327_680_000
+    cpu, gpu = (
+        jf.load_config(f"{ROOT}/configs/shakespeare_char.py{name}") for name in ("", ":gpu")
+    )
+    sizes = [
+        (
+            r.model.n_layers,
+            r.model.n_heads,
+            r.model.d_model,
+            r.data.sequence_length,
+            r.train.batch_size,
+        )
+        for r in (cpu, gpu)
+    ]
+    assert sizes == [(4, 4, 128, 64, 12), (6, 6, 384, 256, 64)] and (
+        cpu.train.steps,
+        gpu.train.steps,
+    ) == (2000, 5000)
+
+
+def test_a_config_is_a_static_argument_and_equal_configs_share_a_compilation() -> None:
+    traced = []
+
+    def width(x: jax.Array, config: jf.ModelConfig) -> jax.Array:
+        traced.append(config)
+        return x * config.d_model
+
+    jitted = jax.jit(width, static_argnums=1)
+    assert [
+        float(jitted(1.0, jf.ModelConfig(vocab_size=9, d_model=d, n_heads=2))) for d in (32, 32, 64)
+    ] == [32, 32, 64]
+    assert len(traced) == 2
+
+
+def test_overrides_in_python_are_those_of_the_command_line() -> None:
+    path = ROOT / "configs/quickstart.py"
+    given = {
+        "model.n_layers": "3",
+        "optimizer.learning_rate": "2e-4",
+        "model.tied_head": "False",
+        "data.train": "a b.txt",
+    }
+    line = [part for name, value in given.items() for part in (f"--{name}", value)]
+    found = jf.load_config(path, [f"{name}={value}" for name, value in given.items()])
+    assert found == parse_arguments(read_config(path), line, program="train.py")
+    assert (found.model.n_layers, found.optimizer.learning_rate, found.model.tied_head) == (
+        3,
+        2e-4,
+        False,
+    )
+    assert (
+        found.data.train == "a b.txt"
+        and jf.load_config(path, ["data.train=a=b"]).data.train == "a=b"
+    )
+
+
+def test_the_defaults_of_the_file_hold_where_nothing_overrides_them() -> None:
+    path = ROOT / "configs/quickstart.py"
+    plain, changed = flat(jf.load_config(path)), flat(jf.load_config(path, ["run.seed=7"]))
+    assert {name for name in plain if plain[name] != changed[name]} == {"run.seed"}
+    assert plain["optimizer.name"] == "muon" and plain["model.vocab_size"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.n_layer=3", ["model.n_layer", "model.n_layers"]),
+        ("model.n_layers", ["model.n_layers", "section.field=value"]),
+        ("model.d_model=45", ["model.d_model=45", "model.n_heads=2", "1, 3, 5, 9, 15, 45"]),
+        ("optimizer.schedule=cosin", ["optimizer.schedule", "cosin", "'cosine'"]),
+    ],
+)
+def test_a_mistaken_override_is_a_config_error_that_says_what_is_meant(
+    override: str, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        jf.load_config(ROOT / "configs/quickstart.py", [override])
+    assert all(part in " ".join(str(raised.value).split()) for part in parts)
+
+
+def test_all_faults_of_a_section_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        jf.ModelConfig(d_model=0, n_layers=-1, norm="batch", dropout=float("nan"))  # type: ignore[arg-type]
+    assert [line.partition("=")[0] for line in str(raised.value).splitlines()] == [
+        "model.d_model",
+        "model.n_layers",
+        "model.norm",
+        "model.dropout",
+    ]
+
+
+def test_a_fraction_is_refused_above_one_and_its_message_says_at_most_one() -> None:
+    assert jf.ModelConfig(rope_fraction=1.0).rope_fraction == 1
+    for value in (1.0000001, 1.5, -0.1):
+        with pytest.raises(ConfigError, match="must be at least 0 and at most 1"):
+            jf.ModelConfig(rope_fraction=value)
+    with pytest.raises(ConfigError, match="must be at least 0 and below 1"):
+        jf.ModelConfig(dropout=1.0)
+
+
+def test_every_field_is_read_somewhere() -> None:
+    """A setting that nothing reads is a promise that nothing keeps."""
+    from jaxformer.data.record_fields import FIELD_SETTINGS
+    from jaxformer.layers.pattern import LAYER_PATTERNS
+
+    modules = ("run.py", "model.py", "train.py")
+    inside = [ROOT / "jaxformer/config" / name for name in modules]
+    properties = [
+        node
+        for path in inside
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any(getattr(d, "id", "") == "property" for d in node.decorator_list)
+    ]
+    outside = [path for path in (ROOT / "jaxformer").rglob("*.py") if path not in inside]
+    read = {name for path in outside for name in attributes(ast.parse(path.read_text()))}
+    read |= {name for node in properties if node.name in read for name in attributes(node)}
+    read |= {row.setting for row in FIELD_SETTINGS.values()} | {*LAYER_PATTERNS}
+    unread = [name for name in flat(RunConfig()) if name.rpartition(".")[2] not in read]
+    assert not unread
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def test_help_lists_every_field_with_its_type_its_default_and_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["train", str(ROOT / "configs/quickstart.py"), "--help"]) == 0
+    shown = capsys.readouterr().out
+    told = " ".join(re.sub(r"[│╭╮╰╯─|]|-{3,}", " ", shown).split())
+    told = re.sub(r"\{\S+(, ?\S+)+\}", lambda wrapped: wrapped[0].replace(" ", ""), told)
+    entries = {
+        entry.partition(" ")[0]: entry.partition(" ")[2]
+        for entry in re.split(r" --(?=[a-z]+\.)", told)
+    }
+    for name, value in flat(read_config(ROOT / "configs/quickstart.py")).items():
+        kind, _, rest = entries[name].partition(" ")
+        sentence, _, default = rest.partition(" (default: ")
+        assert kind in ("INT", "FLOAT", "STR") or re.fullmatch(r"\{\S+\}", kind), (name, kind)
+        assert len(sentence) > 5 and sentence.endswith("."), (name, sentence)
+        assert default.partition(")")[0] in (str(value), repr(value)), (name, default)
+
+
+def test_a_section_knows_its_own_name() -> None:
+    for entry in dataclasses.fields(RunConfig):
+        section = entry.default_factory()  # type: ignore[misc]
+        assert isinstance(section, Section) and section.section == entry.name

@@ -1,0 +1,218 @@
+"""Batches: a function of seed and step that loses no token, mixes no document, and is shared by any
+number of processes."""
+
+import functools
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored import PACKINGS, SIZES, assert_shared, data, rows_of, same, stored, targets
+
+from jaxformer.config.run import DataConfig
+from jaxformer.data import Batches, EvaluationBatches, RowBlocks, TokenStore
+from jaxformer.data import evaluation_batches as batches_of_rows
+from jaxformer.files import ConfigError
+from jaxformer.runs.rollback import Rollback, ShiftedBatches
+
+
+def batches_of(made: TokenStore, data: DataConfig, *rest: Any) -> Batches:
+    return Batches(rows_of(made, data), data, *rest)
+
+
+def evaluation_batches(made: TokenStore, data: DataConfig, *rest: Any) -> EvaluationBatches:
+    return batches_of_rows(rows_of(made, data), data, *rest)
+
+
+@settings(max_examples=25)
+@given(SIZES, st.integers(1, 20), st.integers(1, 5))
+def test_every_token_but_the_first_is_a_target_once(
+    sizes: list[int], length: int, batch_size: int
+) -> None:
+    with stored(sizes) as made:
+        expected = made.read(1, made.tokens).tolist()
+        batches = list(evaluation := evaluation_batches(made, data(length), batch_size))
+        assert targets(batches) == expected
+        assert len(evaluation) == len(batches) == -(-len(expected) // (length * batch_size))
+        assert {array.shape for batch in batches for array in batch.values()} == {
+            (batch_size, length)
+        }
+        if made.tokens > length:
+            epoch = batches_of(made, data(length), 1, 0)
+            assert sorted(targets([epoch[step] for step in range(epoch.examples)])) == sorted(
+                expected
+            )
+            assert epoch.steps_per_epoch == epoch.examples == -(-len(expected) // length)
+
+
+@settings(max_examples=25)
+@given(SIZES, st.integers(2, 20))
+def test_packing_mixes_no_document_and_loses_no_token(sizes: list[int], length: int) -> None:
+    with stored(sizes) as made:
+        # A document's segment begins with the end token before it, and what it predicts ends with
+        # its own.
+        lengths = [sizes[0], *(size + 1 for size in sizes[1:]), 1]
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        rows = rows_of(made, data(length, "documents"))
+        weighted = 0
+        for index in range(len(rows)):
+            row = rows[index]
+            places = index * length + np.arange(length)
+            used = places < made.tokens - 1
+            assert (row["tokens"][used] == made.read(0, made.tokens)[places[used]]).all()
+            segments = row["segment_ids"]
+            assert (segments[~used] == 0).all() and (row["weights"][~used] == 0).all()
+            assert (segments[used] == owner[places[used]] - owner[places[0]] + 1).all()
+            weighted += int(row["weights"].sum())
+        assert weighted == made.tokens - 1
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_arrays_are_the_documented_ones(packing: str) -> None:
+    with stored([30, 30]) as made:
+        batch = batches_of(made, data(8, packing), 2, 1)[0]
+        assert {name: array.dtype.name for name, array in batch.items()} == {
+            "tokens": "int32",
+            "targets": "int32",
+            "weights": "float32",
+        } | ({"segment_ids": "int32"} if packing != "stream" else {})
+        assert all(array.shape == (2, 8) and array.flags.c_contiguous for array in batch.values())
+        inside = np.diff(batch.get("segment_ids", np.ones((2, 8)))) == 0
+        assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1])[inside].all()
+
+
+@settings(max_examples=12)
+@given(SIZES.filter(lambda sizes: sum(sizes) > 8), st.integers(0, 2**40), st.integers(0, 1000))
+def test_two_and_four_processes_read_together_what_one_reads(
+    sizes: list[int], seed: int, step: int
+) -> None:
+    with stored(sizes) as made:
+        for packing in PACKINGS:
+            read = functools.partial(batches_of, made, data(6, packing), 4, seed)
+            assert_shared(read, [step])
+        split = [list(evaluation_batches(made, data(6), 4, RowBlocks((i,), 2))) for i in range(2)]
+        for batch, left, right in zip(evaluation_batches(made, data(6), 4), *split, strict=True):
+            assert (batch["targets"][:2] == left["targets"]).all()
+            assert (batch["targets"][2:] == right["targets"]).all()
+
+
+def test_a_process_that_holds_several_blocks_makes_their_rows_in_order() -> None:
+    with stored([40] * 10) as made:
+        whole, some = (
+            batches_of(made, data(8, length_warmup="4; 2: 8"), 6, 3, *blocks)
+            for blocks in ((), (RowBlocks((0, 2), 3),))
+        )
+        for step, size in ((0, 4), (3, 2)):  # a third of 12 short rows, and of 6 whole ones
+            rows = [*range(size), *range(2 * size, 3 * size)]
+            assert all((whole[step][name][rows] == some[step][name]).all() for name in whole[step])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_batch_is_a_function_of_seed_and_step(packing: str) -> None:
+    with stored([40] * 10) as made:
+        first, again = (batches_of(made, data(8, packing), 4, 7) for _ in range(2))
+        assert all(same(first[step], again[step]) for step in (30, 0, 7))
+        assert not same(first[0], batches_of(made, data(8, packing), 4, 8)[0])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_iterating_from_a_step_gives_that_steps_batch_and_those_after(
+    packing: str, prefetch: int
+) -> None:
+    with stored([40] * 10) as made:
+        batches = batches_of(made, data(8, packing, prefetch), 4, 7)
+        for start in (0, 5, 1_000_003):
+            found = list(islice(batches.iterate(start), 6))
+            assert all(same(batch, batches[start + offset]) for offset, batch in enumerate(found))
+
+
+def test_the_rows_of_a_batch_are_those_that_row_numbers_names() -> None:
+    with stored([40] * 10) as made:
+        rows = rows_of(made, data(8))
+        batches = batches_of(made, data(8), 4, 7)
+        for step in (0, 5, 1_003):
+            for at, number in enumerate(batches.row_numbers(step)):
+                row = {name: array[at] for name, array in batches[step].items()}
+                assert same(row, rows[number])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_rollback_moves_all_later_batches(prefetch: int) -> None:
+    rollbacks = [Rollback(at=3, skip=2), Rollback(at=3, skip=1), Rollback(at=6, skip=4)]
+    with stored([40] * 10) as made:
+        batches = batches_of(made, data(8, prefetch=prefetch), 4, 7)
+        shifted = ShiftedBatches(batches, rollbacks)
+        expected = [0, 1, 2, 6, 7, 8, 13, 14, 15]
+        for start in (0, 3, 4, 8):
+            found = islice(shifted.iterate(start), len(expected) - start)
+            for step, batch in enumerate(found, start):
+                assert same(batch, batches[expected[step]]) and same(batch, shifted[step])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("lengths", ["", "4; 2: 8"])
+def test_a_batch_of_one_row_is_read_from_any_step_on(lengths: str, prefetch: int) -> None:
+    with stored([40] * 10) as made:
+        config = data(8, prefetch=prefetch, length_warmup=lengths)
+        batches = batches_of(made, config, 1, 7)
+        for start in (0, 5, 1_000_003):
+            found = list(islice(batches.iterate(start), 3))
+            assert all(same(batch, batches[start + place]) for place, batch in enumerate(found))
+            assert all(batch["tokens"].size == 8 for batch in found)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_each_epoch_has_every_row_in_another_order(packing: str) -> None:
+    with stored([40] * 10) as made:
+        batches = batches_of(made, data(8, packing), 1, 3)
+        rows = [
+            bytes(batches[step]["tokens"].astype(np.uint8)) for step in range(2 * batches.examples)
+        ]
+        first, second = rows[: batches.examples], rows[batches.examples :]
+        assert sorted(first) == sorted(second) and first != second and first != sorted(first)
+        other = batches_of(
+            made, data(8, packing), 1, 4
+        )  # the next seed's first epoch is not this seed's second
+        assert [
+            bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)
+        ] != second
+
+
+def test_a_store_of_one_row_is_enough() -> None:
+    with stored([8]) as made:
+        assert (
+            batches_of(made, data(8), 3, 0)[5]["tokens"].tolist() == [made.read(0, 8).tolist()] * 3
+        )
+
+
+def test_text_that_is_too_short_is_one_message() -> None:
+    with (
+        stored([7]) as made,
+        pytest.raises(
+            ConfigError, match=r"has 8 tokens.*data\.sequence_length=8 takes 9.*at most 7"
+        ),
+    ):
+        batches_of(made, data(8), 1, 0)
+    with stored([7]) as made:
+        short = list(
+            evaluation_batches(made, data(20, "documents"), 2)
+        )  # held-out text may be shorter than a row
+        assert (
+            len(short) == 1
+            and short[0]["weights"].sum() == 7
+            and short[0]["segment_ids"].sum() == 7
+        )
+        made.tokens = 1
+        with pytest.raises(ConfigError, match="has 1 tokens: at least 2"):
+            evaluation_batches(made, data(8), 1)
+
+
+def test_a_batch_that_processes_cannot_share_is_one_message() -> None:
+    with (
+        stored([30]) as made,
+        pytest.raises(ConfigError, match=r"train\.batch_size=3 is not divisible by the 2 blocks"),
+    ):
+        batches_of(made, data(8), 3, 0, RowBlocks((0,), 2))

@@ -1,0 +1,251 @@
+"""data.bos: documents of a text begin with the BOS of the tokenizer, as its template says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpora import prepare, prepare_share, prepare_text, template_of
+from pretrained_tokenizers import saved
+from tiny_run import PLAIN, line, train_here, write_text
+
+import jaxformer as jf
+from jaxformer import data
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config.saved import from_json, to_json
+from jaxformer.data import tokenizing
+from jaxformer.data.prompt_template import SFTTemplate
+from jaxformer.data.sources import Piece
+from jaxformer.files import ConfigError
+from jaxformer.runs.directory import as_begun
+from jaxformer.runs.objectives import objective_of, task_of
+from jaxformer.runs.run_evaluation import evaluate_run
+from jaxformer.runs.summary import beginning_text
+from jaxformer.tokenizer import Tokenizer
+
+TEXTS = ["the cat sat", "on a mat and the dog " * 4, "a", "one more text"]
+
+
+def run_of(folder: Path, kind: str = "llama3", **settings: Any) -> RunConfig:
+    """A run on `TEXTS` with a tokenizer of transformers."""
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
+    shape: dict[str, Any] = {"sequence_length": 12, "validation_fraction": 0.0}
+    chosen = {"train": str(text), "cache_dir": str(folder / "cache")} | shape | settings
+    return RunConfig(data=DataConfig(**chosen), tokenizer=TokenizerConfig(path=str(saved(kind))))
+
+
+def documents_of(tokenizer: Tokenizer, *before: int) -> list[list[int]]:
+    return [[*before, *tokenizer.encode(text), tokenizer.end_token] for text in TEXTS]
+
+
+def rows_of(run: RunConfig) -> list[data.NumpyBatch]:
+    rows = prepare(run).train
+    return [rows[index] for index in range(len(rows))]
+
+
+def used(row: data.NumpyBatch) -> int:
+    """How many places of a row are before its padding, whose token, 0, is the BOS here."""
+    return int(np.flatnonzero(row.get("segment_ids", row["weights"])).max()) + 1
+
+
+def segments_of(rows: list[data.NumpyBatch]) -> list[list[int]]:
+    """The tokens of each segment of each row."""
+    places = [(row, row["segment_ids"] == number) for row in rows for number in range(1, 9)]
+    return [row["tokens"][chosen].tolist() for row, chosen in places if chosen.any()]
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
+@pytest.mark.parametrize("length", [12, 200])
+def test_each_document_begins_with_the_bos_of_the_template_which_is_no_target(
+    packing: str, length: int, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, packing=packing, sequence_length=length)
+    tokenizer = Tokenizer.load(saved("llama3"))
+    (bos,) = tokenizer.encode("", special_tokens=True)
+    documents = documents_of(tokenizer, bos)
+    rows = rows_of(run)
+    learned = [int(token) for row in rows for token in row["targets"][row["weights"] > 0]]
+    assert sorted(learned) == sorted(token for each in documents for token in each[1:])
+    read = [row["tokens"][: used(row)].tolist() for row in rows]
+    assert sum(each.count(bos) for each in read) == len(TEXTS)
+    if packing == "stream":
+        stream = [token for each in documents for token in each]
+        rest = [token for row in rows for token in row["tokens"].tolist()]
+        assert rest[: len(stream) - 1] == stream[:-1]
+        assert learned == [token for each in documents for token in each[1:]]
+    elif length > 100:  # each document is one segment, from its BOS on
+        ends = {tuple(each) for each in documents} | {tuple(documents[-1][:-1])}
+        found = segments_of(rows)
+        assert len(found) == len(TEXTS) and all(tuple(each) in ends for each in found)
+    else:  # a BOS is where a segment begins
+        for row in rows:
+            places = np.flatnonzero(row["tokens"][: used(row)] == bos)
+            numbers = np.concatenate([[0], row["segment_ids"]])
+            assert (np.diff(numbers)[places] != 0).all()
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
+def test_never_gives_the_rows_of_before(packing: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, packing=packing, bos="never", sequence_length=8)
+    tokenizer = Tokenizer.load(saved("llama3"))
+    stream = [token for each in documents_of(tokenizer) for token in each]
+    corpus = prepare(run)
+    store, rows = corpus.stores["train"][0], rows_of(run)
+    assert store.read(0, store.tokens).tolist() == stream and store.beginning == ()
+    assert all((row["weights"] == (row["targets"] > 0)).all() for row in rows[:-1])
+    learned = [int(token) for row in rows for token in row["targets"][row["weights"] > 0]]
+    assert sorted(learned) == sorted(stream if packing == "best_fit" else stream[1:])
+    # Nothing of what names the tokens is new, so that those that were made before are found.
+    manifest = json.loads(
+        (next((tmp_path / "cache/stores").iterdir()) / "manifest.json").read_text()
+    )
+    assert "beginning" not in manifest
+
+
+def test_windows_that_begin_anywhere_do_not_learn_the_bos(tmp_path: Path) -> None:
+    rows = prepare(run_of(tmp_path, order="random")).train
+    bos = Tokenizer.load(saved("llama3")).prefix[0]
+    found = [rows[index] for index in range(rows.numbers)]
+    assert any((row["targets"] == bos).any() for row in found)
+    assert all((row["weights"] == (row["targets"] != bos)).all() for row in found)
+
+
+def test_a_document_in_several_shards_has_one_bos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 6)
+    tokenizer = Tokenizer.load(saved("llama3"))
+    pieces = [Piece("the cat ", "0", False)] * 3
+    pieces += [Piece("sat", "0", True), Piece("a", "1", True)]
+    (bos,) = tokenizer.prefix
+    made = data.open_or_build(tmp_path, lambda: pieces, tokenizer, beginning=(bos,))
+    text = tokenizer.encode("the cat ") * 3 + tokenizer.encode("sat")
+    end = tokenizer.end_token
+    expected = [bos, *text, end, bos, *tokenizer.encode("a"), end]
+    assert made.read(0, 99).tolist() == expected
+    again = data.TokenStore.open(tmp_path)
+    assert again is not None and again.beginning == (bos,)
+    assert again.is_text(0, 99).tolist() == [
+        place not in (0, expected.index(bos, 1)) and place < len(expected) for place in range(99)
+    ]
+
+
+@pytest.mark.parametrize("wrong", [5, ["x"], [None]])
+def test_a_store_that_does_not_say_how_it_begins_is_made_again(wrong: Any, tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    before = rows_of(run)
+    manifest = next((tmp_path / "cache/stores").iterdir()) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"beginning": wrong}))
+    assert data.TokenStore.open(manifest.parent) is None
+    for row, again in zip(before, rows_of(run), strict=True):
+        assert all((row[name] == again[name]).all() for name in row)
+
+
+def test_auto_is_never_without_a_template_and_always_takes_the_bos(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(saved("gpt2"))
+    bos_token = tokenizer.special("bos")
+    assert bos_token is not None and not tokenizer.prefix
+    for bos, before in (("auto", []), ("never", []), ("always", [bos_token])):
+        store = prepare(run_of(tmp_path, "gpt2", bos=bos)).stores["train"][0]
+        expected = [token for each in documents_of(tokenizer, *before) for token in each]
+        assert store.read(0, store.tokens).tolist() == expected
+
+
+def test_a_text_begins_as_a_prompt_and_a_record_do(tmp_path: Path) -> None:
+    for kind in ("llama3", "llama2", "gpt2"):
+        tokenizer, run = Tokenizer.load(saved(kind)), run_of(tmp_path, kind)
+        template = template_of(SFTTemplate, run, tokenizer)
+        (parts,) = template.encode([("a", "b")], {})
+        row = template.arrays(*(np.array(part) for part in parts))
+        before = tokenizer.as_prompt([])
+        assert task_of(run.model, run.data).beginning("auto", tokenizer) == tuple(before)
+        assert row["tokens"][: len(before)].tolist() == before
+
+
+def test_the_banner_says_which_token_is_written(tmp_path: Path) -> None:
+    expected = "begin with <|begin_of_text|>, which is no target (data.bos=auto)"
+    assert beginning_text(prepare(run_of(tmp_path)), "auto") == expected
+    assert beginning_text(prepare(run_of(tmp_path, bos="never")), "never") == ""
+
+
+@pytest.mark.slow
+def test_a_run_prints_it_and_goes_on_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"tokenizer.path": saved("llama3"), "train.steps": 2} | PLAIN
+    command = line(tmp_path / "run", write_text(tmp_path / "text.txt"), changes)
+    for _ in range(2):
+        assert train_here(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "documents begin with <|begin_of_text|>, which is no target (data.bos=auto)" in out
+
+
+def test_always_without_a_bos_or_where_rows_are_no_text_is_one_message(tmp_path: Path) -> None:
+    run = run_of(tmp_path, bos="always")
+    (tmp_path / "t").mkdir()
+    jf.tokenizer.byte_tokenizer().save(tmp_path / "t" / "mine.json")
+    none = replace(run, tokenizer=TokenizerConfig(path=str(tmp_path / "t" / "mine.json")))
+    with pytest.raises(ConfigError, match=r"data\.bos=always, and .*mine.json has no BOS: name it"):
+        prepare(none)
+    for bos in ("always", "never"):
+        with pytest.raises(ConfigError, match=rf"data\.bos={bos} says .*=sft, .*: set it to auto"):
+            objective_of(run.model, DataConfig(objective="sft", bos=bos))  # type: ignore[arg-type]
+
+
+def test_prepared_text_says_how_its_documents_begin(tmp_path: Path) -> None:
+    begun, never = run_of(tmp_path), run_of(tmp_path, bos="never")
+    for run, name in ((begun, "begun"), (never, "never")):
+        prepare_share(run, tmp_path / name, (0, 1))
+        prepare_text(run, tmp_path / name)
+        there = replace(run, data=replace(run.data, train=str(tmp_path / name)))
+        assert prepare(there).train.fingerprint == prepare(run).train.fingerprint
+    for run, name, told in (
+        (begun, "never", r"with no BOS, .* ask for <\|begin_of_text\|>: set data\.bos=never"),
+        (never, "begun", r"with <\|begin_of_text\|>, .* ask for no BOS: set data\.bos=always"),
+    ):
+        there = replace(run, data=replace(run.data, train=str(tmp_path / name)))
+        with pytest.raises(ConfigError, match=told):
+            prepare(there)
+        with pytest.raises(ConfigError, match=r"was prepared with another data\.bos"):
+            prepare_text(run, tmp_path / name)
+
+
+def test_a_config_without_the_setting_has_no_bos(tmp_path: Path) -> None:
+    run = replace(run_of(tmp_path), run=RunSettings(dir=str(tmp_path / "run")))
+    record = json.loads(to_json(run))
+    assert from_json(json.dumps(record), "here").data.bos == "auto"
+    del record["data"]["bos"]
+    assert from_json(json.dumps(record), "here").data.bos == "never"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(record))
+    assert as_begun(run).data.bos == "never"
+    for objective in ("sft", "dpo"):  # whose templates write it, then as now
+        record["data"]["objective"] = objective
+        read = from_json(json.dumps(record), "here")
+        assert read.data.bos == "auto" and task_of(read.model, read.data).name == objective
+
+
+def test_a_base_is_evaluated_as_its_texts_are_scored_by_hand(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(saved("llama3"))
+    run = run_of(tmp_path)
+    config = jf.ModelConfig(
+        vocab_size=tokenizer.vocab_size, d_model=16, n_heads=2, n_layers=1, max_length=128
+    )
+    params = jf.init(config, jax.random.key(0))
+    jf.save_pretrained(tmp_path / "base", params, config, tokenizer=tokenizer)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": TEXTS[1]}) + "\n")
+    found = evaluate_run(
+        tmp_path / "base", str(tmp_path / "one.jsonl"), cache_dir=run.data.cache_dir
+    )
+    ids = [*tokenizer.encode(TEXTS[1], special_tokens=True), tokenizer.end_token]
+    logits = jf.forward(params, config, jnp.array([ids[:-1]]))
+    scores = jax.nn.log_softmax(logits[0])[jnp.arange(len(ids) - 1), jnp.array(ids[1:])]
+    assert found["val_loss"] == pytest.approx(-float(scores.mean()), rel=1e-5)
+    nats = -float(scores.sum())
+    bits = nats / np.log(2) / len(TEXTS[1].encode())
+    assert found["val_bits_per_byte"] == pytest.approx(bits, rel=1e-5)

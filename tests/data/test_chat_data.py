@@ -1,0 +1,447 @@
+"""Conversations as training data: every format gives the same, only the assistant's turns are
+learned, and a model that has learned them answers in `sample --chat`."""
+
+import dataclasses
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import CHATML, CONVERSATIONS, write_lines
+from corpora import prepare
+from tiny_run import contents, line, logged, train_here
+
+import jaxformer as jf
+from jaxformer.cli import main
+from jaxformer.cluster.bounded import BoundedProcess
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import Corpus
+from jaxformer.data.shapes import batch_shapes
+from jaxformer.data.sources import find_source
+from jaxformer.data.sources.records import Fields, Record, RecordField
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import ChatTemplate, Tokenizer, train_bpe_tokenizer
+
+FIELDS: Fields = (RecordField("data.messages_field", "messages", "messages"),)
+RECORDS = [{"id": name, "messages": messages} for name, messages in CONVERSATIONS.items()]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """The folder of a tokenizer with the special tokens of ChatML, and its template."""
+    texts = ["the cat sat on the mat, hello there, one two"] * 4
+    made = train_bpe_tokenizer(texts, 300, ("<|im_start|>", "<|im_end|>"))
+    folder = tmp_path / "tokenizer"
+    made.save(folder / "tokenizer.json")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+def run_of(folder: Path, path: Path, template: Path | str = "", **data: Any) -> RunConfig:
+    given = {
+        "train": str(path),
+        "validation_fraction": 0.0,
+        "cache_dir": str(folder / "cache"),
+        "objective": "sft",
+        "messages_field": "messages",
+        "sequence_length": 64,
+        "prefetch": 0,
+    }
+    return RunConfig(
+        model=ModelConfig(),
+        data=DataConfig(**(given | data)),
+        tokenizer=TokenizerConfig(path=str(folder / "tokenizer"), chat_template=str(template)),
+    )
+
+
+def read(spec: object) -> list[Record]:
+    return [piece.record for piece in find_source(str(spec), "data.train", FIELDS).pieces()]
+
+
+def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
+    """In Parquet and Arrow each message has the keys of all, which are null where it has none."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
+    records = [*RECORDS, {"id": "tools", "messages": [{"role": "user", "content": "?"}, call]}]
+    write_lines(tmp_path / "a.jsonl", records)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=2)
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "set"))
+    found = read(tmp_path / "a.jsonl")
+    conversations = [[json.loads(message) for message in record[0]] for record in found]
+    assert conversations[:-1] == [*CONVERSATIONS.values()] and conversations[-1][1] == call
+    for spec in (tmp_path / "a.jsonl.gz", tmp_path / "a.parquet", f"datasets:{tmp_path / 'set'}"):
+        assert read(spec) == found, spec
+    pieces = [*find_source(str(tmp_path / "a.jsonl"), "data.train", FIELDS).pieces()]
+    assert pieces[0].text == "the cat sat\non the mat" and pieces[0].place.endswith("line 1")
+    assert pieces[-1].text == "?\n"
+
+
+def segments(corpus: Corpus) -> list[tuple[list[int], list[int], list[float]]]:
+    """Tokens, targets and weights of each packed conversation, sorted."""
+    found = []
+    for row in (corpus.train[index] for index in range(len(corpus.train))):
+        for number in range(1, row["segment_ids"].max() + 1):
+            at = row["segment_ids"] == number
+            found.append(tuple(row[name][at].tolist() for name in ("tokens", "targets", "weights")))
+        assert not row["weights"][row["segment_ids"] == 0].any()
+    return sorted(found)
+
+
+def test_rows_hold_what_the_template_gives_and_learn_the_assistants_turns(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    template = ChatTemplate.of(Tokenizer.load(tokenizer))
+    expected = []
+    for messages in CONVERSATIONS.values():
+        ids, learned = template.encode(messages)
+        expected.append((ids[:-1], ids[1:], [float(value) for value in learned[1:]]))
+    corpora = [
+        prepare(run_of(tmp_path, path, packing=packing, sequence_length=256))
+        for packing in ("stream", "documents", "best_fit")
+    ]
+    assert all(segments(corpus) == sorted(expected) for corpus in corpora)
+    row = corpora[0].train[0]
+    assert len(corpora[0].train) == 1 and row["segment_ids"].max() == 3  # packed together
+    text = template.tokenizer.decode(row["targets"][row["weights"] > 0])
+    assert "on the mat" in text and "Grüße 🙂" in text and "cat" not in text and "user" not in text
+
+
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HEADED = "{% for m in messages %}<|im_start|>{{ m.role }}\nTURN{% endfor %}"
+BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
+ENDS = {
+    "chatml": (CHATML, True),
+    "the next role": (GLM, False),
+    "its end outside of the block": (HEADED.replace("TURN", BLOCK), False),
+    "its end in the block": (
+        HEADED.replace("TURN", "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_turn_whose_end_is_not_learned_is_said_before_training(
+    case: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    text, learned = ENDS[case]
+    (tokenizer / "chat_template.jinja").write_text(text)
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    said: list[str] = []
+    prepare(run_of(tmp_path, path), said.append)
+    warned = [line for line in said if line.startswith("warning: ")]
+    assert len(warned) == (not learned)
+    if not learned:
+        assert "chat_template.jinja writes no special token" in warned[0]
+        assert "tokenizer.chat_template" in warned[0]
+        packed = next(place for place, line in enumerate(said) if "packed in" in line)
+        assert said.index(warned[0]) < packed
+
+
+def test_a_conversation_that_is_cut_keeps_its_weights_in_place(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    messages = CONVERSATIONS["two"]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    ids, learned = ChatTemplate.of(Tokenizer.load(tokenizer)).encode(messages)
+    with pytest.raises(ConfigError, match=r"none of its 1 examples has anything to learn"):
+        prepare(run_of(tmp_path, path, sequence_length=8, cut="end"))  # before the first answer
+    for length in (len(ids) // 2, len(ids) - 2, len(ids) - 1, len(ids) + 5):
+        said: list[str] = []
+        run = run_of(tmp_path, path, sequence_length=length, cut="end")
+        row = prepare(run, said.append).train[0]
+        used = min(length, len(ids) - 1)
+        assert row["tokens"].tolist() == ids[:used] + [0] * (length - used)
+        assert row["targets"].tolist() == ids[1 : used + 1] + [0] * (length - used)
+        assert row["weights"].tolist() == learned[1 : used + 1] + [0] * (length - used)
+        cut = any("1 of 1 examples are longer than a row" in text for text in said)
+        assert cut == (used < len(ids) - 1)
+
+
+def test_a_conversation_keeps_the_beginning_of_its_first_answer(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    messages = CONVERSATIONS["two"]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    ids, learned = ChatTemplate.of(Tokenizer.load(tokenizer)).encode(messages)
+    first = learned.index(True)
+    row = prepare(run_of(tmp_path, path, sequence_length=8)).train[0]
+    assert first > 8 and row["weights"].tolist() == [0] * 3 + learned[first : first + 5]
+    assert row["tokens"].tolist() == ids[first - 4 : first + 4]
+    assert row["targets"].tolist() == ids[first - 3 : first + 5]
+
+
+def test_what_is_stored_is_of_one_template(tokenizer: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    other = tmp_path / "other.jinja"
+    other.write_text(CHATML.replace("'\\n' }}\n{%- endfor", "'\\n\\n' }}\n{%- endfor"))
+    found = []
+    for template in ("", other, ""):
+        said: list[str] = []
+        corpus = prepare(run_of(tmp_path, path, template), said.append)
+        found.append((corpus.train.fingerprint, any("reusing" in text for text in said)))
+    (own, first), (changed, second), again = found
+    assert not first and not second and own != changed and again == (own, True)
+
+
+def test_the_arrays_of_a_plan_are_those_of_a_batch(tokenizer: Path, tmp_path: Path) -> None:
+    run = run_of(tmp_path, write_lines(tmp_path / "a.jsonl", RECORDS))
+    corpus = prepare(run)
+    row = corpus.train[0]
+    shapes = batch_shapes(corpus.task, run.data, 2)
+    assert {name: (shape.shape[1:], shape.dtype) for name, shape in shapes.items()} == {
+        name: (array.shape, array.dtype) for name, array in row.items()
+    }
+
+
+USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+FAULTS: dict[str, tuple[Any, str]] = {
+    "no turn": (
+        {"messages": [USER]},
+        r"a\.jsonl, line 2: no message has the role 'assistant' .* Or skip .*data\.malformed=skip",
+    ),
+    "no list": ({"messages": "hello"}, r"line 2: str \('hello'\) is no conversation: give a list"),
+    "no role": ({"messages": [{"from": "human", "value": "a"}]}, r"line 2: message 1 has no .role"),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, SAID]},
+        r"line 2: message 1: its content is a list, .*: only text is read",
+    ),
+    "no field": (
+        {"conversations": [USER, SAID]},
+        r"line 2 has no field 'messages' \(.*'conversations'\): set data\.messages_field",
+    ),
+    "half a character": ({"messages": [USER, SAID | {"content": "\ud800"}]}, r"half a surrogate"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_bad_record_is_one_message_with_its_line(
+    case: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    record, message = FAULTS[case]
+    path = write_lines(tmp_path / "a.jsonl", [RECORDS[0], record])
+    with pytest.raises(ConfigError, match=message):
+        prepare(run_of(tmp_path, path))
+    assert len(segments(prepare(run_of(tmp_path, path, malformed="skip")))) == 1
+
+
+def test_a_template_without_end_stops_the_run_and_skips_no_record(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer", seconds=1.0)
+    monkeypatch.setattr("jaxformer.tokenizer.chat.RENDERER", renderer)
+    endless = tmp_path / "endless.jinja"
+    endless.write_text(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + CHATML
+    )
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    said = r"chat_template=.*endless\.jinja takes more than 1 s of a core, where \d+ messages are"
+    with pytest.raises(ConfigError, match=said):
+        prepare(run_of(tmp_path, path, endless, malformed="skip"))
+    renderer.close()
+
+
+def test_what_the_template_refuses_is_named_with_its_line(tokenizer: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [RECORDS[0], {"messages": [USER, USER, SAID]}])
+    path.write_text("\n" + path.read_text())
+    refusing = tmp_path / "refusing.jinja"
+    refusing.write_text(
+        "{% if messages | length == 3 %}{{ raise_exception('roles must alternate.') }}{% endif %}"
+        + CHATML
+    )
+    told = (
+        r"a\.jsonl, line 3: tokenizer\.chat_template=.*refuses the messages: roles must alternate\."
+    )
+    with pytest.raises(ConfigError, match=told):
+        prepare(run_of(tmp_path, path, refusing))
+    refusing.write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match=r"refusing\.jinja is no template of Jinja \(line 1: "):
+        prepare(run_of(tmp_path, path, refusing))
+    (tokenizer / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"has no chat template, .* tokenizer\.chat_template set"):
+        prepare(run_of(tmp_path, path))
+
+
+def test_settings_that_do_not_fit_conversations_are_refused(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    with pytest.raises(ConfigError, match=r"data\.objective=causal does not read: .*objective=sft"):
+        prepare(run_of(tmp_path, path, objective="causal"))
+    for objective in ("sft", "causal"):  # the setting is named where it is missing
+        with pytest.raises(ConfigError, match=r"line 1 has no field .*data\.messages_field=mess"):
+            prepare(run_of(tmp_path, path, objective=objective, messages_field=""))
+    (tmp_path / "a.tsv").write_text("messages\nhello\n")
+    with pytest.raises(ConfigError, match=r"a\.tsv, line 2: str \('hello'\) is no conversation"):
+        prepare(run_of(tmp_path, tmp_path / "a.tsv"))
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(ConfigError, match=r"a\.txt is plain text, .* records of messages \("):
+        prepare(run_of(tmp_path, tmp_path / "a.txt"))
+
+
+def turns(*texts: str, system: str = "") -> dict[str, Any]:
+    roles = ("user", "assistant") * len(texts)
+    said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return {"messages": [{"role": "system", "content": system}] * bool(system) + said}
+
+
+LEARNED = [turns("go", "one", "go", "two"), turns("go", "loud", system="S")]
+
+
+by_heart = pytest.mark.xdist_group("chat")  # one process makes the run for all of them
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run that has learned a few conversations by heart, and its command."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = write_lines(folder / "chats.jsonl", LEARNED * 8)
+    (folder / "chatml.jinja").write_text(CHATML)
+    made = train_bpe_tokenizer(["one two loud go"] * 4, 262, ("<|im_start|>", "<|im_end|>"))
+    made.save(folder / "made" / "tokenizer.json")
+    changes = {
+        "data.objective": "sft",
+        "data.messages_field": "messages",
+        "data.sequence_length": 64,
+        "model.max_length": 96,
+        "model.dropout": 0.0,
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": 0.01,
+        "optimizer.decay_steps": 0,
+        "tokenizer.path": folder / "made",
+        "tokenizer.chat_template": folder / "chatml.jinja",
+        "train.steps": 60,
+        "train.checkpoint_every": 3,
+        "train.keep_checkpoints": 1,
+        "train.microbatches": 1,
+    }
+    command = line(folder / "run", path, changes)
+    assert train_here([*command, "--train.steps", "3"]) == 0
+    assert train_here(command) == 0  # the same run goes on
+    return folder / "run", command
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["sample", *map(str, arguments), "--temperature", "0"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+@by_heart
+def test_a_run_of_conversations_answers_and_ends_its_turn(
+    trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = trained
+    assert [entry["step"] for entry in logged(run_dir) if "loss" in entry][-1] == 60
+    assert asked(capsys, run_dir, "--chat", "--prompt", "go") == "one\n"
+    assert asked(capsys, run_dir, "--chat", "--prompt", "go", "--system", "S") == "loud\n"
+    assert asked(capsys, run_dir, "--chat", "--prompt", "go", "--beams", "2") == "one\n"
+
+
+@pytest.mark.slow
+@by_heart
+def test_a_conversation_keeps_its_turns(
+    trained: tuple[Path, list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_dir, _ = trained
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n\ngo\n"))
+    assert asked(capsys, run_dir, "--chat") == "one\ntwo\n"
+
+
+@pytest.mark.slow
+@by_heart
+def test_the_run_directory_keeps_the_template_for_whatever_is_made_of_it(
+    trained: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = trained
+    assert (run_dir / "chat_template.jinja").read_text() == CHATML
+    (run_dir.parent / "chatml.jinja").rename(run_dir.parent / "moved.jinja")
+    try:
+        assert main(["evaluate", str(run_dir)]) == 0  # by the run's own template
+    finally:
+        (run_dir.parent / "moved.jinja").rename(run_dir.parent / "chatml.jinja")
+    assert main(["convert", str(run_dir), str(tmp_path / "hf")]) == 0
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
+    capsys.readouterr()
+    own = ChatTemplate.of(jf.load(run_dir).tokenizer)
+    for folder in (tmp_path / "hf", tmp_path / "back"):
+        assert ChatTemplate.of(Tokenizer.load(folder)).fingerprint() == own.fingerprint()
+        assert asked(capsys, folder, "--chat", "--prompt", "go") == "one\n"
+
+
+@pytest.mark.slow
+@by_heart
+def test_a_run_is_not_continued_with_another_template(
+    trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, command = trained
+    template = run_dir.parent / "chatml.jinja"
+    before = contents(run_dir)
+    template.write_text(CHATML + "{# another #}")
+    try:
+        assert train_here(command) == 2
+        assert (
+            "was begun with other text (train, validation, chat_template changed"
+            in capsys.readouterr().err
+        )
+        assert contents(run_dir) == before
+    finally:
+        template.write_text(CHATML)
+
+
+REFUSED = {
+    "no chat": (["--system", "a"], "--system is a message of a conversation: add --chat"),
+    "blank": (["--chat", "--prompt", " "], "the prompt is empty"),
+    "long": (["--chat", "--prompt", "go " * 99], "only 95 fit before a new token"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.slow
+@by_heart
+def test_what_is_no_conversation_is_one_message(
+    case: str, trained: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = REFUSED[case]
+    assert main(["sample", str(trained[0]), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@by_heart
+def test_input_that_cannot_be_a_turn_is_refused(
+    trained: tuple[Path, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_dir, _ = trained
+    for raw, message in ((b"\n \n", "has no line of text"), (b"\xff\n", "is not UTF-8")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8"))
+        assert main(["sample", str(run_dir), "--chat"]) == 2
+        assert message in capsys.readouterr().err
+    model = jf.load(run_dir)
+    assert model.tokenizer is not None
+    metadata = model.tokenizer.metadata
+    model.tokenizer.metadata = dataclasses.replace(metadata, template=None)
+    jf.save_pretrained(tmp_path, model.params, model.config, model.tokenizer)
+    assert main(["sample", str(tmp_path), "--chat", "--prompt", "go"]) == 2
+    assert "has no chat template, neither chat_template.jinja" in capsys.readouterr().err
+    (tmp_path / "chat_template.jinja").write_text("{{ '%02000000000d' % 1 }}")
+    assert main(["sample", str(tmp_path), "--chat", "--prompt", "go"]) == 2
+    assert "chat_template.jinja takes more than 1 GiB of memory" in capsys.readouterr().err

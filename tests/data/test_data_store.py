@@ -1,0 +1,465 @@
+"""The store: made once whatever interrupts it, reused while nothing changed, and read without its
+size being felt."""
+
+import gzip
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import prepare
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import (
+    Corpus,
+    TokenStore,
+    gzip_bits_per_byte,
+    open_or_build,
+    shards,
+    tokenizing,
+    vocabulary,
+)
+from jaxformer.data.rows import CausalRows, Rows
+from jaxformer.data.sources import Piece
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
+
+BYTES = byte_tokenizer()
+
+
+def pieces_of(texts: list[str]) -> list[Piece]:
+    return [Piece(text, str(index), True) for index, text in enumerate(texts)]
+
+
+def run_of(folder: Path, text: str = "", **changes: Any) -> RunConfig:
+    path = folder / "corpus.txt"
+    if text:
+        path.write_text(text)
+    data = DataConfig(train=str(path), cache_dir=str(folder / "cache"), sequence_length=16)
+    return replace(RunConfig(data=data, tokenizer=TokenizerConfig(vocab_size=300)), **changes)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.text(alphabet="abé", min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_the_store_is_the_documents_one_after_the_other(
+    texts: list[str], shard: int, data: st.DataObject
+) -> None:
+    expected = [token for text in texts for token in (*text.encode(), BYTES.end_token)]
+    begins = np.cumsum([len(text.encode()) + 1 for text in texts])
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
+        patch.setattr(tokenizing, "BATCH_CHARACTERS", 16)
+        open_or_build(Path(folder), lambda: pieces_of(texts), BYTES)
+        made = TokenStore.open(Path(folder))
+        assert made is not None
+        assert (made.tokens, made.documents, made.bytes) == (
+            len(expected),
+            len(texts),
+            len("".join(texts).encode()),
+        )
+        start = data.draw(st.integers(0, len(expected)))
+        stop = data.draw(st.integers(start, len(expected) + 5))
+        assert (
+            made.read(start, stop).tolist() == expected[start:stop]
+            and made.read(start, stop).dtype == np.int32
+        )
+        assert made.boundaries(start, stop).tolist() == [
+            place for place in begins if start < place < stop
+        ]
+
+
+def test_a_document_in_pieces_ends_once(tmp_path: Path) -> None:
+    parts = [Piece("ab", "0", False), Piece("cd", "0", True), Piece("e", "1", True)]
+    made = open_or_build(tmp_path, lambda: parts, BYTES)
+    assert made.read(0, 9).tolist() == [97, 98, 99, 100, 256, 101, 256] and made.documents == 2
+
+
+@pytest.mark.parametrize(("size", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_ids_take_two_bytes_as_long_as_they_fit(
+    size: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(tokenizer, "vocab_size", size)
+    monkeypatch.setattr(type(tokenizer), "end_token", size - 1)
+    made = open_or_build(tmp_path, lambda: pieces_of(["abc"]), tokenizer)
+    assert made.read(3, 4).tolist() == [size - 1]
+    assert (tmp_path / "00000.tokens").stat().st_size == 4 * width
+
+
+def test_interrupted_work_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100)
+    texts = [f"{index:050d}" for index in range(20)]
+
+    def torn() -> Iterator[Piece]:
+        yield from pieces_of(texts)[:11]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_or_build(tmp_path, torn, BYTES)
+    assert TokenStore.open(tmp_path) is None and not list(tmp_path.glob("*.tmp"))
+    done = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert len(done) == 15
+    encoded: list[str] = []
+    encode_arrays = BYTES.encode_arrays
+
+    def recorded(batch: list[str]) -> list[np.ndarray]:
+        encoded.extend(batch)
+        return encode_arrays(batch)
+
+    monkeypatch.setattr(BYTES, "encode_arrays", recorded)
+    made = open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
+    assert encoded == texts[10:]
+    assert done.items() <= {path.name: path.stat().st_ino for path in tmp_path.iterdir()}.items()
+    assert BYTES.decode(made.read(0, made.tokens)) == "".join(texts)
+
+
+def test_what_is_missing_is_made_again_and_what_was_altered_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 10)
+    texts = ["x" * 9, "y" * 9, "z" * 9]
+    whole = open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30)
+    for name in ("00000.documents", "00002.tokens", "00001.json"):
+        (tmp_path / name).unlink()
+    assert name == "00001.json" and TokenStore.open(tmp_path) is None
+    assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
+    other = (tmp_path / "00001.tokens").read_bytes()[:-1] + b"?"
+    for damaged in (other, other[:6]):
+        (tmp_path / "00001.tokens").write_bytes(damaged)
+        with pytest.raises(
+            ConfigError, match=r"00001\.tokens was altered since it was written .* remove it"
+        ):
+            open_or_build(tmp_path, lambda: pieces_of(texts), BYTES)
+    (tmp_path / "00001.tokens").unlink()
+    assert (open_or_build(tmp_path, lambda: pieces_of(texts), BYTES).read(0, 30) == whole).all()
+
+
+def test_an_altered_file_of_the_same_time_is_found_by_a_thorough_look(tmp_path: Path) -> None:
+    open_or_build(tmp_path, lambda: pieces_of(["abc"]), BYTES)
+    path = tmp_path / "00000.tokens"
+    time = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(time, time))
+    assert TokenStore.open(tmp_path)
+    with pytest.raises(ConfigError, match="altered"):
+        TokenStore.open(tmp_path, thorough=True)
+
+
+def test_a_copied_store_is_read_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_or_build(tmp_path / "first", lambda: pieces_of(["abc"]), BYTES)
+    shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
+    read: list[str] = []
+    digest = shards.digest
+    monkeypatch.setattr(shards, "digest", lambda path: read.append(path.name) or digest(path))
+    for _ in range(2):
+        assert TokenStore.open(tmp_path / "second")
+        assert sorted(read) == ["00000.documents", "00000.tokens"]
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.text(alphabet="abé", max_size=12), min_size=1, max_size=20),
+    st.integers(1, 30),
+    st.data(),
+)
+def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
+    texts: list[str], shard: int, draw: st.DataObject
+) -> None:
+    places = draw.draw(st.lists(st.floats(0, 0.999), min_size=len(texts), max_size=len(texts)))
+    fraction = draw.draw(st.floats(0.01, 0.99))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
+        pieces = [
+            Piece(part, str(n), end)
+            for n, text in enumerate(texts)
+            for part, end in ((text[:3], False), (text[3:], True))
+        ]
+        half = len(pieces) // 4 * 2
+        units = [
+            open_or_build(
+                Path(folder, name),
+                lambda part=part: part,
+                BYTES,
+                place=lambda name: places[int(name)],
+            )
+            for name, part in (("a", pieces[:half]), ("b", pieces[half:]))
+        ]
+        whole = TokenStore.joined(units, "both")
+        for held_out in (True, False):
+            side = whole.held_out(fraction, inverse=not held_out)
+            kept = [
+                text
+                for text, place in zip(texts, places, strict=True)
+                if (place < fraction) is held_out
+            ]
+            expected = [token for text in kept for token in (*text.encode(), BYTES.end_token)]
+            assert side.read(0, side.tokens).tolist() == expected and side.tokens == len(expected)
+            assert (side.documents, side.bytes) == (len(kept), len("".join(kept).encode()))
+            ends = np.cumsum([len(text.encode()) + 1 for text in kept], dtype=np.int64).tolist()
+            assert side.ends().tolist() == ends
+            start = draw.draw(st.integers(0, len(expected)))
+            stop = draw.draw(st.integers(start, len(expected)))
+            assert side.read(start, stop).tolist() == expected[start:stop]
+            assert side.boundaries(start, stop).tolist() == [
+                place for place in ends if start < place < stop
+            ]
+        before, after = (whole.cut(fraction, after) for after in (False, True))
+        both = [*before.read(0, before.tokens), *after.read(0, after.tokens)]
+        assert (
+            both == whole.read(0, whole.tokens).tolist() and before.fingerprint != after.fingerprint
+        )
+        begins = [0, *whole.ends().tolist()]
+        assert [*before.ends(), *(after.ends() + before.tokens)] == sorted(
+            {*begins[1:], before.tokens} - {0}
+        )
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from jaxformer.data import tokenizing as store
+from jaxformer.data.rows import CausalRows, Rows
+from jaxformer.data.sources import Piece
+from jaxformer.tokenizer import byte_tokenizer
+store.SHARD_CHARACTERS = 100
+write = store._write_shard
+def slow(*args):
+    shard = write(*args)
+    time.sleep(0.03)
+    print(int(args[0].name), flush=True)
+    return shard
+store._write_shard = slow
+pieces = [Piece(f"{i:050d}", str(i), True) for i in range(40)]
+made = store.open_or_build(Path(sys.argv[1]), lambda: pieces, byte_tokenizer())
+print("tokens", made.tokens, int(made.read(0, made.tokens).sum()))
+"""
+
+
+def _process(folder: Path) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+EXPECTED = f"tokens {40 * 51} {40 * (50 * 48 + 256) + 4 * 45 + 10 * (0 + 1 + 2 + 3)}"
+
+
+def test_two_processes_at_once_make_one_store(tmp_path: Path) -> None:
+    processes = [_process(tmp_path) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0][-1] == outputs[1][-1] == EXPECTED
+    assert sorted(map(len, outputs)) == [1, 21]  # one did the work, the other waited
+
+
+def test_a_killed_process_leaves_its_finished_shards_to_the_next(tmp_path: Path) -> None:
+    victim = _process(tmp_path)
+    assert victim.stdout
+    shown = [victim.stdout.readline() for _ in range(3)]
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    assert shown == ["0\n", "1\n", "2\n"] and TokenStore.open(tmp_path) is None
+    lines = _process(tmp_path).communicate(timeout=60)[0].splitlines()
+    assert int(lines[0]) >= 3 and lines[-1] == EXPECTED and not list(tmp_path.glob("*.tmp"))
+
+
+def _sparse_store(folder: Path, size: int) -> TokenStore:
+    """A store whose file says that it holds so many tokens, with a document every thousand, and
+    takes no room."""
+    folder.mkdir()
+    with open(folder / "00000.tokens", "wb") as file:
+        file.truncate(2 * size)
+    ends = np.arange(1000, size, 1000).astype(np.int64)
+    (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
+    return TokenStore(
+        [shards.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
+    )
+
+
+def test_reading_costs_the_same_however_large_the_store(tmp_path: Path) -> None:
+    def seconds(made: TokenStore) -> float:
+        start, best = made.tokens - 5000, 1.0
+        for _ in range(200):
+            began = time.perf_counter()
+            made.read(start, start + 1025)
+            made.boundaries(start, start + 1025)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    large = _sparse_store(tmp_path / "large", 1 << 28)
+    assert seconds(large) < 5 * seconds(_sparse_store(tmp_path / "small", 1 << 14))
+    tracemalloc.start()
+    for start in range(0, large.tokens, large.tokens // 100):
+        large.read(start, start + 1025)
+        large.boundaries(start, start + 1025)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def _text(rows: Rows) -> CausalRows:
+    assert isinstance(rows, CausalRows)
+    return rows
+
+
+def _texts(made: Corpus) -> list[str]:
+    """The documents that are held out."""
+    (store,) = made.stores["validation"]
+    ends = store.ends().tolist()
+    return [
+        made.tokenizer.decode(store.read(start, stop))
+        for start, stop in itertools.pairwise([0, *ends])
+    ]
+
+
+TALES = [
+    f"the {index}th tale: once upon a time there was a {'very ' * (index % 7)}old king"
+    for index in range(300)
+]
+TEXT = "<|endoftext|>".join(TALES)
+
+
+def test_prepare_makes_everything_once_and_then_finds_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = prepare(run_of(tmp_path, TEXT), said.append)
+    assert (
+        any("training" in line for line in said) and sum("tokenizing" in line for line in said) == 1
+    )
+    assert (
+        first.validation is not None and first.train.documents + first.validation.documents == 300
+    )
+    assert first.tokenizer.decode(_text(first.validation).store.read(0, 9_999)) == "".join(
+        first.validation_text()
+    )
+    assert all(tale in TALES for tale in _texts(first))
+    assert first.validation.bytes == len("".join(first.validation_text()))
+    said.clear()
+    again = prepare(run_of(tmp_path), said.append)
+    assert sum("reusing" in line for line in said) == 2 and not any(
+        "ing 1" in line or "training" in line for line in said
+    )
+    assert (
+        again.train.fingerprint == first.train.fingerprint
+        and again.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+    )
+
+
+def test_changed_text_makes_a_new_store_and_compressing_it_does_not(tmp_path: Path) -> None:
+    first = prepare(run_of(tmp_path, TEXT))
+    (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    packed = run_of(tmp_path)
+    packed = replace(packed, data=replace(packed.data, train=str(tmp_path / "corpus.txt.gz")))
+    assert prepare(packed).train.fingerprint == first.train.fingerprint
+    assert (
+        prepare(run_of(tmp_path, TEXT + " and a queen")).train.fingerprint
+        != first.train.fingerprint
+    )
+    other = run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=290))
+    assert prepare(other).train.fingerprint != first.train.fingerprint
+
+
+def _trained_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What tokenizers are trained on from here on."""
+    seen: list[str] = []
+
+    def recorded(texts: Iterable[str], *rest: Any) -> Tokenizer:
+        seen.extend(texts)
+        return train_bpe_tokenizer(seen, *rest)
+
+    monkeypatch.setattr(vocabulary, "train_bpe_tokenizer", recorded)
+    return seen
+
+
+def test_the_tokenizer_never_sees_held_out_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _trained_on(monkeypatch)
+    made = prepare(run_of(tmp_path, TEXT))
+    assert set(seen) == set(TALES) - set(_texts(made)) and len(seen) < len(TALES)
+
+
+def test_a_tokenizer_is_trained_on_a_sample_spread_over_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _trained_on(monkeypatch)
+    prepare(run_of(tmp_path, TEXT, tokenizer=TokenizerConfig(vocab_size=300, training_bytes=4000)))
+    places = [TEXT.index(text) / len(TEXT) for text in seen]
+    assert 3500 < sum(map(len, seen)) <= 4000
+    assert max(np.diff([0, *places, 1])) < 0.1
+    seen.clear()
+    prepare(
+        run_of(
+            tmp_path,
+            "a word " * 20_000,
+            tokenizer=TokenizerConfig(vocab_size=300, training_bytes=20_000),
+        )
+    )
+    assert 15_000 < sum(map(len, seen)) <= 20_000
+
+
+def test_validation_can_be_a_source_of_its_own_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "another text"}) + "\n")
+    run = run_of(tmp_path, TEXT)
+    made = prepare(replace(run, data=replace(run.data, validation=str(tmp_path / "other.jsonl"))))
+    assert made.train.documents == 300 and "".join(made.validation_text()) == "another text"
+    assert made.validation is not None and made.validation.documents == 1
+    made = prepare(replace(run, data=replace(run.data, validation_fraction=0.0)))
+    assert (
+        made.train.documents == 300 and made.validation is None and not list(made.validation_text())
+    )
+
+
+def test_characters_of_held_out_text_are_known_too(tmp_path: Path) -> None:
+    made = prepare(run_of(tmp_path, "a" * 100 + "b", tokenizer=TokenizerConfig(kind="characters")))
+    assert made.tokenizer.vocab_size == 3 and made.validation is not None
+    assert _text(made.validation).store.read(0, 99).tolist() == [0] * 10 + [1, 2]
+
+
+def test_a_vocabulary_that_the_model_cannot_hold_is_one_message(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path, TEXT, tokenizer=TokenizerConfig(kind="bytes"), model=ModelConfig(vocab_size=256)
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size=256 is less than the tokenizer's 257 entries"
+    ):
+        prepare(run)
+
+
+def test_a_cache_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cache.* cannot be made"):
+        prepare(run_of(tmp_path, TEXT))
+
+
+def test_gzip_is_the_command_lines() -> None:
+    text = "to be or not to be, that is the question é\n" * 50
+    size = len(gzip.compress(text.encode(), 9))
+    assert gzip_bits_per_byte(iter([text[:100], text[100:]])) == 8 * size / len(text.encode())
+    assert np.isnan(gzip_bits_per_byte([]))

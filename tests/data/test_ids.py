@@ -1,0 +1,308 @@
+"""Token ids as data: what is read of .npy and .bin files is what the text would give, or is
+refused."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from corpora import prepare, prepare_share, prepare_text
+from stored import PACKINGS, same
+from tiny_run import line, train_here
+
+from jaxformer.cli import main
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import Batches, Corpus, evaluation_batches, shards
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, train_bpe_tokenizer
+
+TALES = [f"the {index}th tale of the {'very ' * (index % 7)}old king" for index in range(200)]
+ONE, MANY = " ".join(TALES), END_OF_TEXT.join(TALES)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, one document and many, as text and as `jaxformer tokenizer encode`
+    writes their ids."""
+    folder = tmp_path_factory.mktemp("ids")
+    train_bpe_tokenizer([ONE], 320).save(folder / "tokenizer.json")
+    for name, text, more in (("one", ONE, []), ("many", MANY, ["--special_tokens"])):
+        (folder / f"{name}.txt").write_text(text)
+        output = ["--output", str(folder / f"{name}.npy"), *more]
+        assert main(["tokenizer", "encode", str(folder), str(folder / f"{name}.txt"), *output]) == 0
+    return folder
+
+
+def run_of(made: Path, train: object, cache: Path, **data: Any) -> RunConfig:
+    settings: Any = {"cache_dir": str(cache), "sequence_length": 16, "prefetch": 0} | data
+    data_config = DataConfig(train=str(train), **settings)
+    return RunConfig(data=data_config, tokenizer=TokenizerConfig(path=str(made)))
+
+
+def assert_same_batches(
+    found: Corpus, expected: Corpus, data: DataConfig, batch_size: int = 4
+) -> None:
+    made, wanted = (Batches(corpus.train, data, batch_size, 7) for corpus in (found, expected))
+    assert made.examples == wanted.examples
+    assert all(same(made[step], wanted[step]) for step in (0, 3, made.steps_per_epoch + 1))
+    assert found.validation and expected.validation
+    held = (
+        evaluation_batches(each.validation, data, 8)
+        for each in (found, expected)
+        if each.validation
+    )
+    assert all(same(*pair) for pair in zip(*held, strict=True))
+    for side in ("train", "validation"):
+        rows, others = getattr(found, side), getattr(expected, side)
+        assert (rows.tokens, rows.documents, rows.bytes) == (
+            others.tokens,
+            others.documents,
+            others.bytes,
+        )
+
+
+@pytest.mark.parametrize("block", [6, 1 << 22])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", ["one", "many"])
+def test_ids_give_the_batches_of_their_text(
+    name: str, packing: str, block: int, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "BLOCK_IDS", block)
+    run = run_of(made, made / f"{name}.txt", tmp_path / "text", packing=packing)
+    own = run_of(made, made / f"{name}.npy", tmp_path / "ids", packing=packing)
+    assert_same_batches(prepare(own), prepare(run), run.data)
+    assert list(prepare(own).validation_text()) == list(prepare(run).validation_text())
+
+
+def test_ids_are_mapped_where_they_lie(made: Path, tmp_path: Path) -> None:
+    for name in ("one", "many"):
+        prepare(run_of(made, made / f"{name}.npy", tmp_path))
+    copied = sorted(path.stat().st_size for path in tmp_path.rglob("*.tokens"))
+    assert copied == [2, 2]  # the end token that each text lacks
+    said: list[str] = []
+    prepare(run_of(made, made / "many.npy", tmp_path), said.append)
+    assert not any("reading" in told for told in said)
+
+
+def wide() -> Tokenizer:
+    """A tokenizer of more entries than uint16 holds."""
+    words = {f"w{index}": index for index in range(70_000)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    backend.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int64", ">i4", "many files"])
+def test_ids_of_any_width_and_in_any_files_are_the_same(
+    kind: str, made: Path, tmp_path: Path
+) -> None:
+    found = np.append(np.load(made / "many.npy"), Tokenizer.load(made).end_token)
+    path: object = tmp_path / "train.bin"
+    if kind == "uint16":  # as nanoGPT writes it
+        found.astype(np.uint16).tofile(tmp_path / "train.bin")
+    elif kind == "many files":
+        middle = len(found) // 2
+        cut = int(np.flatnonzero(found[:middle] == found[-1])[-1]) + 1
+        path = tmp_path / "part*.npy"
+        for number, part in enumerate((found[:cut], found[cut:])):
+            np.save(tmp_path / f"part{number}.npy", part)
+    else:
+        path = tmp_path / "train.npy"
+        np.save(tmp_path / "train.npy", found.astype(kind))
+    validation = {"validation": str(made / "one.npy")}  # no document is chosen by its file's name
+    run = run_of(made, path, tmp_path / "cache", **validation)
+    assert_same_batches(
+        prepare(run), prepare(run_of(made, made / "many.npy", tmp_path, **validation)), run.data
+    )
+
+
+def test_a_bin_file_of_a_large_vocabulary_is_uint32(tmp_path: Path) -> None:
+    tokenizer = wide()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    numbers = np.arange(69_000, 70_001, dtype=np.uint32)
+    numbers.tofile(tmp_path / "train.bin")
+    corpus = prepare(
+        run_of(tmp_path, tmp_path / "train.bin", tmp_path / "cache", validation_fraction=0.0)
+    )
+    assert corpus.train.tokens == 1001 and corpus.train.documents == 1
+    assert corpus.train[0]["tokens"].tolist() == list(range(69_000, 69_016))
+
+
+def test_ids_are_mixed_with_text_and_their_rows_are_cut(made: Path, tmp_path: Path) -> None:
+    lengths = {"length_warmup": "4; 2: 16", "epochs": "2 1"}
+    text = run_of(made, f"{made}/many.txt; {made}/one.txt", tmp_path / "text", **lengths)
+    run = run_of(made, f"{made}/many.npy; {made}/one.txt", tmp_path / "ids", **lengths)
+    assert_same_batches(prepare(run), prepare(text), run.data)
+
+
+def test_a_file_that_changed_is_other_data(made: Path, tmp_path: Path) -> None:
+    found = np.load(made / "many.npy")
+    np.save(tmp_path / "a.npy", found)
+    run = run_of(made, tmp_path / "a.npy", tmp_path / "cache")
+    before = prepare(run)
+    found[5] += 1
+    np.save(tmp_path / "a.npy", found)
+    after = prepare(run)
+    assert before.train.fingerprint != after.train.fingerprint
+    np.save(tmp_path / "b.npy", found)  # the same ids lie elsewhere
+    moved = prepare(run_of(made, tmp_path / "b.npy", tmp_path / "cache"))
+    assert moved.train.fingerprint == after.train.fingerprint
+
+
+def test_prepare_indexes_ids_and_verifies_them(made: Path, tmp_path: Path) -> None:
+    run = run_of(made, made / "many.npy", tmp_path / "cache")
+    with pytest.raises(
+        ConfigError, match=r"many\.npy has no index of documents: leave out --verify"
+    ):
+        prepare_text(run, thorough=True)
+    prepare_share(run, None, (0, 2))
+    summary = prepare_text(run)
+    assert summary == prepare_text(run, thorough=True) and summary[0].documents == len(TALES)
+    next((tmp_path / "cache").rglob("00000.documents")).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"00000\.documents was altered since it was written"):
+        prepare_text(run)
+    with pytest.raises(ConfigError, match=r"--output: .*many\.npy holds token ids already"):
+        prepare_text(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+@pytest.mark.parametrize("name", ["many.npy", "wide.npy", "train.bin"])
+def test_ids_that_changed_behind_their_size_and_time_are_not_used(
+    name: str, verify: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the block that holds the change is refused when it is read, and all of it by `always`
+    before anything is."""
+    monkeypatch.setattr(shards, "BLOCK_IDS", 64)
+    found = np.load(made / "many.npy").astype(np.uint16 if name != "wide.npy" else np.int64)
+    path = tmp_path / name
+    np.save(path, found) if name.endswith("npy") else found.tofile(path)
+    options = {"verify": verify, "validation_fraction": 0.0}
+    run = run_of(made, path, tmp_path / "cache", **options)
+    before = prepare(run).stores["train"][0]
+    assert before.read(0, before.tokens)[:-1].tolist() == found.tolist()
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[-2 if name != "wide.npy" else -6] ^= 1  # of the last id: bit 0, or 16
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    told = pytest.raises(ConfigError, match=rf"{name} was altered .* though its size and time")
+    if verify == "always":
+        with told:
+            prepare(run)
+        return
+    after = prepare(run).stores["train"][0]
+    assert after.read(0, 64).tolist() == found[:64].tolist()
+    with told:
+        after.read(0, after.tokens)
+
+
+def test_an_index_without_digests_gets_them_and_stays_the_same_data(
+    made: Path, tmp_path: Path
+) -> None:
+    run = run_of(made, made / "many.npy", tmp_path / "cache")
+    before = prepare(run)
+    (entry,) = [path for path in tmp_path.rglob("00000.json") if "digests" in path.read_text()]
+    record = json.loads(entry.read_text())
+    del record["files"]["digests"]
+    entry.write_text(json.dumps(record))  # as earlier versions wrote it
+    entry.with_suffix(".digests").unlink()
+    after = prepare(run)
+    assert entry.with_suffix(".digests").exists()
+    assert after.train.fingerprint == before.train.fingerprint
+    assert_same_batches(after, before, run.data)
+
+
+def saved(array: Any) -> Callable[[Path], Path]:
+    def save(folder: Path) -> Path:
+        np.save(folder / "a.npy", array, allow_pickle=True)
+        return folder / "a.npy"
+
+    return save
+
+
+def raw(content: bytes, name: str = "a.bin") -> Callable[[Path], Path]:
+    def save(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return save
+
+
+SHORT = np.arange(20, dtype=np.uint16)
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "an id beyond the vocabulary": (
+        saved(np.array([1, 320])),
+        (
+            r"id 320 at place 1 of .*a\.npy is not in the vocabulary of tokenizer\.path, .* 320"
+            r" entries"
+        ),
+    ),
+    "a negative id": (
+        saved(np.array([-1, 3])),
+        r"id -1 at place 0 of .*a\.npy is not in the vocab",
+    ),
+    "real numbers": (
+        saved(np.zeros(3)),
+        r"a\.npy is an array of float64 of shape \(3,\): token ids are",
+    ),
+    "rows": (saved(np.zeros((2, 3), np.int32)), r"is an array of int32 of shape \(2, 3\)"),
+    "objects": (
+        saved(np.array([{}])),
+        r"a\.npy is no .npy array of integers \(.*write it by numpy\.save",
+    ),
+    "no array": (raw(b"ids", "a.npy"), r"a\.npy is no .npy array of integers"),
+    "a file cut short": (
+        lambda folder: raw(saved(SHORT)(folder).read_bytes()[:-8], "b.npy")(folder),
+        r"b\.npy is no .npy array of integers",
+    ),
+    "no ids": (saved(np.zeros(0, np.uint16)), r"a\.npy is empty: there is nothing to train on"),
+    "an empty file": (raw(b""), r"a\.bin is empty"),
+    "an odd size": (raw(b"abc"), r"a\.bin has 3 bytes, which is no whole number of uint16"),
+    "uint32 in place of uint16": (
+        raw(SHORT.astype(np.uint32).tobytes()),
+        r"every second id of .*a\.bin is 0, as if they were uint32, .* of 320 entries holds uint16",
+    ),
+    "another width": (
+        raw(np.full(9, 500, np.uint16).tobytes()),
+        r"id 500 at place 0 of .*a\.bin, read as uint16, is not in the vocabulary",
+    ),
+    "no file": (lambda folder: folder / "none.npy", r"none\.npy does not exist"),
+    "a glob of none": (lambda folder: folder / "*.npy", r"no file matches the glob"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_holds_no_ids_is_one_message(case: str, made: Path, tmp_path: Path) -> None:
+    write, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=rf"data\.train.*{message}"):
+        prepare(run_of(made, write(tmp_path), tmp_path / "cache"))
+
+
+def test_ids_need_their_tokenizer_and_an_objective_of_text(made: Path, tmp_path: Path) -> None:
+    run = run_of(made, made / "many.npy", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"many\.npy holds token ids, and tokenizer\.path is empty: set"
+    ):
+        prepare(replace(run, tokenizer=TokenizerConfig(kind="bytes")))
+    with pytest.raises(ConfigError, match=r"many\.npy holds token ids of text, .* reads records"):
+        prepare(run_of(made, made / "many.npy", tmp_path, objective="sft"))
+    with pytest.raises(ConfigError, match=r"b\.npy\.gz is not a .*not compressed"):
+        prepare(run_of(made, raw(b"ids", "b.npy.gz")(tmp_path), tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_ids_and_is_evaluated_on_others(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"tokenizer.path": made, "train.steps": 3, "train.eval_every": 0}
+    assert train_here(line(tmp_path / "run", made / "many.npy", changes)) == 0
+    np.load(made / "one.npy").tofile(tmp_path / "val.bin")
+    capsys.readouterr()
+    for text in (tmp_path / "val.bin", made / "one.txt"):
+        assert main(["evaluate", str(tmp_path / "run"), "--data.validation", str(text)]) == 0
+    told = capsys.readouterr().out.strip().splitlines()
+    assert "bits per byte" in told[0] and told[: len(told) // 2] == told[len(told) // 2 :]

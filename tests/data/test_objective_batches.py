@@ -1,0 +1,244 @@
+"""Every objective from settings to batches: the invariants that all hold, and one message for what
+cannot be learned."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import prepare
+
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import Batches, NumpyBatch, RowBlocks, evaluation_batches
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import byte_tokenizer
+
+
+def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
+    settings: Any = {"family": family, **(model or {})}
+    return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data))
+
+
+TEXT = "<|endoftext|>".join(
+    f"the {index}th tale of the {'very ' * (index % 7)}old king and his hat" for index in range(200)
+)
+RECORDS = [
+    {
+        "source": f"ein Hut {i}",
+        "target": f"a hat {i}",
+        "text": f"hat {i} here",
+        "label": "ab"[i % 2],
+        "tags": ["A", "B", "A"],
+    }
+    for i in range(200)
+]
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "causal": ("decoder", {}, {}),
+    "causal best fit": ("decoder", {}, {"packing": "best_fit"}),
+    "mlm": ("encoder", {"next_sentence": True, "token_types": 2}, {}),
+    "mlm words": ("encoder", {}, {"mask_units": "words", "packing": "documents"}),
+    "mlm best fit": ("encoder", {}, {"packing": "best_fit"}),
+    "span_corruption": ("encoder_decoder", {}, {}),
+    "prefix": ("encoder_decoder", {}, {}),
+    "seq2seq": ("encoder_decoder", {}, {}),
+    "sft": ("decoder", {}, {}),
+    "classes": ("encoder", {"head": "classes", "token_types": 2}, {"pair_field": "target"}),
+    "classes of a decoder": ("decoder", {"head": "classes"}, {}),
+    "token_classification": ("encoder", {"head": "tags"}, {"label_field": "tags"}),
+}
+OF_RECORDS = ("seq2seq", "sft", "classes", "token_classification")
+
+
+def prepared(case: str, folder: Path, **changes: Any) -> tuple[RunConfig, Any]:
+    family, model, data = CASES[case]
+    objective = case.split()[0]
+    path = folder / ("data.jsonl" if objective in OF_RECORDS else "data.txt")
+    path.write_text(
+        "".join(json.dumps(r) + "\n" for r in RECORDS) if objective in OF_RECORDS else TEXT
+    )
+    data = {
+        "train": str(path),
+        "cache_dir": str(folder / "cache"),
+        "sequence_length": 32,
+        "prefetch": 0,
+    } | data
+    run = run_of(family, model, **data, objective=objective)
+    run = replace(run, tokenizer=TokenizerConfig(vocab_size=400), **changes)
+    return run, prepare(run)
+
+
+def same(left: NumpyBatch, right: NumpyBatch) -> bool:
+    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_functions_of_seed_and_step_on_any_number_of_processes(
+    case: str, tmp_path: Path
+) -> None:
+    run, corpus = prepared(case, tmp_path)
+    made, again = (Batches(corpus.train, run.data, 8, 7) for _ in range(2))
+    for step in (made.steps_per_epoch + 1, 0):
+        whole = made[step]
+        assert same(whole, again[step]) and not same(
+            whole, Batches(corpus.train, run.data, 8, 8)[step]
+        )
+        for count in (2, 4):
+            shares = [
+                Batches(corpus.train, run.data, 8, 7, RowBlocks((index,), count))[step]
+                for index in range(count)
+            ]
+            joined = {name: np.concatenate([share[name] for share in shares]) for name in whole}
+            assert same(joined, whole)
+    found = list(islice(Batches(corpus.train, replace(run.data, prefetch=2), 8, 7).iterate(3), 4))
+    assert all(same(batch, made[3 + offset]) for offset, batch in enumerate(found))
+    shapes = {name: (array.shape[1], array.dtype.name) for name, array in made[0].items()}
+    single = {"next_sentence", "next_sentence_weights"} | (
+        {"targets", "weights"} if "classes" in case else set()
+    )
+    assert shapes == {
+        name: (1 if name in single else 32, "float32" if "weights" in name else "int32")
+        for name in made[0]
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation_is_the_same_each_time_and_is_filled_up_with_no_weight(
+    case: str, tmp_path: Path
+) -> None:
+    run, corpus = prepared(case, tmp_path)
+    size = len(corpus.validation) + 1
+    (first,), (again,) = (
+        list(evaluation_batches(corpus.validation, run.data, size)) for _ in range(2)
+    )
+    assert same(first, again)
+    assert all(not array[-1].any() for array in first.values())
+    assert first["weights"][:-1].any(1).all()
+
+
+def test_each_epoch_and_each_seed_masks_anew(tmp_path: Path) -> None:
+    run, corpus = prepared("mlm words", tmp_path)
+    size = len(corpus.train)
+
+    def masks(seed: int, epoch: int) -> dict[bytes, bytes]:
+        batches = Batches(corpus.train, run.data, 1, seed)
+        found = (batches[step] for step in range(epoch * size, (epoch + 1) * size))
+        return {batch["targets"].tobytes(): batch["weights"].tobytes() for batch in found}
+
+    first = masks(7, 0)
+    for other in (masks(7, 1), masks(8, 0)):
+        assert first.keys() == other.keys()
+        assert sum(first[row] != other[row] for row in first) > 0.9 * len(first)
+
+
+def test_auto_is_what_the_model_is_for(tmp_path: Path) -> None:
+    for family, model, expected in (
+        ("decoder", {}, "causal"),
+        ("encoder", {}, "mlm"),
+        ("encoder_decoder", {}, "span_corruption"),
+    ):
+        (tmp_path / "a.txt").write_text(TEXT)
+        data = {
+            "train": str(tmp_path / "a.txt"),
+            "cache_dir": str(tmp_path / "cache"),
+            "sequence_length": 32,
+        }
+        run = replace(run_of(family, model, **data), tokenizer=TokenizerConfig(vocab_size=400))
+        assert prepare(run).task.name == expected
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "a masked decoder": (
+        "decoder",
+        {},
+        {"objective": "mlm"},
+        r"mlm needs model\.family encoder and .*\(causal, sft, dpo, ipo, orpo, simpo\)",
+    ),
+    "a causal encoder": (
+        "encoder",
+        {},
+        {"objective": "causal"},
+        r"causal needs model\.family decoder .*model\.family=encoder",
+    ),
+    "classes without a head": (
+        "encoder",
+        {},
+        {"objective": "classes"},
+        r"needs .* model\.head=classes, .* model\.head=masked",
+    ),
+    "spans of documents": (
+        "encoder_decoder",
+        {},
+        {"packing": "documents"},
+        r"packing=documents cannot .*objective=span_corruption",
+    ),
+    "spans of whole documents": (
+        "encoder_decoder",
+        {},
+        {"packing": "best_fit"},
+        r"packing=best_fit cannot .*=span_corruption",
+    ),
+    "shorter rows of spans": (
+        "encoder_decoder",
+        {},
+        {"length_warmup": "64; 10: 256"},
+        r"length_warmup='64; 10: 256' cannot .*=span_corruption",
+    ),
+    "sentences of documents": (
+        "encoder",
+        {"next_sentence": True},
+        {"packing": "documents"},
+        r"cannot .*model\.next_sentence",
+    ),
+    "a row too short": (
+        "encoder",
+        {},
+        {"sequence_length": 4},
+        r"sequence_length=4, .* at least 8 tokens",
+    ),
+    "text for records": (
+        "encoder_decoder",
+        {},
+        {"objective": "seq2seq"},
+        r"a\.txt is plain text, and data\.objective needs records",
+    ),
+    "a tokenizer without masks": (
+        "encoder",
+        {},
+        {},
+        r"tokenizer\.path=.* has no \[CLS\], \[SEP\], \[MASK\], which .*=mlm",
+    ),
+    "a tokenizer without sentinels": (
+        "encoder_decoder",
+        {},
+        {},
+        r"has no <extra_id_0> and so on, which .*=span_corruption needs",
+    ),
+    "a text for no other": (
+        "encoder",
+        {"next_sentence": True},
+        {"sequence_length": 9000},
+        r"takes 26,991: give more text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_learnt_is_one_message(case: str, tmp_path: Path) -> None:
+    family, model, data, message = REFUSED[case]
+    (tmp_path / "a.txt").write_text(TEXT)
+    run = run_of(
+        family,
+        model,
+        **({"train": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path / "cache")} | data),
+    )
+    if "tokenizer" in case:
+        byte_tokenizer().save(tmp_path / "tokenizer.json")
+        run = replace(run, tokenizer=TokenizerConfig(path=str(tmp_path)))
+    else:
+        run = replace(run, tokenizer=TokenizerConfig(kind="bytes"))
+    with pytest.raises(ConfigError, match=message):
+        Batches(prepare(run).train, run.data, 2, 0)

@@ -1,0 +1,454 @@
+"""Text tokenized beforehand: in one go, by the tasks of a job array, and as a directory that is
+trained on in its place."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from corpora import prepare, prepare_share, prepare_text
+
+from jaxformer.cli import main
+from jaxformer.config.config_file import with_vocabulary
+from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.data import Batches, splits, tokenizing
+from jaxformer.data.sources import Source
+from jaxformer.files import ConfigError
+from jaxformer.runs.config import load_config
+
+ROOT = Path(__file__).parents[2]
+BYTES = TokenizerConfig(kind="bytes")
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def written(folder: Path, files: int = 6, documents: int = 30) -> Path:
+    """A directory of files of short documents."""
+    (folder / "text").mkdir(parents=True)
+    for file in range(files):
+        texts = [
+            f"file {file}, document {index}: {'so ' * (index % 5)}it goes"
+            for index in range(documents)
+        ]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "text" / f"{file}.jsonl").write_text(lines)
+    return folder / "text"
+
+
+def run_of(
+    folder: Path,
+    train: str,
+    tokenizer: TokenizerConfig = BYTES,
+    cache: str = "cache",
+    **data: object,
+) -> RunConfig:
+    settings = DataConfig(
+        train=train, cache_dir=str(folder / cache), sequence_length=16, prefetch=0
+    )
+    return RunConfig(data=replace(settings, **data), tokenizer=tokenizer)  # type: ignore[arg-type]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The tokens and documents of every store below a folder."""
+    kept = [path for kind in ("tokens", "documents") for path in folder.rglob(f"*.{kind}")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(kept)}
+
+
+def test_what_is_prepared_is_found_by_training(tmp_path: Path) -> None:
+    run = run_of(tmp_path, str(written(tmp_path)), TokenizerConfig(vocab_size=300))
+    summary = prepare_text(run, None, False, quiet)
+    said: list[str] = []
+    corpus = prepare(run, said.append)
+    assert not any("tokenizing" in line or "training" in line or "reading" in line for line in said)
+    assert corpus.validation is not None
+    assert (
+        summary[0].tokens == corpus.train.tokens + corpus.validation.tokens
+        and summary[0].documents == 180
+    )
+
+
+def test_facts_of_a_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = ["ab", "abcdé", "a"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "no record\n")
+    line = [
+        "prepare",
+        str(ROOT / "configs" / "quickstart.py"),
+        "--data.train",
+        str(path),
+        "--tokenizer.kind",
+        "bytes",
+    ]
+    line += ["--data.cache_dir", str(tmp_path / "cache"), "--data.malformed", "skip"]
+    assert main(line) == 0
+    told = capsys.readouterr().out
+    assert "3 documents, 12 tokens, 1.000 bytes per token, longest document 7 tokens" in told
+    assert f"{path}, line 4" in told and ": 1, the first" in told
+
+
+@pytest.mark.parametrize("train", ["{text}", "{text}/0.jsonl; {text}/1.jsonl"])
+def test_a_prepared_directory_is_trained_on_as_its_text_is(train: str, tmp_path: Path) -> None:
+    text = written(tmp_path)
+    run = run_of(
+        tmp_path,
+        train.format(text=text),
+        TokenizerConfig(vocab_size=300),
+        epochs="" if ";" not in train else "1 2",
+    )
+    expected = prepare(run)
+    prepare_text(run, tmp_path / "first", False, quiet)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    shutil.rmtree(text)
+    shutil.rmtree(tmp_path / "first")
+    moved = replace(
+        run,
+        data=replace(run.data, train=str(tmp_path / "second"), cache_dir=str(tmp_path / "none")),
+    )
+    found = prepare(moved)
+    assert found.tokenizer.fingerprint() == expected.tokenizer.fingerprint()
+    for side in ("train", "validation"):
+        rows, others = getattr(found, side), getattr(expected, side)
+        assert (rows.fingerprint, len(rows)) == (others.fingerprint, len(others))
+        made, wanted = (Batches(each, run.data, 4, 0)[3] for each in (rows, others))
+        assert all((made[name] == wanted[name]).all() for name in wanted)
+
+
+def test_text_for_validation_is_prepared_beside_that_for_training(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    run = run_of(tmp_path, f"{text}/0.jsonl", validation=f"{text}/[12].jsonl")
+    prepare_text(run, tmp_path / "out", False, quiet)
+    found = prepare(run_of(tmp_path, str(tmp_path / "out")))
+    assert found.validation is not None and (found.train.documents, found.validation.documents) == (
+        30,
+        60,
+    )
+
+
+def test_tasks_train_the_same_tokenizer_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    train, bpe = str(written(tmp_path)), TokenizerConfig(vocab_size=300)
+    prepare_text(run_of(tmp_path, train, bpe), tmp_path / "whole", False, quiet)
+    said: list[str] = []
+    for task in (1, 0):
+        prepare_share(
+            run_of(tmp_path, train, bpe, cache=f"cache{task}"),
+            tmp_path / "parts",
+            (task, 2),
+            said.append,
+        )
+    assert (
+        sum("training 300 entries" in line for line in said) == 1
+    )  # the second task found it beside the tokens
+    prepare_text(run_of(tmp_path, train, bpe, cache="last"), tmp_path / "parts", False, quiet)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("tasks", [1, 3, 4])
+def test_tasks_that_know_nothing_of_one_another_make_the_same_store(
+    unit_bytes: int, tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", unit_bytes)
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
+    train = str(written(tmp_path))
+    prepare_text(run_of(tmp_path, train), tmp_path / "whole", False, quiet)
+    orders = list(itertools.permutations(range(tasks)))[:: max(1, tasks - 1)][:3]
+    for number, order in enumerate(orders):
+        run, output = run_of(tmp_path, train, cache=f"cache{number}"), tmp_path / f"parts{number}"
+        for task in order:
+            prepare_share(run, output, (task, tasks), quiet)
+        said: list[str] = []
+        summary = prepare_text(run, output, False, said.append)
+        assert summary[0].documents == 180 and contents(output) == contents(tmp_path / "whole")
+
+
+def test_a_task_reads_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    read: set[str] = set()
+    pieces = Source.pieces
+
+    def recorded(source: Source, *rest: object) -> object:
+        read.update(file.path.name for file in source.files)
+        return pieces(source, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Source, "pieces", recorded)
+    prepare_share(run_of(tmp_path, str(written(tmp_path))), None, (1, 3), quiet)
+    assert read == {"1.jsonl", "4.jsonl"}
+
+
+def test_a_share_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 500)
+    run = run_of(tmp_path, f"{written(tmp_path)}/0.jsonl")
+    made: list[str] = []
+    write = tokenizing._write_shard
+
+    def recorded(path: Path, *rest: object) -> object:
+        made.append(path.name)
+        return write(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokenizing, "_write_shard", recorded)
+    for task in (1, 0, 0, 1):
+        prepare_share(run, None, (task, 2), quiet)
+    prepare_text(run, None, False, quiet)
+    assert sorted(made) == sorted(set(made)) and made[0] == "00001" and len(made) > 2
+
+
+def test_tasks_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    text = written(tmp_path, documents=200)
+    program = (
+        "import sys; from jaxformer.data import tokenizing; tokenizing.SHARD_CHARACTERS = 500; "
+        "from jaxformer.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    line = [
+        sys.executable,
+        "-c",
+        program,
+        "prepare",
+        "configs/quickstart.py",
+        "--data.train",
+        f"{text}/0.jsonl",
+    ]
+    line += [
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--tokenizer.kind",
+        "bytes",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    shares = [
+        subprocess.Popen([*line, "--shard", f"{task}/2"], cwd=ROOT, stderr=subprocess.PIPE)
+        for task in range(2)
+    ]
+    errors = [share.communicate(timeout=120)[1].decode() for share in shares]
+    assert [share.returncode for share in shares] == [0, 0], errors
+    assert "task 1 of 2 is done" in errors[1]
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.tokens")}
+    last = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert last.returncode == 0 and "200 documents, 7,090 tokens" in last.stdout
+    assert len(times) > 9 and times == {path: path.stat().st_mtime_ns for path in times}
+    assert f"--data.train {tmp_path / 'out'}" in last.stdout
+
+
+def test_only_what_changed_is_tokenized_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    text = written(tmp_path)
+    run = run_of(tmp_path, str(text))
+    first = prepare_text(run, None, False, quiet)
+    before = contents(tmp_path / "cache")
+    with open(text / "3.jsonl", "a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    again = prepare_text(run, None, False, quiet)
+    after = contents(tmp_path / "cache")
+    assert again[0].documents == first[0].documents + 1
+    assert before.items() <= after.items() and len(after) == len(before) + 2
+
+
+def shard_gone(folder: Path) -> None:
+    next(folder.rglob("*.tokens")).unlink()
+
+
+def shard_altered(folder: Path) -> None:
+    path = next(folder.rglob("*.tokens"))
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def other_format(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+
+
+def other_tokenizer(folder: Path) -> None:
+    from jaxformer.tokenizer import byte_tokenizer
+
+    byte_tokenizer(["<|mine|>"]).save(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            shard_gone,
+            (
+                r"data\.train: .*/out/\w+ is not complete, 00000\.tokens is missing: copy the"
+                r" directory again"
+            ),
+        ),
+        (
+            shard_altered,
+            (
+                r"00000\.tokens was altered since it was written \(its checksum is another\):"
+                r" restore it, or remove it"
+            ),
+        ),
+        (
+            no_tokenizer,
+            r"out has no tokenizer\.json, with which it was prepared: copy the directory again",
+        ),
+        (
+            other_format,
+            r"manifest\.json is not what `jaxformer prepare --output` of this version writes",
+        ),
+        (
+            other_tokenizer,
+            (
+                r"out was made by another tokenizer than the run's, .* prepare all texts with one"
+                r" tokenizer"
+            ),
+        ),
+    ],
+)
+def test_a_prepared_directory_that_cannot_be_used_is_one_message(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
+    damage(tmp_path / "out")
+    with pytest.raises(ConfigError, match=message):
+        prepare(run_of(tmp_path, str(tmp_path / "out"), TokenizerConfig()))
+
+
+def test_verifying_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import os
+
+    line = [
+        "prepare",
+        str(ROOT / "configs" / "quickstart.py"),
+        "--data.train",
+        str(written(tmp_path)),
+    ]
+    line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes"]
+    assert main(line) == 0 and main([*line, "--verify"]) == 0
+    path = next(tmp_path.rglob("*.tokens"))
+    time = path.stat().st_mtime_ns
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    os.utime(path, ns=(time, time))
+    assert main(line) == 0 and main([*line, "--verify"]) == 2
+    assert f"{path} was altered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shard", "3/3"], "--shard '3/3' must be I/N"),
+        (["--shard", ""], "--shard '' must be I/N"),
+        (["--shard", "0/2", "--verify"], "--verify reads the shards of all tasks"),
+        (["--data.objective", "sft"], "reads records"),
+        (["--data.weights", "1 2"], "data.weights"),
+        (["--data.train", "none.txt"], "none.txt"),
+        (["--data.train", " ; "], "data.train names no source"),
+        (["--outpt", "x"], "outpt"),
+    ],
+)
+def test_a_line_that_cannot_work_is_one_message(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [
+        "prepare",
+        str(ROOT / "configs" / "quickstart.py"),
+        "--data.train",
+        str(written(tmp_path)),
+    ]
+    line += ["--data.cache_dir", str(tmp_path / "cache"), "--tokenizer.kind", "bytes"]
+    assert main([*line, *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told
+
+
+def test_a_tokenizer_of_several_texts_takes_of_each(tmp_path: Path) -> None:
+    for name, text in (("a", "aaaa bbbb "), ("b", "zzzz yyyy ")):
+        (tmp_path / f"{name}.txt").write_text(text * 500)
+    run = run_of(
+        tmp_path,
+        f"{tmp_path}/a.txt; {tmp_path}/b.txt",
+        TokenizerConfig(vocab_size=264, training_bytes=2000),
+    )
+    made = prepare(run).tokenizer
+    assert len(made.encode("aaaa zzzz")) < 6
+
+
+def test_a_last_call_on_another_machine_reads_no_text_again(tmp_path: Path) -> None:
+    train, output = str(written(tmp_path)), tmp_path / "out"
+    for task in range(2):
+        prepare_share(run_of(tmp_path, train, cache=f"of machine {task}"), output, (task, 2), quiet)
+    said: list[str] = []
+    prepare_text(run_of(tmp_path, train, cache="of the last"), output, False, said.append)
+    assert not any("reading" in line or "tokenizing" in line for line in said)
+
+
+@pytest.mark.parametrize("size", [300, 5000])
+def test_a_model_has_the_vocabulary_of_what_was_prepared(size: int, tmp_path: Path) -> None:
+    """Whatever tokenizer.vocab_size says, which is of a tokenizer that is trained."""
+    text = " ".join(f"{number:b}x{number:o}" for number in range(20_000))
+    (tmp_path / "a.txt").write_text(text)
+    run = run_of(tmp_path, str(tmp_path / "a.txt"), TokenizerConfig(vocab_size=size))
+    prepare_text(run, tmp_path / "out", False, quiet)
+    config = load_config(ROOT / "configs" / "quickstart.py", [f"data.train={tmp_path / 'out'}"])
+    assert config.model.vocab_size == 0 and config.tokenizer.vocab_size == 4096
+    assert with_vocabulary(config, prepare(config).tokenizer.vocab_size).model.vocab_size == size
+
+
+def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(
+    tmp_path: Path,
+) -> None:
+    text, out = written(tmp_path), tmp_path / "out"
+    prepare_text(run_of(tmp_path, str(text)), out, False, quiet)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (tmp_path / "other.txt").write_text("other")
+    for run, message in (
+        (
+            run_of(tmp_path, str(tmp_path / "other.txt")),
+            r"out was prepared of other text \(.*/text\): name a new directory",
+        ),
+        (
+            run_of(tmp_path, str(text), TokenizerConfig(vocab_size=300)),
+            "out was prepared with another tokenizer: name a new",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare_text(run, out, False, quiet)
+    with pytest.raises(ConfigError, match="other text"):
+        prepare_share(run_of(tmp_path, str(tmp_path / "other.txt")), out, (0, 1), quiet)
+    assert (
+        before.items()
+        <= {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}.items()
+    )
+    assert prepare_text(run_of(tmp_path, str(text)), out, False, quiet)[0].documents == 180
+
+
+def test_verifying_makes_nothing(tmp_path: Path) -> None:
+    text, out = written(tmp_path), tmp_path / "out"
+    with pytest.raises(
+        ConfigError, match=r"1 of 1 parts are not prepared: leave out --verify to make them"
+    ):
+        prepare_text(run_of(tmp_path, str(text)), None, True, quiet)
+    with pytest.raises(ConfigError, match="does not exist"):
+        prepare_text(run_of(tmp_path, str(text)), out, True, quiet)
+    assert not out.exists() and not contents(tmp_path)
+    prepare_text(run_of(tmp_path, str(text)), out, False, quiet)
+    shutil.rmtree(text)
+    assert prepare_text(run_of(tmp_path, str(text)), out, True, quiet)[0].documents == 180
+
+
+def test_what_tasks_made_is_not_trained_on_before_it_is_joined(tmp_path: Path) -> None:
+    run = run_of(tmp_path, str(written(tmp_path)))
+    prepare_share(run, tmp_path / "out", (0, 1), quiet)
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.train: .*out is prepared in part: run the line .* without --shard",
+    ):
+        prepare(run_of(tmp_path, str(tmp_path / "out")))

@@ -1,0 +1,284 @@
+"""What goes wrong while text is prepared: told in one message before the work where it can be, and
+nothing wrong is kept."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import prepare, prepare_share, prepare_text
+from test_prepare import BYTES, ROOT, contents, quiet, run_of, written
+
+from jaxformer.cli import main
+from jaxformer.config.run import TokenizerConfig
+from jaxformer.data import TokenStore, open_or_build, preparing, splits, tokenizing
+from jaxformer.data.sources import Piece, Source
+from jaxformer.data.sources.documents import in_pieces
+from jaxformer.data.tokenizing import ProgressNotes
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import byte_tokenizer
+
+
+def line(folder: Path, *more: str) -> list[str]:
+    """`jaxformer prepare` on a text, by bytes."""
+    text = folder / "text"
+    train = str(text if text.exists() else written(folder))
+    settings = [
+        "--data.train",
+        train,
+        "--data.cache_dir",
+        str(folder / "cache"),
+        "--tokenizer.kind",
+        "bytes",
+    ]
+    return ["prepare", str(ROOT / "configs" / "quickstart.py"), *settings, *more]
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one message of a call that ends with status 2."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return " ".join(told.split())
+
+
+def test_how_far_a_long_document_is_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 100_000)
+    text = "é word " * 60_000
+    pieces = [Piece(part, "0", ends) for part, ends in in_pieces(text)]
+    said: list[str] = []
+    open_or_build(tmp_path / "soon", lambda: pieces, byte_tokenizer(), ProgressNotes(said.append))
+    assert not any("waiting" in line for line in said)
+    monkeypatch.setattr(tokenizing, "SECONDS_BETWEEN_NOTES", 0)
+    for _ in range(2):  # the second time nothing but the last shard is left to do
+        progress = ProgressNotes(said.append, len(text.encode()))
+        open_or_build(tmp_path / "late", lambda: pieces, byte_tokenizer(), progress)
+        assert (
+            progress.done == len(text.encode())
+            and len(said) == 5
+            and "tokenized 0.00 of 0.00 GB" in said[0]
+        )
+        said.clear()
+        (tmp_path / "late" / "manifest.json").unlink()
+        (tmp_path / "late" / "00004.tokens").unlink()
+
+
+def test_files_without_text_are_units_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    text = written(tmp_path, files=2)
+    (text / "0a.jsonl").touch()
+    (text / "0b.txt").write_text(" \n<|endoftext|>\n")
+    run = run_of(tmp_path, str(text))
+    summary = prepare_text(run, None, False, quiet)
+    said: list[str] = []
+    assert summary[0].documents == 60 and prepare_text(run, None, False, said.append) == summary
+    assert not any("tokeniz" in told for told in said)
+    prepare_text(run, tmp_path / "out", False, quiet)
+    shutil.rmtree(text)
+    assert (
+        prepare_text(run_of(tmp_path, str(tmp_path / "out")), None, True, quiet)[0].documents == 60
+    )
+
+
+def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 300)
+    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 50)
+    run = run_of(tmp_path, f"{written(tmp_path)}/0.jsonl")
+    prepare_text(run, tmp_path / "whole", False, quiet)
+    busy, go_on = threading.Event(), threading.Event()
+    pieces = Source.pieces
+
+    def halting(source: Source, *rest: Any) -> Iterator[Piece]:
+        for number, piece in enumerate(pieces(source, *rest)):
+            if (
+                not rest and number == 5 and not busy.is_set()
+            ):  # while tokenizing, not while scanning
+                busy.set()
+                assert go_on.wait(30)
+            yield piece
+
+    monkeypatch.setattr(Source, "pieces", halting)
+    failed: list[Exception] = []
+
+    def task() -> None:
+        try:
+            prepare_share(run, tmp_path / "out", (0, 2), quiet)
+        except Exception as error:
+            failed.append(error)
+            busy.set()
+
+    def log(told: str) -> None:
+        if "waiting" in told:
+            go_on.set()
+
+    thread = threading.Thread(target=task)
+    thread.start()
+    assert busy.wait(30) and list((tmp_path / "out").rglob("*.tmp"))
+    said: list[str] = []
+    prepare_share(run, tmp_path / "out", (1, 2), said.append)
+    assert not any("waiting" in line for line in said)
+    threading.Timer(5, go_on.set).start()
+    prepare_text(run, tmp_path / "out", False, log)
+    thread.join()
+    assert not failed and contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_message_and_the_work_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = line(tmp_path, "--output", str(tmp_path / "out"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        told = refused(capsys, arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (
+        "00000.tokens cannot be written (File too large): make room, or choose another path" in told
+    )
+    assert not list(tmp_path.rglob("*.tmp")) and main(arguments) == 0
+
+
+def test_a_copied_store_on_a_disk_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*paths: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "first", False, quiet)
+    shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, read_only)
+    assert prepare(run_of(tmp_path, str(tmp_path / "second"))).train.documents
+    with pytest.raises(
+        ConfigError, match=r"00000\.tokens cannot be written \(Read-only file system\)"
+    ):
+        open_or_build(tmp_path / "third", lambda: [Piece("a", "0", True)], byte_tokenizer())
+
+
+def test_files_that_change_while_they_are_read_leave_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = written(tmp_path, files=2)
+    run, store_of = run_of(tmp_path, str(text)), preparing.store_of
+
+    def changed_before(*arguments: Any) -> TokenStore:
+        with open(text / "1.jsonl", "a") as file:
+            file.write(json.dumps({"text": "one more"}) + "\n")
+        return store_of(*arguments)
+
+    monkeypatch.setattr(preparing, "store_of", changed_before)
+    with pytest.raises(ConfigError, match="its files changed while they were tokenized"):
+        prepare_text(run, None, False, quiet)
+    assert not list((tmp_path / "cache" / "stores").iterdir())
+    monkeypatch.undo()
+    assert prepare_text(run, None, False, quiet)[0].documents == 61
+
+
+@pytest.mark.parametrize("share", [[], ["--shard", "0/2"]])
+def test_a_directory_that_cannot_take_tokens_is_refused_before_any_work(
+    share: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").write_text("mine")
+    for output, message in (
+        (tmp_path / "file", "file cannot be used (File exists): name one that is new"),
+        (tmp_path / "file" / "below", "below cannot be used (Not a directory)"),
+        (
+            tmp_path / "run",
+            (
+                "run holds other things (tokenizer.json): name one that is new, or that an earlier"
+                " call began"
+            ),
+        ),
+        (written(tmp_path), "text holds other things (0.jsonl, 1.jsonl, 2.jsonl)"),
+        (" ", "--output is empty: name a directory"),
+    ):
+        assert message in refused(capsys, line(tmp_path, "--output", str(output), *share))
+    assert (
+        not (tmp_path / "cache").exists()
+        and (tmp_path / "run" / "tokenizer.json").read_text() == "mine"
+    )
+
+
+@pytest.mark.parametrize("share", [[], ["--shard", "0/2"]])
+def test_what_is_prepared_is_not_prepared_again(
+    share: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line(tmp_path, "--output", str(tmp_path / "first"))) == 0
+    again = line(
+        tmp_path,
+        "--data.train",
+        f"{tmp_path}/first; {tmp_path}/text",
+        "--output",
+        str(tmp_path / "second"),
+        *share,
+    )
+    assert f"{tmp_path}/first, of data.train, is prepared already: train on it as it is" in refused(
+        capsys, again
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (["--data.weights", "1 2"], "data.weights='1 2'"),
+        (
+            ["--model.vocab_size", "256"],
+            "model.vocab_size=256 is less than the tokenizer's 257 entries",
+        ),
+    ],
+)
+def test_a_task_refuses_what_the_last_call_would(
+    setting: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, line(tmp_path, "--shard", "0/2", *setting))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_directory_prepared_without_text_for_validation_is_none(tmp_path: Path) -> None:
+    text, out = written(tmp_path), str(tmp_path / "out")
+    prepare_text(run_of(tmp_path, f"{text}/0.jsonl"), Path(out), False, quiet)
+    with pytest.raises(
+        ConfigError, match=r"data\.validation: .*out was prepared without text for validation"
+    ):
+        prepare(run_of(tmp_path, str(text), validation=out))
+
+
+def test_texts_of_other_tokenizers_are_not_mixed(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    for name, tokenizer in (("a", BYTES), ("b", TokenizerConfig(vocab_size=300))):
+        prepare_text(run_of(tmp_path, str(text), tokenizer), tmp_path / name, False, quiet)
+    with pytest.raises(
+        ConfigError,
+        match=r"/b was made by another tokenizer than the run's, .* the first prepared directory",
+    ):
+        prepare(run_of(tmp_path, f"{tmp_path}/a; {tmp_path}/b"))
+
+
+def test_a_manifest_beside_text_is_none_of_ours(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    (text / "manifest.json").write_text('{"version": 2, "files": []}')
+    assert prepare_text(run_of(tmp_path, str(text)), None, False, quiet)[0].documents == 180
+
+
+def test_names_may_hold_a_semicolon_and_a_mixture_may_be_long(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    prepare_text(run_of(tmp_path, str(text)), tmp_path / "a; b", False, quiet)
+    assert prepare(run_of(tmp_path, str(tmp_path / "a; b"))).train.documents
+    many = "; ".join([f"{text}/0.jsonl"] * (5000 // len(str(text))))
+    assert len(many) > 4096 and len(prepare_text(run_of(tmp_path, many), None, False, quiet)) > 9

@@ -1,0 +1,207 @@
+"""What a scan tells apart, how files are grouped, and what a tokenizer of the cache is found by."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import prepare, prepare_text
+from test_prepare import ROOT, quiet, run_of, written
+
+from jaxformer.config.run import TokenizerConfig
+from jaxformer.data import splits
+from jaxformer.data.sources import TEXT, find_source
+from jaxformer.data.sources.error_policy import ErrorPolicy
+from jaxformer.data.sources.records import RecordField
+from jaxformer.data.splits import Scan, Split, file_groups, scan
+from jaxformer.files import ConfigError
+from jaxformer.runs.config import load_config
+
+
+def scanned(folder: Path, files: dict[str, list[str]]) -> Scan:
+    folder.mkdir()
+    for name, texts in files.items():
+        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return scan(find_source(str(folder), "data.train"), folder / ".scans")
+
+
+def test_text_is_another_when_its_borders_or_names_are(tmp_path: Path) -> None:
+    variants = [
+        {"a.jsonl": ["ab", "c"]},
+        {"a.jsonl": ["a", "bc"]},
+        {"a.jsonl": ["abc"]},
+        {"b.jsonl": ["ab", "c"]},
+    ]
+    variants.append({"a.jsonl": ["ab"], "b.jsonl": ["c"]})
+    found = [
+        scanned(tmp_path / str(number), files).content for number, files in enumerate(variants)
+    ]
+    assert len(set(found)) == 5 and scanned(tmp_path / "again", variants[0]).content == found[0]
+
+
+def test_what_was_left_out_is_told_again_of_a_scan_that_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\nno record\n{"text": " "}\n')
+    source = find_source(str(path), "data.train", TEXT, ErrorPolicy(malformed="skip"))
+    first, second = (scan(source, tmp_path / "scans") for _ in range(2))
+    assert (
+        first == second
+        and len(second.skipped.lines()) == 2
+        and second.skipped == second.parts[0].skipped
+    )
+
+
+def test_units_are_as_many_neighbours_as_fit_or_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 100)
+    for number, size in enumerate((60, 40, 1, 0, 99, 500, 0, 50, 51)):
+        (tmp_path / f"{number}.txt").write_text("x" * size)
+    groups = file_groups(find_source(str(tmp_path), "data.train"))
+    assert [[int(file.path.stem) for file in group.files] for group in groups] == [
+        [0, 1],
+        [2, 3, 4],
+        [5],
+        [6, 7],
+        [8],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(0.05, False), (0.1, True), (0.85, True), (0.95, False)]
+)
+def test_documents_are_chosen_among_where_both_sides_have_enough(
+    fraction: float, expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    source = find_source(str(tmp_path / "a.txt"), "data.train")
+    assert Split(source, Scan("", 100, 100), "train", fraction).by_document is expected
+
+
+@pytest.mark.parametrize(
+    ("data", "tokenizer"),
+    [
+        ({}, {"pattern": "llama3"}),
+        ({}, {"training_bytes": 3000}),
+        ({}, {"vocab_size": 270}),
+        ({"validation_fraction": 0.3}, {}),
+        ({"train": "{text}/1.jsonl"}, {}),
+    ],
+)
+def test_a_tokenizer_is_found_only_by_all_that_it_was_made_of(
+    data: dict[str, Any], tokenizer: dict[str, Any], tmp_path: Path
+) -> None:
+    text = written(tmp_path, documents=200)
+    run = run_of(tmp_path, f"{text}/0.jsonl", TokenizerConfig(vocab_size=280))
+    changes = {
+        name: value.format(text=text) if isinstance(value, str) else value
+        for name, value in data.items()
+    }
+    other = replace(
+        run, data=replace(run.data, **changes), tokenizer=replace(run.tokenizer, **tokenizer)
+    )
+    for made in (1, 2):
+        for each in (run, other)[:made] * 2:
+            prepare_text(each, None, False, quiet)
+        assert len(list((tmp_path / "cache" / "tokenizers").glob("*.json"))) == made
+
+
+def test_a_text_of_several_units_is_another_when_any_of_them_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    text = written(tmp_path, files=3)
+    found = [prepare(run_of(tmp_path, str(text))).train.fingerprint]
+    for name in ("0", "2"):
+        (text / f"{name}.jsonl").write_text('{"text": "another"}\n')
+        found.append(prepare(run_of(tmp_path, str(text))).train.fingerprint)
+    assert len(set(found)) == 3
+
+
+def test_the_last_records_of_few_are_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(f'{{"source": "{n}", "target": "t"}}\n' for n in range(10))
+    )
+    fields = tuple(RecordField(f"data.{name}_field", name, "text") for name in ("source", "target"))
+    source = find_source(str(tmp_path / "a.jsonl"), "data.train", fields)
+    found = scan(source, tmp_path / "scans")
+    sides = [Split(source, found, side, 0.2).pieces() for side in ("train", "validation")]
+    assert ["".join(str(piece.record[0]) for piece in side) for side in sides] == ["01234567", "89"]
+
+
+def test_the_bytes_of_a_cut_text_are_said_to_be_an_estimate(tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("a few words, and ünïcödé\n" * 400)
+    for name, text in (("several", str(written(tmp_path))), ("one", str(one))):
+        lines: list[str] = []
+        prepare(run_of(tmp_path, text), log=lines.append)
+        sizes = [line for line in lines if "of text of" in line]
+        assert len(sizes) == 2, lines
+        assert all(("about" in line) == (name == "one") for line in sizes), sizes
+
+
+def test_a_tokenizer_that_is_named_goes_before_that_of_prepared_text(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    for name, size in (("a", 270), ("b", 280)):
+        prepare_text(
+            run_of(tmp_path, str(text), TokenizerConfig(vocab_size=size)),
+            tmp_path / name,
+            False,
+            quiet,
+        )
+    named = TokenizerConfig(path=str(tmp_path / "a"))
+    assert prepare(run_of(tmp_path, str(tmp_path / "a"), named)).tokenizer.vocab_size == 270
+    assert prepare(run_of(tmp_path, str(text), named)).tokenizer.vocab_size == 270
+    with pytest.raises(ConfigError, match="/b was made by another tokenizer"):
+        prepare(run_of(tmp_path, str(tmp_path / "b"), named))
+
+
+def test_characters_of_text_for_validation_are_known(tmp_path: Path) -> None:
+    for name, text in (("a", "abab"), ("b", "xyzx")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    run = run_of(
+        tmp_path,
+        f"{tmp_path}/a.txt",
+        TokenizerConfig(kind="characters"),
+        validation=f"{tmp_path}/b.txt",
+    )
+    assert prepare(run).tokenizer.vocab_size == 6
+
+
+def test_text_is_sampled_by_the_size_of_each_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxformer.data import vocabulary
+
+    taken: dict[str, int] = {}
+    spread = vocabulary.spread
+    monkeypatch.setattr(
+        vocabulary,
+        "spread",
+        lambda split, most: taken.update({split.source.spec[-5]: most}) or spread(split, most),
+    )
+    for name, size in (("a", 3000), ("b", 1000)):
+        (tmp_path / f"{name}.txt").write_text("word " * size)
+    prepare(
+        run_of(
+            tmp_path,
+            f"{tmp_path}/a.txt; {tmp_path}/b.txt",
+            TokenizerConfig(vocab_size=260, training_bytes=4000),
+        )
+    )
+    assert taken == {"a": 3000, "b": 1000}
+
+
+def test_a_prepared_text_that_lacks_an_objectives_tokens_says_so(tmp_path: Path) -> None:
+    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
+    with pytest.raises(
+        ConfigError,
+        match=r"the tokenizer of the prepared text has no .*MASK.* prepare the text with this",
+    ):
+        prepare(
+            load_config(
+                ROOT / "configs" / "bert_tiny.py",
+                [f"data.train={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"],
+            )
+        )

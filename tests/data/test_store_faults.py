@@ -1,0 +1,265 @@
+"""What a store refuses, makes again or can do without, and how its work is shared."""
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import prepare, prepare_share, prepare_text
+from test_prepare import contents, quiet, run_of, written
+
+from jaxformer.data import TokenStore, open_or_build, shards, splits, texts, tokenizing
+from jaxformer.data.sources import Piece, Source
+from jaxformer.data.tokenizing import ProgressNotes, build_shards
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def built(folder: Path, documents: int = 20) -> TokenStore:
+    """A store of documents of 9 bytes and an end token, the first half of them first in the order
+    of holding out."""
+    pieces = [Piece(f"{index:09d}", str(index), True) for index in range(documents)]
+    return open_or_build(
+        folder, lambda: pieces, TOKENIZER, place=lambda name: int(name) / documents
+    )
+
+
+def altered(path: Path, raw: bytes) -> None:
+    """Writes a file so that its time does not tell."""
+    time = path.stat().st_mtime_ns
+    path.write_bytes(raw)
+    os.utime(path, ns=(time, time))
+
+
+def test_a_file_of_another_size_is_found_without_reading_it(tmp_path: Path) -> None:
+    built(tmp_path)
+    path = tmp_path / "00000.documents"
+    altered(path, path.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"00000\.documents was altered .*472 bytes of 480"):
+        TokenStore.open(tmp_path)
+
+
+def test_each_side_of_each_fraction_has_its_own_fingerprint(tmp_path: Path) -> None:
+    whole = built(tmp_path)
+    sides = [
+        whole.held_out(fraction, inverse) for fraction in (0.25, 0.5) for inverse in (False, True)
+    ]
+    sides += [whole.cut(fraction, after) for fraction in (0.25, 0.5) for after in (False, True)]
+    assert len({side.fingerprint for side in [whole, *sides]}) == 9
+
+
+def test_a_cut_counts_the_documents_that_it_parts_and_the_bytes_by_tokens(tmp_path: Path) -> None:
+    whole = built(tmp_path)
+    before, after = whole.cut(0.5, after=False), whole.cut(0.5, after=True)
+    assert (before.tokens, after.tokens) == (99, 101) and (before.documents, after.documents) == (
+        10,
+        11,
+    )
+    assert (before.bytes, after.bytes) == (round(180 * 99 / 200), round(180 * 101 / 200))
+
+
+def test_drafts_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "00000.tokens.0123.tmp").write_text("a draft")
+    built(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tokens", ".documents"}
+
+
+def test_the_task_that_ends_last_finds_what_others_made_while_it_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 10)
+    whole = [Piece("x" * 10, str(index), True) for index in range(6)]
+
+    def with_another_task() -> Iterator[Piece]:
+        yield from whole
+        build_shards(
+            tmp_path,
+            whole,
+            TOKENIZER,
+            ProgressNotes(),
+            lambda name: 0.0,
+            lambda index: index % 2 == 1,
+        )
+
+    made = build_shards(
+        tmp_path,
+        with_another_task(),
+        TOKENIZER,
+        ProgressNotes(),
+        lambda name: 0.0,
+        lambda index: index % 2 == 0,
+    )
+    assert [shard.path.name for shard in made if shard] == [f"0000{index}" for index in range(6)]
+    assert (
+        tokenizing.complete(tmp_path, [*made, None], TOKENIZER) is None
+        and not (tmp_path / "manifest.json").exists()
+    )
+
+
+def test_a_manifest_must_be_written_once_but_need_not_be_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path)
+    for path in tmp_path.iterdir():
+        os.utime(path)
+
+    def full(path: Path, text: str) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(shards, "write_text", full)
+    assert TokenStore.open(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="no room"):
+        built(tmp_path)
+
+
+def test_a_store_of_more_shards_than_files_may_be_open_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "SHARD_CHARACTERS", 9)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        whole = built(tmp_path, 300)
+        side = whole.held_out(0.9)
+        assert [*side.ends()] == [10 * number for number in range(1, 271)]
+        assert (
+            side.read(0, 2700).tolist() == whole.read(0, 2700).tolist()
+            and len(side.boundaries(0, 2700)) == 269
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_new_format_makes_every_store_and_prepared_directory_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, str(written(tmp_path)))
+    prepare_text(run, tmp_path / "out", False, quiet)
+    monkeypatch.setattr(texts, "FORMAT", texts.FORMAT + 1)
+    with pytest.raises(ConfigError, match="its format is 2, not 3"):
+        prepare(run_of(tmp_path, str(tmp_path / "out")))
+    prepare_text(run, tmp_path / "out", False, quiet)
+    assert len(list((tmp_path / "out").glob("*/manifest.json"))) == 2
+
+
+def test_a_prepared_directory_can_be_verified(tmp_path: Path) -> None:
+    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
+    run = run_of(tmp_path, str(tmp_path / "out"))
+    path = next((tmp_path / "out").rglob("*.tokens"))
+    altered(path, path.read_bytes()[::-1])
+    assert prepare_text(run, None, False, quiet)
+    with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
+        prepare_text(run, None, True, quiet)
+
+
+def test_the_first_document_may_be_the_longest(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcde<|endoftext|>abc")
+    assert prepare_text(run_of(tmp_path, f"{tmp_path}/a.txt"), None, False, quiet)[0].longest == 6
+
+
+def test_tokens_are_no_records(tmp_path: Path) -> None:
+    prepare_text(run_of(tmp_path, str(written(tmp_path))), tmp_path / "out", False, quiet)
+    with pytest.raises(
+        ConfigError, match=r"out holds tokens of text, and data\.objective reads records"
+    ):
+        prepare(run_of(tmp_path, str(tmp_path / "out"), objective="sft"))
+
+
+def test_text_for_validation_beside_several_texts_is_taken_once(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    run = run_of(tmp_path, f"{text}/0.jsonl; {text}/1.jsonl", validation=f"{text}/2.jsonl")
+    prepare_text(run, tmp_path / "out", False, quiet)
+    found = prepare(run_of(tmp_path, str(tmp_path / "out")))
+    assert (len(found.stores["train"]), len(found.stores["validation"])) == (2, 1)
+
+
+@pytest.mark.parametrize("tasks", [2, 4, 7])
+def test_tasks_have_like_shares_and_as_many_as_units_read_one_each(
+    tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "GROUP_BYTES", 1)
+    run, pieces = run_of(tmp_path, str(written(tmp_path, files=4))), Source.pieces
+    read: set[str] = set()
+
+    def recorded(source: Source, *rest: object) -> Iterator[Piece]:
+        read.update(file.path.name for file in source.files)
+        return pieces(source, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Source, "pieces", recorded)
+    made = [0]
+    for task in range(tasks):
+        read.clear()
+        prepare_share(run, tmp_path / "out", (task, tasks), quiet)
+        made.append(len(contents(tmp_path / "out")) // 2)
+        assert tasks > 4 or len(read) == 4 // tasks
+    assert made[-1] == 4 and max(np.diff(made)) == max(1, 4 // tasks)
+
+
+def test_shards_say_what_they_hold(tmp_path: Path) -> None:
+    whole = built(tmp_path)
+    (entry,) = json.loads((tmp_path / "manifest.json").read_text())["shards"]
+    assert (entry["name"], entry["tokens"], entry["documents"], entry["bytes"]) == (
+        "00000",
+        200,
+        20,
+        180,
+    )
+    assert entry == json.loads((tmp_path / "00000.json").read_text()) and whole.tokens == 200
+    table = np.frombuffer((tmp_path / "00000.documents").read_bytes(), np.int64).reshape(3, -1)
+    assert (
+        table[0, -1] == 200
+        and set(table[1]) == {9}
+        and table[2].view(np.float64).tolist() == [n / 20 for n in range(20)]
+    )
+
+
+def test_what_was_altered_without_a_trace_is_found_when_it_is_first_read(tmp_path: Path) -> None:
+    built(tmp_path)
+    path = tmp_path / "00000.tokens"
+    raw = bytearray(path.read_bytes())
+    raw[7] ^= 4
+    altered(path, bytes(raw))
+    store = TokenStore.open(tmp_path)
+    assert store is not None  # nothing is read yet
+    for read in (lambda: store.read(0, 3), store.verify):
+        with pytest.raises(ConfigError, match=r"00000\.tokens was altered .*its checksum is anoth"):
+            read()
+
+
+def test_a_file_is_compared_once_in_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path)
+    reads, digest = [], shards.digest
+    monkeypatch.setattr(shards, "digest", lambda path: reads.append(path.name) or digest(path))
+    for _ in range(3):
+        store = TokenStore.open(tmp_path)
+        assert store is not None and len(store.read(0, 20)) == 20
+        store.boundaries(0, 50)
+    assert sorted(reads) == ["00000.documents", "00000.tokens"]
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_run_asks_for_all_checksums_before_its_first_step(verify: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a text of some words\n" * 40)
+    run = run_of(tmp_path, str(text))
+    prepare(run)
+    (path,) = tmp_path.glob("cache/stores/*/00000.tokens")
+    raw = path.read_bytes()
+    altered(path, raw[:-2] + bytes(2))
+    changed = replace(run, data=replace(run.data, verify=verify))
+    if verify == "always":
+        with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
+            prepare(changed)
+    else:
+        corpus = prepare(changed)
+        with pytest.raises(ConfigError, match=r"00000\.tokens was altered"):
+            corpus.train[0]

@@ -1,0 +1,297 @@
+"""A Hugging Face directory is a model like a run's: commands, fine-tuning and conversion take one
+for the other."""
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import write_text
+from warm_starts import leaves, run
+
+import jaxformer as jf
+from jaxformer.cli import convert, main
+from jaxformer.interop import verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("convert")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("convert")
+    write_text(folder / "text.txt")
+    lines = ["source\ttarget"] + [f"the cat {k}\ta dog {k}" for k in range(60)]
+    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
+    rows = [("good fine" if k % 2 else "bad poor", "ny"[k % 2]) for k in range(120)]
+    (folder / "labelled.tsv").write_text(
+        "text\tlabel\n" + "".join(f"{text} {k}\t{label}\n" for k, (text, label) in enumerate(rows))
+    )
+    return folder
+
+
+BERT = dict(
+    model__family="encoder", model__norm="layer", model__norm_placement="post", model__bias="all"
+) | dict(
+    model__embedding_norm=True,
+    model__positions="learned",
+    model__activation="gelu",
+    model__token_types=2,
+)
+T5 = dict(model__family="encoder_decoder", model__positions="t5", model__attention_scale=1.0)
+WHOLE = dict(
+    model__max_length=32, data__packing="stream"
+)  # rows as those in which a directory is evaluated
+KINDS = {
+    "decoder": (dict(data__train="text.txt", **WHOLE), "LlamaForCausalLM"),
+    "masked": (
+        dict(data__train="text.txt", model__tied_head=True, **WHOLE, **BERT),
+        "BertForMaskedLM",
+    ),
+    "classes": (
+        dict(data__train="labelled.tsv", model__head="classes", **BERT),
+        "BertForSequenceClassification",
+    ),
+    "pairs": (
+        dict(data__train="pairs.tsv", data__objective="seq2seq", **T5),
+        "T5ForConditionalGeneration",
+    ),
+}
+
+
+def told(*arguments: object, status: int = 0) -> str:
+    """What a command prints, to both streams, when it ends as it should."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        found = main([str(argument) for argument in arguments])
+    assert found == status, out.getvalue()
+    return out.getvalue()
+
+
+def made(base: Path, kind: str) -> tuple[Path, Path]:
+    """(run, model directory) of a kind, each made once."""
+    settings, _ = KINDS[kind]
+    here, there = base / kind, base / f"{kind}_there"
+    if not here.exists():
+        run(base, kind, **settings | {"data__train": base / settings["data__train"]})
+    if not there.exists():
+        told("convert", here, there)
+    return here, there
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_is_the_same_model_tokenizer_and_labels(base, kind):
+    here, there = made(base, kind)
+    assert json.loads((there / "config.json").read_text())["architectures"] == [KINDS[kind][1]]
+    assert "a run of" in told("convert", there, base / f"{kind}_back")
+    first, second, last = (jf.load(path) for path in (here, there, base / f"{kind}_back"))
+    for other in (second, last):
+        assert jax.tree.map(lambda a, b: bool((a == b).all()), first.params, other.params)
+        assert leaves_equal(first.params, other.params) and other.labels == first.labels
+        assert other.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+        assert other.tokenizer.end_token == first.tokenizer.end_token
+        assert other.tokenizer.start_token == first.tokenizer.start_token
+    assert last.config == second.config
+    assert len(first.labels) == (2 if kind == "classes" else 0)
+
+
+def leaves_equal(a, b) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_prints_that_both_sides_agree(base, kind):
+    here, _ = made(base, kind)
+    said = told("convert", here, base / f"{kind}_verified", "--verify")
+    assert "both models agree" in said and "KL, nats" in said and "largest logit difference" in said
+
+
+def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
+    _, there = made(base, "decoder")
+    model = jf.load(there)
+    moved = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
+    found = verify.compare(there, moved, model.config)
+    assert found.largest > 1e-3 * found.deviation and found.kl.max() > 1e-9
+    monkeypatch.setattr(
+        "jaxformer.runs.loading.load", lambda path, step: jf.Loaded(moved, model.config, None)
+    )
+    assert convert.run([str(there), str(base / "moved"), "--verify"]) == 1
+    assert "NOT EQUAL" in capsys.readouterr().out
+
+
+def test_rounded_weights_are_told_apart_from_wrong_ones(base):
+    here, _ = made(base, "decoder")
+    said = told(
+        "convert", here, base / "rounded", "--dtype", "bfloat16", "--shard_size", "20K", "--verify"
+    )
+    assert "bfloat16, in " in said and "includes the rounding to bfloat16" in said
+    assert len(list((base / "rounded").glob("model-*.safetensors"))) > 1
+
+
+def test_verify_without_transformers_says_what_to_install(base, monkeypatch):
+    here, _ = made(base, "decoder")
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    assert "pip install torch transformers" in told(
+        "convert", here, base / "never", "--verify", status=2
+    )
+    assert not (base / "never").exists()
+
+
+COMMANDS = {
+    "decoder": (
+        ["sample", "--prompt", "the cat", "--max_new_tokens", 5],
+        ["evaluate", "--data.validation", "text.txt"],
+    ),
+    "masked": (
+        ["sample", "--prompt", "the [MASK] sees"],
+        ["evaluate", "--data.validation", "text.txt"],
+    ),
+    "classes": (
+        ["sample", "--prompt", "good fine"],
+        ["evaluate", "--data.validation", "labelled.tsv"],
+    ),
+    "pairs": (
+        ["sample", "--prompt", "the cat 3", "--beams", 2],
+        ["evaluate", "--data.validation", "pairs.tsv", "--beams", 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sample_evaluate_and_attention_say_of_a_directory_what_they_say_of_the_run(base, kind):
+    here, there = made(base, kind)
+    for name, *options in COMMANDS[kind]:
+        options = [
+            base / option if str(option).endswith((".txt", ".tsv")) else option
+            for option in options
+        ]
+        options += ["--seed", 0] if name == "sample" else []
+        said = [told(name, path, *options) for path in (here, there)]
+        assert said[0] == said[1] and (said[0].strip() or name == "sample")
+    page = base / f"{kind}.html"
+    assert (
+        "attention of" in told("attention", there, "--prompt", "the cat", "--output", page)
+        and page.stat().st_size > 1000
+    )
+
+
+def test_a_directory_has_no_text_of_its_own_and_no_steps(base):
+    _, there = made(base, "decoder")
+    assert "name some with --data.validation" in told("evaluate", there, status=2)
+    assert "which has no steps" in told("sample", there, "--step", 3, status=2)
+
+
+def test_a_run_is_evaluated_on_what_it_learnt_alone(base):
+    here, there = made(base, "pairs")
+    text = base / "text.txt"
+    assert "leave out --data.objective" in told(
+        "evaluate", here, "--data.validation", text, "--data.objective", "prefix", status=2
+    )
+    assert "loss" in told(
+        "evaluate", there, "--data.validation", text, "--data.objective", "prefix"
+    )
+
+
+@pytest.mark.parametrize("kind", ["decoder", "classes"])
+def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
+    """At a learning rate of 0 one step leaves them as they are; the config and the tokenizer are
+    the directory's."""
+    _, there = made(base, kind)
+    still = dict(optimizer__learning_rate=0.0, train__steps=1, run__init_from=there)
+    head = dict(model__head="classes") if kind == "classes" else {}
+    tuned = run(
+        base, f"{kind}_tuned", data__train=base / KINDS[kind][0]["data__train"], **still, **head
+    )
+    ours, hf = leaves(tuned), leaves(there)
+    assert ours.keys() == hf.keys() and all(np.array_equal(ours[path], hf[path]) for path in hf)
+    assert jf.load(tuned).tokenizer.fingerprint() == jf.load(there).tokenizer.fingerprint()
+    run(
+        base,
+        f"{kind}_tuned",
+        data__train=base / KINDS[kind][0]["data__train"],
+        **still | {"train__steps": 2},
+        **head,
+    )
+
+
+def test_a_pretrained_trunk_gets_a_new_head(base):
+    _, there = made(base, "masked")
+    settings = dict(
+        model__head="classes", run__init_from=there, optimizer__learning_rate=0.0, train__steps=1
+    )
+    settings |= dict(model__max_length=32)
+    ours, hf = (
+        leaves(run(base, "new_head", data__train=base / "labelled.tsv", **settings)),
+        leaves(there),
+    )
+    assert ours["head.weight"].shape[0] == 2 and np.array_equal(
+        ours["blocks.ffn.up"], hf["blocks.ffn.up"]
+    )
+
+
+REFUSED = [
+    (["--shard_size", "many"], "is no number of bytes"),
+    (["--architecture", "GPT5LMHeadModel"], "is not one of LlamaForCausalLM"),
+    (["--architecture", "GPT2LMHeadModel"], "model.positions='rope' (there 'learned')"),
+    (["--step", "7"], "has no checkpoint of step 7"),
+]
+
+
+@pytest.mark.parametrize("options, reason", REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_cannot_be_converted_is_refused_and_nothing_written(base, options, reason):
+    here, _ = made(base, "decoder")
+    assert reason in told("convert", here, base / "refused", *options, status=2)
+    assert not (base / "refused").exists()
+
+
+def test_a_directory_with_something_in_it_is_left_alone(base, tmp_path):
+    here, there = made(base, "decoder")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "is not empty" in told("convert", here, tmp_path, status=2)
+    assert "is not empty" in told("convert", there, here, status=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    model = jf.load(there)
+    copied = shutil.copytree(here, tmp_path / "run")
+    with pytest.raises(jf.ConfigError, match="of something else"):
+        jf.save_pretrained(copied, model.params, model.config)
+
+
+def test_leaves_go_to_their_place_on_a_mesh_as_the_dtype_asked_for(base):
+    from jax.sharding import Mesh
+
+    from jaxformer.arrays.mesh import MESH_AXES
+
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    for path in made(base, "decoder"):
+        found, plain = jf.load(path, mesh=mesh, dtype="bfloat16"), jf.load(path)
+        for leaf, other in zip(
+            jax.tree.leaves(found.params), jax.tree.leaves(plain.params), strict=True
+        ):
+            assert leaf.sharding.mesh == mesh and leaf.dtype == jax.numpy.bfloat16
+            assert np.array_equal(leaf, other.astype("bfloat16"))
+        with pytest.raises(jf.ConfigError, match="dtype='int4' is not one of"):
+            jf.load(path, dtype="int4")
+
+
+def test_a_head_is_carried_with_its_own_order_of_classes(base):
+    """A class is its name, not its place: data alone sorts them, and a published model need not."""
+    _, there = made(base, "classes")
+    other = shutil.copytree(there, base / "other_classes")
+    keys = json.loads((other / "config.json").read_text())
+    assert keys["id2label"] == {"0": "n", "1": "y"}
+    (other / "config.json").write_text(
+        json.dumps(keys | {"id2label": {"0": "y", "1": "n"}, "label2id": {"y": 0, "n": 1}})
+    )
+    settings = dict(
+        model__head="classes", optimizer__learning_rate=0.0, train__steps=1, run__init_from=other
+    )
+    tuned = run(base, "other_tuned", data__train=base / "labelled.tsv", **settings)
+    assert jf.load(tuned).labels == ("y", "n")
+    ours, hf = leaves(tuned), leaves(other)
+    assert np.array_equal(ours["blocks.ffn.up"], hf["blocks.ffn.up"])
+    assert np.array_equal(ours["head.weight"], hf["head.weight"])

@@ -1,0 +1,110 @@
+"""What makes no sense is refused at the entry with its reason: settings that exclude each other,
+inputs of another family."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import DOCUMENTS, FAMILIES, SIZES, alone, params_of
+
+import jaxformer as jf
+from jaxformer.config import rules as config_rules
+from jaxformer.models.inputs import check_inputs
+
+pytestmark = pytest.mark.fast
+
+REFUSED = [
+    ({"family": "encoder", "head": "language"}, "an encoder sees the next token"),
+    ({"head": "masked"}, "head='masked'"),
+    ({"next_sentence": True}, "next_sentence needs"),
+    ({"n_heads": 3}, "is not divisible by model.n_heads=3"),
+    ({"n_kv_heads": 3}, "is not divisible by model.n_kv_heads=3"),
+    ({"head_dim": 5}, "no whole pairs"),
+    ({"family": "encoder_decoder", "head": "classes"}, "writes its answer as text"),
+    ({"head": "classes", "n_classes": 2, "pooling": "first"}, "sees itself alone"),
+    ({"n_encoder_layers": 2}, "needs model.family='encoder_decoder'"),
+    ({"residual": "parallel", "norm_placement": "post"}, "one sum for all sublayers"),
+    ({"window_pattern": "wx"}, "letters w"),
+    ({"window_pattern": ""}, "letters w"),
+    (
+        {"rope_scaling": "yarn", "rope_factor": 2.0, "positions": "alibi"},
+        "needs model.positions='rope'",
+    ),
+    ({"rope_scaling": "yarn"}, "set both"),
+    ({"rope_factor": 2.0}, "set both"),
+    ({"positions": "t5", "relative_distance": 4}, "above half of"),
+    (
+        {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_beta_slow": 32.0},
+        "above model.rope_beta_slow=32",
+    ),
+    ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_theta": 1.0}, "rope_theta=1 above 1"),
+    ({"pooler": True}, "pooler=True needs model.family='encoder'"),
+    ({"family": "encoder", "head_bias": True}, "head 'masked' always has a bias"),
+    ({"position_offset": 2}, "needs model.positions='learned'"),
+    ({"rope_window_theta": 10.0}, "a model.window"),
+    ({"rope_window_theta": 0.5, "window": 3}, "at least 1"),
+    ({"saved": "q"}, "saved='q' needs remat='names'"),
+    ({"remat": "names", "saved": "q, gates"}, "names of q k v attention out gate up down none"),
+    ({"remat": "names", "offload": "none"}, "offload='none' needs remat='names', and names of"),
+    ({"remat": "full", "offload": "attention"}, "offload='attention' needs remat='names'"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", REFUSED, ids=str)
+def test_a_combination_that_makes_no_sense_is_refused_with_its_reason(changes, reason):
+    with pytest.raises(jf.ConfigError, match=reason):
+        jf.ModelConfig(**(SIZES | changes))
+
+
+def test_every_rule_of_the_model_settings_is_tested():
+    """Each message in the file of the rules is reached by one of the settings above."""
+    source, reached = Path(config_rules.__file__), set()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename == str(source):
+            reached.add(frame.f_lineno)
+            return trace
+        return None
+
+    jf.ModelConfig(**SIZES)  # breaks none
+    sys.settrace(trace)
+    try:
+        for changes, _ in REFUSED:
+            with contextlib.suppress(jf.ConfigError):
+                jf.ModelConfig(**(SIZES | changes))
+    finally:
+        sys.settrace(None)
+    lines = enumerate(source.read_text().splitlines(), start=1)
+    rules = {number for number, line in lines if line.lstrip().startswith("yield ")}
+    assert len(rules) == 21 and rules <= reached
+
+
+CALLS = [
+    ("decoder", {"source": np.zeros((4, 5), int)}, "source= is for an encoder-decoder"),
+    ("encoder_decoder", {}, "reads source"),
+    ("encoder_decoder", {"source": np.zeros((2, 5), int)}, "source has 2 rows, and tokens 4"),
+    (
+        "encoder_decoder",
+        {"source": np.zeros((4, 5), int), "source_segment_ids": np.zeros((4, 7), int)},
+        "source_segment_ids",
+    ),
+    ("encoder", {"segment_ids": np.zeros((4, 7), int)}, r"segment_ids has shape \[4, 7\]"),
+    ("encoder", {"source_segment_ids": np.zeros((4, 7), int)}, "belongs to a source"),
+    ("decoder", {"token_types": np.zeros((4, 6), int)}, "token_types need"),
+]
+
+
+@pytest.mark.parametrize("family, inputs, reason", CALLS, ids=[reason for *_, reason in CALLS])
+def test_inputs_that_do_not_fit_are_refused_with_their_reason(family, inputs, reason):
+    config = jf.ModelConfig(**(SIZES | {"family": family}))
+    with pytest.raises(jf.ConfigError, match=reason):
+        check_inputs(config, {"tokens": DOCUMENTS["tokens"], **inputs})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learned_positions_refuse_what_is_longer_than_their_table(family):
+    config = jf.ModelConfig(**(SIZES | {"family": family, "positions": "learned", "max_length": 5}))
+    with pytest.raises(jf.ConfigError, match="max_length=5"):
+        jf.forward(params_of(config), config, **alone(config))

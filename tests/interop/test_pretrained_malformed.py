@@ -1,0 +1,331 @@
+"""A directory that is not what it says gets one message that names the file and the tensor or key;
+a model that cannot be stated is refused before a file is written."""
+
+import json
+import shutil
+
+import jax
+import pytest
+import torch
+from pretrained import directory, folder, loaded, rewrite, tensors
+from safetensors.torch import load_file, save_file
+
+import jaxformer as jf
+from jaxformer.arrays.params import Spec, zeros
+from jaxformer.interop.pretrained import pretrained_config
+from jaxformer.layers.norm import NORMS, NormRow
+from jaxformer.layers.positions import FREQUENCIES, rope_frequencies
+from jaxformer.tokenizer import Tokenizer
+
+ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def place(tmp_path):
+    return shutil.copytree(directory("llama"), tmp_path / "model")
+
+
+def changed(place, changes):
+    """The directory with tensors put into its file, or taken out where they are None."""
+    held = load_file(place / ONE) | changes
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, place / ONE)
+
+
+def sharded(place):
+    """The directory in two shards; the names of their files."""
+    held = load_file(place / ONE)
+    (place / ONE).unlink()
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    where = {name: files[i % 2] for i, name in enumerate(sorted(held))}
+    for file in files:
+        save_file({name: held[name] for name in held if where[name] == file}, place / file)
+    (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return where
+
+
+def without_a_shard(place):
+    (place / sharded(place)[UP]).unlink()
+
+
+def with_an_index_that_lies(place):
+    where = sharded(place)
+    where[UP] = next(file for file in where.values() if file != where[UP])
+    (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def truncated(place):
+    (place / ONE).write_bytes((place / ONE).read_bytes()[:-100])
+
+
+def truncated_in_its_header(place):
+    (place / ONE).write_bytes((place / ONE).read_bytes()[:200])
+
+
+def without_a_header(place):
+    (place / ONE).write_bytes(b"\xff" * 64)
+
+
+def empty(place):
+    (place / ONE).write_bytes(b"")
+
+
+def pickled(place):
+    torch.save(load_file(place / ONE), place / "pytorch_model.bin")
+    (place / ONE).unlink()
+
+
+def without_weights(place):
+    (place / ONE).unlink()
+
+
+def without_config(place):
+    (place / CONFIG).unlink()
+
+
+def config_of(text):
+    return lambda place: (place / CONFIG).write_text(text)
+
+
+def keys(**fields):
+    return lambda place: rewrite(place, **fields)
+
+
+def transposed(place):
+    changed(place, {UP: load_file(place / ONE)[UP].T.contiguous()})
+
+
+def without_tensor(place):
+    changed(place, {UP: None})
+
+
+def with_another(place):
+    changed(place, {"model.layers.1.mlp.extra_proj.weight": torch.zeros(3)})
+
+
+def all_at_once(place):
+    without_tensor(place)
+    with_another(place)
+    changed(place, {"model.norm.weight": torch.zeros(43)})
+
+
+def of_whole_numbers(place):
+    changed(place, {UP: torch.zeros(53, 42, dtype=torch.int8)})
+
+
+# What is done to a tiny Llama, and what the one message has to name.
+MALFORMED = {
+    "a missing shard": (without_a_shard, ["model-0000", "of-00002.safetensors"]),
+    "an index that lies": (with_an_index_that_lies, ["model-0000", UP]),
+    "a truncated file": (truncated, [ONE]),
+    "a file truncated in its header": (truncated_in_its_header, [ONE]),
+    "a file of other bytes": (without_a_header, [ONE]),
+    "an empty file": (empty, [ONE]),
+    "a wrong shape": (transposed, [ONE, UP, "53", "42"]),
+    "a missing tensor": (without_tensor, [ONE, UP]),
+    "an extra tensor": (with_another, [ONE, "model.layers.1.mlp.extra_proj.weight"]),
+    "all three": (all_at_once, [ONE, UP, "extra_proj", "model.norm.weight", "43"]),
+    "whole numbers": (of_whole_numbers, [ONE, UP]),
+    "more layers than there are": (
+        keys(num_hidden_layers=3),
+        [ONE, "model.layers.2.mlp.up_proj.weight"],
+    ),
+    "fewer layers than there are": (keys(num_hidden_layers=1), [ONE, UP]),
+    "another width": (keys(hidden_size=36), [ONE, "model.embed_tokens.weight", "42", "36"]),
+    "another vocabulary": (keys(vocab_size=72), [ONE, "model.embed_tokens.weight", "71", "72"]),
+    "another feed-forward width": (keys(intermediate_size=54), [ONE, UP, "53", "54"]),
+    "another number of key heads": (
+        keys(num_key_value_heads=3),
+        [ONE, "model.layers.1.self_attn.k_proj.weight"],
+    ),
+    "heads that do not divide": (keys(num_key_value_heads=4), [CONFIG, "num_key_value_heads"]),
+    "no heads": (keys(num_attention_heads=0), [CONFIG, "num_attention_heads"]),
+    "a number as text": (keys(hidden_size="42"), [CONFIG, "hidden_size"]),
+    "a negative number": (keys(num_hidden_layers=-2), [CONFIG, "num_hidden_layers"]),
+    "a fraction of a layer": (keys(num_hidden_layers=1.5), [CONFIG, "num_hidden_layers"]),
+    "biases that are not there": (
+        keys(attention_bias=True),
+        [ONE, "model.layers.0.self_attn.q_proj.bias"],
+    ),
+    "a switch as text": (keys(tie_word_embeddings="yes"), [CONFIG, "tie_word_embeddings"]),
+    "an unknown architecture": (
+        keys(architectures=["MambaForCausalLM"], model_type="mamba"),
+        [CONFIG, "MambaForCausalLM"],
+    ),
+    "a head that is not computed": (
+        keys(architectures=["LlamaForSequenceClassification"]),
+        [CONFIG, "LlamaForSequenceClassification"],
+    ),
+    "no architecture": (keys(architectures=None, model_type=None), [CONFIG, "architectures"]),
+    "an architecture of another model": (
+        keys(architectures=["GPT2LMHeadModel"], model_type="gpt2"),
+        [CONFIG, "transformer.wte.weight"],
+    ),
+    "an architecture of another model_type": (
+        keys(architectures=["GPT2LMHeadModel"]),
+        [CONFIG, 'model_type="llama"', "GPT2LMHeadModel", "Download config.json again"],
+    ),
+    "no config": (without_config, [CONFIG]),
+    "a config that is no JSON": (config_of("{'hidden_size': 42"), [CONFIG]),
+    "a config that is a list": (config_of("[1]"), [CONFIG]),
+    "an unknown activation": (keys(hidden_act="foo"), [CONFIG, "hidden_act", "foo"]),
+    "an unknown rope type": (
+        keys(
+            rope_parameters=dict(
+                rope_type="longrope", rope_theta=9.0, short_factor=[1.0] * 5, long_factor=[2.0] * 5
+            )
+        ),
+        [CONFIG, "longrope"],
+    ),
+    "rope parameters that are none": (keys(rope_parameters="linear"), [CONFIG, "rope_parameters"]),
+    "quantized weights": (
+        keys(quantization_config={"quant_method": "gptq", "bits": 4}),
+        [CONFIG, "quantization_config"],
+    ),
+    "pickle files alone": (pickled, ["pytorch_model.bin", "safetensors"]),
+    "no weights": (without_weights, ["safetensors"]),
+}
+
+
+@pytest.mark.xdist_group("llama")
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_directory_gets_one_message_that_names_the_file_and_what_is_in_it(case, place):
+    spoil, named = MALFORMED[case]
+    spoil(place)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    with pytest.raises(jf.ConfigError) as told:
+        jf.load(place)
+    missing = [word for word in named if word not in str(told.value)]
+    assert not missing, f"{missing} in: {told.value}"
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "llama", "qwen3 bias, window by layer types", "gemma2", "gemma3", "gpt-neox"),
+        *("bloom", "bert masked", "roberta classes", "t5", "marian"),
+    ],
+)
+def test_a_number_that_is_null_is_named_or_means_what_is_left_out(name, tmp_path):
+    """What may be null, such as a head's width, follows from other keys then."""
+    place = shutil.copytree(directory(name), tmp_path / "model")
+    keys = json.loads((place / CONFIG).read_text())
+    numbers = [key for key, value in keys.items() if type(value) in (int, float)]
+    assert len(numbers) > 8
+    refused = set()
+    for key in numbers:
+        (place / CONFIG).write_text(json.dumps(keys | {key: None}))
+        try:
+            pretrained_config(place)
+        except jf.ConfigError as error:
+            assert key in str(error) and "NoneType" not in str(error)
+            refused.add(key)
+    scales = {"rope_theta", "rotary_emb_base", "query_pre_attn_scalar"} & {*numbers}
+    assert refused >= scales and len(refused) > 3
+
+
+def test_a_giant_number_in_a_table_or_a_version_is_no_failure_of_ours(tmp_path):
+    place = shutil.copytree(directory("mistral"), tmp_path / "model")
+    keys = json.loads((place / CONFIG).read_text())
+    (place / CONFIG).write_text(json.dumps(keys | {"transformers_version": "9" * 5000}))
+    Tokenizer.from_bpe({i: bytes([i]) for i in range(256)}, [], ["[INST]"], "llama3").save(place)
+    Tokenizer.load(place)
+    table = {"rope_type": "linear", "factor": float("nan")}
+    (place / CONFIG).write_text(json.dumps(keys | {"rope_scaling": table}))
+    with pytest.raises(jf.ConfigError, match=r"rope_parameters\.factor=NaN"):
+        pretrained_config(place)
+    (place / CONFIG).write_text(json.dumps(keys | {"rope_scaling": table | {"factor": 10**400}}))
+    with pytest.raises(jf.ConfigError):
+        pretrained_config(place)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(jf.ConfigError, match="nowhere"):
+        jf.load(tmp_path / "nowhere")
+
+
+SMALL = dict(vocab_size=71, d_model=24, n_layers=1, n_heads=2)
+# Models of ours that no architecture states, and the fields that are in the way.
+UNSTATED = {
+    "sinks": (dict(attention_sinks=True), ["attention_sinks"]),
+    "no norm": (dict(norm="none"), ["norm"]),
+    "wide values": (dict(value_dim=5), ["value_dim"]),
+    "T5's bias in a decoder": (dict(positions="t5"), ["positions"]),
+    "interleaved pairs": (dict(rope_pairing="interleaved"), ["rope_pairing"]),
+    "squared relu in a gpt": (
+        dict(positions="learned", norm="layer", activation="glu"),
+        ["activation"],
+    ),
+    "two at once": (
+        dict(attention_sinks=True, logit_scale="rsqrt"),
+        ["attention_sinks", "logit_scale"],
+    ),
+    "tags of the mean": (dict(head="classes", n_classes=3, pooling="mean"), ["head"]),
+}
+
+
+@pytest.mark.parametrize("case", UNSTATED)
+def test_a_model_that_no_architecture_states_is_refused_with_the_fields_in_the_way(case, tmp_path):
+    fields, named = UNSTATED[case]
+    config = jf.ModelConfig(**SMALL | fields)
+    with pytest.raises(jf.ConfigError) as told:
+        jf.save_pretrained(tmp_path / "out", jf.init(config, jax.random.key(0)), config)
+    missing = [word for word in named if word not in str(told.value)]
+    assert not missing, f"{missing} in: {told.value}"
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_norm_or_a_scaling_of_ones_own_is_a_field_in_the_way_and_no_fault(tmp_path, monkeypatch):
+    def run(params, config, x):
+        return x / abs(x).max(-1, keepdims=True) + params["bias"]
+
+    def bias(config):
+        return {"bias": Spec((config.d_model,), ("norm",), zeros)}
+
+    monkeypatch.setitem(NORMS, "largest", NormRow(bias, run))
+    monkeypatch.setitem(FREQUENCIES, "halved", lambda c, _: rope_frequencies(c.rotated_width, 2.0))
+    for fields, named in (
+        (dict(norm="largest"), "model.norm='largest'"),
+        (dict(norm="largest", bias="all"), "model.norm='largest'"),
+        (dict(rope_scaling="halved", rope_factor=2.0), "halved"),
+    ):
+        config = jf.ModelConfig(**SMALL | fields)
+        with pytest.raises(jf.ConfigError, match=named):
+            jf.save_pretrained(tmp_path / "out", jf.init(config, jax.random.key(0)), config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parameters_of_another_config_are_refused_and_nothing_is_written(tmp_path):
+    config = jf.ModelConfig(**SMALL)
+    params = jf.init(config, jax.random.key(0))
+    params["blocks"].pop(next(iter(params["blocks"])))
+    with pytest.raises(jf.ConfigError, match="missing"):
+        jf.save_pretrained(tmp_path / "out", params, config)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_an_architecture_that_cannot_state_the_model_is_refused_by_name(tmp_path):
+    config = jf.ModelConfig(**SMALL)
+    for architecture, named in (
+        ("GPT2LMHeadModel", "positions"),
+        ("MambaForCausalLM", "MambaForCausalLM"),
+    ):
+        with pytest.raises(jf.ConfigError, match=named):
+            jf.save_pretrained(
+                tmp_path / "out",
+                jf.init(config, jax.random.key(0)),
+                config,
+                architecture=architecture,
+            )
+
+
+@pytest.mark.xdist_group("llama")
+def test_what_is_saved_over_an_older_save_leaves_nothing_of_it():
+    place, model = folder("llama", "twice"), loaded("llama")
+    jf.save_pretrained(place, model.params, model.config, shard_bytes=20_000)
+    assert (place / INDEX).exists()
+    twice = jax.tree.map(lambda leaf: 2 * leaf, model.params)
+    jf.save_pretrained(place, twice, model.config)
+    assert not (place / INDEX).exists() and len(list(place.glob("*.safetensors"))) == 1
+    assert torch.equal(tensors(place)[UP], 2 * tensors(directory("llama"))[UP])

@@ -1,0 +1,403 @@
+"""A run and a model directory as each other's settings: what a new run takes and what it decides,
+how a directory is read as a run, and how it is written as one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from pretrained_tokenizers import saved
+
+import jaxformer as jf
+from jaxformer.arrays.mesh import MESH_AXES, parameter_sharding
+from jaxformer.arrays.params import init_params, map_specs
+from jaxformer.cli import convert
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig
+from jaxformer.config.saved import to_json
+from jaxformer.interop import verify
+from jaxformer.layers import rope
+from jaxformer.layers.head import head, output_layer, pooled, readout
+from jaxformer.layers.masks import TokenLayout
+from jaxformer.layers.norm import norm_specs
+from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.positions import rotate
+from jaxformer.models.transformer import specs
+from jaxformer.runs.config import with_base
+from jaxformer.runs.init_from import warm_start
+from jaxformer.runs.loading import run_of, save_run
+from jaxformer.runs.run_evaluation import evaluate_run
+from jaxformer.runs.setup import with_classes
+from jaxformer.tokenizer import Tokenizer
+
+SMALL = dict(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=12)
+BERT = SMALL | dict(
+    family="encoder", norm="layer", norm_placement="post", bias="all", activation="gelu"
+)
+BERT |= dict(embedding_norm=True, token_types=2, positions="learned", max_length=9)
+# Of every setting of a model another value than its default; those that a new run decides for
+# itself stand in OWN.
+OTHER = SMALL | dict(
+    n_kv_heads=1, head_dim=6, value_dim=4, max_length=77, rope_theta=3.0, rope_pairing="interleaved"
+)
+OTHER |= dict(
+    rope_fraction=0.5,
+    window=3,
+    window_pattern="wf",
+    rope_window_theta=5.0,
+    attention_scale=0.3,
+    norm="rms1p",
+)
+OTHER |= dict(
+    attention_soft_cap=2.0,
+    attention_sinks=True,
+    query_key_norm="head",
+    norm_placement="sandwich",
+    norm_eps=0.1,
+)
+OTHER |= dict(
+    residual="parallel",
+    activation="geglu",
+    bias="qkv",
+    embedding_scale="sqrt",
+    embedding_norm=True,
+    init="xavier",
+)
+OTHER |= dict(
+    token_types=2,
+    tied_head=True,
+    head_bias=True,
+    logit_scale="rsqrt",
+    logit_soft_cap=4.0,
+    init="xavier",
+)
+OWN = dict(
+    head="classes",
+    n_classes=3,
+    pooling="mean",
+    dropout=0.25,
+    dtype="bfloat16",
+    layer_loop="scan",
+    remat="full",
+)
+OWN |= dict(attention_kernel="xla")
+
+
+def written(place: Path, config: ModelConfig, **more) -> Path:
+    """A model directory of this config."""
+    jf.save_pretrained(place, jf.init(config, jax.random.key(0)), config, **more)
+    return place
+
+
+def a_run(place: Path, **model) -> Path:
+    """A run directory that has not begun to train."""
+    place.mkdir()
+    (place / "config.json").write_text(to_json(RunConfig(model=ModelConfig(**model))))
+    return place
+
+
+def based(run: RunConfig) -> RunConfig:
+    return with_base(run, Path(run.run.init_from), Path(run.run.dir))
+
+
+def beginning(place: Path, origin: Path, **model) -> RunConfig:
+    return RunConfig(
+        run=RunSettings(dir=str(place), init_from=str(origin)), model=ModelConfig(**model)
+    )
+
+
+def test_a_new_run_takes_every_setting_of_the_model_but_its_own(tmp_path):
+    origin = a_run(tmp_path / "old", **OTHER | dict(head_bias=False))
+    found = based(beginning(tmp_path / "new", origin, **OWN))
+    for entry in dataclasses.fields(ModelConfig):
+        value = OWN.get(entry.name, (OTHER | dict(head_bias=False)).get(entry.name, entry.default))
+        assert getattr(found.model, entry.name) == value, entry.name
+    assert found.tokenizer.path == str(origin / "tokenizer.json")
+
+
+def test_a_tokenizer_that_is_named_is_kept_and_a_run_already_begun_keeps_its_own_model(tmp_path):
+    origin, begun = (
+        a_run(tmp_path / "old", **SMALL),
+        a_run(tmp_path / "begun", **SMALL | dict(d_model=16)),
+    )
+    named = dataclasses.replace(
+        beginning(tmp_path / "new", origin), tokenizer=TokenizerConfig(path="mine.json")
+    )
+    assert based(named).tokenizer.path == "mine.json"
+    again = based(beginning(begun, origin))
+    assert again.model.d_model == 16 and again.tokenizer.path == str(begun / "tokenizer.json")
+
+
+@pytest.mark.parametrize("missing", ["blocks.ffn.down_bias", "embed.types"])
+def test_a_trunk_that_does_not_fit_is_refused_with_its_leaves(missing, tmp_path):
+    old = ModelConfig(**BERT)
+    new = dataclasses.replace(
+        old, **(dict(bias="attention") if "bias" in missing else dict(token_types=3))
+    )
+    origin = written(tmp_path / "old", dataclasses.replace(old, tied_head=True))
+    run = RunConfig(
+        run=RunSettings(init_from=str(origin)), model=dataclasses.replace(new, tied_head=True)
+    )
+    with pytest.raises(jf.ConfigError, match=missing):
+        warm_start(run)
+
+
+def test_a_head_of_as_many_classes_for_another_purpose_is_new_and_the_pooler_is_warm_start(
+    tmp_path,
+):
+    old = ModelConfig(**BERT, head="tags", n_classes=3, pooler=True)
+    origin = written(tmp_path / "old", old, architecture="BertForTokenClassification")
+    run = RunConfig(
+        run=RunSettings(init_from=str(origin)),
+        model=dataclasses.replace(old, head="classes", pooler=False),
+    )
+    drawn, before = jf.init(run.model, jax.random.key(run.run.seed)), jf.load(origin).params
+    start = warm_start(run)
+    np.testing.assert_allclose(start.params["head"]["weight"], drawn["head"]["weight"], rtol=1e-6)
+    assert np.array_equal(start.params["pooler"]["dense"], before["pooler"]["dense"])
+    assert start.sentence("there").endswith("new: head.weight, head.bias.")
+    for labels, new in (
+        (jf.load(origin).labels, []),
+        (jf.load(origin).labels[::-1], ["head.weight", "head.bias"]),
+    ):
+        same = warm_start(dataclasses.replace(run, model=old), labels=labels)
+        assert same.new == new
+        assert jax.tree.all(jax.tree.map(np.array_equal, same.params, before)) == (new == [])
+
+
+def test_heads_that_the_new_run_has_not_are_left_behind(tmp_path):
+    origin = a_run(tmp_path / "settings", **BERT, next_sentence=True)
+    assert not based(beginning(tmp_path / "new", origin)).model.next_sentence
+    old = ModelConfig(**BERT, next_sentence=True, tied_head=True)
+    place = written(tmp_path / "old", old)
+    new = dataclasses.replace(old, head="tags", n_classes=2, next_sentence=False)
+    run = RunConfig(run=RunSettings(init_from=str(place)), model=new)
+    start = warm_start(run)
+    found, renewed = start.params, start.new
+    assert "pooler" not in found and "next_sentence" not in found
+    assert renewed == ["head.weight", "head.bias"]
+    assert np.array_equal(found["embed"]["tokens"], jf.load(place).params["embed"]["tokens"])
+
+
+def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
+    tokenizer = Tokenizer.load(saved("bert"))
+    config = ModelConfig(
+        **BERT | dict(vocab_size=tokenizer.vocab_size, max_length=32, pooler=True),
+        head="classes",
+        n_classes=2,
+    )
+    params = jf.init(config, jax.random.key(0))
+    params["head"]["bias"] = np.array([-9.0, 9.0], np.float32)  # all is "bad"
+    jf.save_pretrained(tmp_path / "model", params, config, tokenizer, labels=("good", "bad"))
+    (tmp_path / "text.tsv").write_text("text\tlabel\n" + "the cat sat\tbad\n" * 3)
+    assert evaluate_run(tmp_path / "model", str(tmp_path / "text.tsv"))["val_accuracy"] == 1
+
+
+def test_fewer_classes_than_the_data_names_are_refused():
+    run = RunConfig(model=ModelConfig(**BERT, head="classes", n_classes=3))
+    with pytest.raises(jf.ConfigError, match="n_classes=3 is less than the 4 labels of the data"):
+        with_classes(run, ("a", "b", "c", "d"))
+    assert with_classes(run, ("a", "b")).model.n_classes == 3
+
+
+LLAMA = dict(norm="rms", activation="swiglu")
+T5 = dict(
+    family="encoder_decoder", positions="t5", attention_scale=1.0, activation="relu", tied_head=True
+)
+
+
+@pytest.mark.parametrize(
+    "model, length, objective",
+    [
+        (SMALL | LLAMA | dict(max_length=40), 40, "auto"),
+        (SMALL | LLAMA | dict(max_length=4096), 1024, "auto"),
+        (SMALL | T5 | dict(max_length=40), 40, "seq2seq"),
+    ],
+    ids=["short", "long", "of a source"],
+)
+def test_a_model_directory_is_a_run_of_whole_rows_of_its_own_text(
+    model, length, objective, tmp_path
+):
+    found = run_of(written(tmp_path / "model", ModelConfig(**model)))
+    assert (found.data.sequence_length, found.data.objective, found.data.train) == (
+        length,
+        objective,
+        "",
+    )
+    assert found.run.dir == found.tokenizer.path == str(tmp_path / "model")
+
+
+def test_a_model_directory_written_as_a_run_is_one_of_its_own_place_with_its_labels(tmp_path):
+    labels = ("bad", "fair", "good")
+    origin = written(
+        tmp_path / "model", ModelConfig(**BERT, head="classes", n_classes=3), labels=labels
+    )
+    model, place = jf.load(origin), tmp_path / "run"
+    place.mkdir()
+    save_run(place, model, origin)
+    again, run = jf.load(place), run_of(place)
+    assert again.labels == model.labels == labels and again.config == model.config == run.model
+    assert run.run.dir == run.tokenizer.path == str(place)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))
+    assert json.loads((place / "data.json").read_text()) == {"labels": [*labels]}
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    places = map_specs(
+        lambda _, spec: parameter_sharding(mesh, spec.shape, spec.axes), specs(model.config)
+    )
+    for found in (jf.load(path, mesh=mesh, dtype="bfloat16").params for path in (origin, place)):
+        assert jax.tree.all(jax.tree.map(lambda leaf, there: leaf.sharding == there, found, places))
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"bfloat16"}
+
+
+SCALED = {
+    "none": {},
+    "linear": dict(rope_scaling="linear", rope_factor=3.0),
+    "yarn": dict(rope_scaling="yarn", rope_factor=3.0),
+}
+BASES = SMALL | dict(
+    window=3, window_pattern="wf", rope_window_theta=7.0, rope_fraction=0.5, head_dim=8, n_layers=3
+)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_a_layer_with_a_window_turns_by_its_own_base_which_nothing_stretches(scaling):
+    config = ModelConfig(**BASES | SCALED[scaling])
+    x, positions = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)), jax.numpy.arange(9)[None]
+    near = jax.numpy.concatenate([rope(x[..., :4], positions, 7.0), x[..., 4:]], -1)
+    far = rotate(dataclasses.replace(config, rope_window_theta=0.0), x, positions)
+    for layer, expected in zip(layer_configs(config, 3), (near, far, near), strict=True):
+        np.testing.assert_allclose(rotate(layer, x, positions), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_layers_of_two_bases_are_the_same_in_a_scan(scaling):
+    config = ModelConfig(**BASES | SCALED[scaling])
+    params, tokens = jf.init(config, jax.random.key(0)), np.arange(9)[None]
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(1), leaf.shape), params
+    )
+    found = jf.forward(params, dataclasses.replace(config, layer_loop="scan"), tokens)
+    np.testing.assert_allclose(
+        found, jf.forward(params, config, tokens), atol=2e-5 * float(abs(found).max())
+    )
+
+
+def test_a_norm_around_1_begins_as_the_plain_one():
+    def start(kind):
+        return init_params(norm_specs(ModelConfig(**SMALL, norm=kind)), jax.random.key(0))["scale"]
+
+    assert not start("rms1p").any() and (start("rms") == 1).all()
+
+
+def test_a_bias_of_the_language_head_is_in_its_loss_as_in_its_logits():
+    config = ModelConfig(**SMALL, head_bias=True)
+    params, places = jf.init(config, jax.random.key(0)), TokenLayout(np.arange(5)[None], None)
+    params["head"]["bias"] = jax.numpy.linspace(-1, 1, config.vocab_size)
+    x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
+    layer = output_layer(params, config, readout(params, config, x, places))
+    logits = layer.rows @ layer.matrix.T + layer.bias
+    np.testing.assert_allclose(logits, head(params, config, x, places), atol=1e-5)
+
+
+def test_vectors_of_a_model_without_a_head_are_float32_whatever_its_products_are():
+    config = ModelConfig(**BERT, head="none", dtype="bfloat16")
+    assert (
+        jf.forward(jf.init(config, jax.random.key(0)), config, np.arange(5)[None]).dtype
+        == np.float32
+    )
+
+
+@pytest.mark.parametrize("family, place", [("decoder", 3), ("encoder", 1)])
+def test_a_class_of_a_row_is_read_off_its_last_token_in_a_decoder_and_off_its_first_in_an_encoder(
+    family, place
+):
+    config = ModelConfig(**SMALL, family=family, head="classes", n_classes=2)
+    x = jax.random.normal(jax.random.key(1), (1, 5, config.d_model))
+    found = pooled({}, config, x, TokenLayout(np.arange(5)[None], np.array([[0, 1, 1, 1, 0]])))
+    np.testing.assert_allclose(found[:, 0], x[:, place], atol=1e-6)
+
+
+REFUSED = [
+    (dict(rope_window_theta=5.0, window=3, positions="alibi"), "needs model.positions='rope'"),
+    *(
+        (dict(head_bias=True, head=head, n_classes=2), f"the head '{head}' always has a bias")
+        for head in ("classes", "tags")
+    ),
+    (dict(head_bias=True, head="none"), "head_bias=True is for the language head"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", REFUSED, ids=str)
+def test_a_setting_that_would_do_nothing_is_refused(changes, reason):
+    with pytest.raises(jf.ConfigError, match=reason):
+        ModelConfig(**SMALL | changes)
+
+
+@pytest.mark.parametrize(
+    "dtype, inward, largest, status",
+    [
+        ("float32", False, 1e-5, 0),
+        ("float32", False, 1.0, 1),
+        ("bfloat16", False, 1.0, 0),
+        ("bfloat16", True, 1.0, 1),
+    ],
+)
+def test_only_weights_that_were_rounded_may_be_apart(
+    dtype, inward, largest, status, monkeypatch, capsys
+):
+    """What is read is as it lies there, whatever dtype was asked for."""
+    monkeypatch.setattr(verify, "compare", lambda *_: verify.Comparison(largest, 1.0, np.zeros(3)))
+    asked = convert.ConvertArguments(Path("source"), Path("target"), dtype=dtype)
+    model = jf.Loaded({}, ModelConfig(**SMALL), None)
+    assert convert._verified(model, asked.source if inward else asked.target, asked) == status
+    assert ("NOT EQUAL" in capsys.readouterr().out) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("500M", 5e8),
+        ("5G", 5e9),
+        ("1.5K", 1500),
+        ("7", 7),
+        ("2 gb", 2e9),
+        ("0", 0),
+        ("0.0G", 0),
+        ("G", 0),
+    ],
+)
+def test_a_size_of_a_file_is_a_number_of_bytes_above_0(text, size):
+    if size:
+        assert convert._bytes(text) == size
+        return
+    with pytest.raises(jf.ConfigError, match="is no number of bytes"):
+        convert._bytes(text)
+
+
+def test_a_file_where_the_directory_should_be_is_left_alone(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(jf.ConfigError, match="is not empty"):
+        convert.run([str(tmp_path / "model"), str(tmp_path / "file")])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_both_sides_are_compared_by_the_kl_of_ours_from_theirs_where_no_padding_is():
+    ours, hf = np.random.default_rng(0).normal(size=(2, 2, 3, 5)).astype(np.float32)
+    real = np.array([[True, True, False], [True, False, False]])
+    p, q = (np.exp(side) / np.exp(side).sum(-1, keepdims=True) for side in (hf, ours))
+    kl = (p * np.log(p / q)).sum(-1)
+    found = verify._compared(ours, hf, real)
+    np.testing.assert_allclose(found.kl, [kl[:, 0].max(), kl[0, 1], 0], atol=1e-6)
+    assert found.largest == np.abs(ours - hf)[real].max() and found.deviation == hf[real].std()
+
+
+def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_that_token(tmp_path):
+    config = ModelConfig(
+        **BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True)
+    )
+    place = written(tmp_path / "model", config, architecture="RobertaForMaskedLM")
+    found = verify.compare(place, jf.load(place).params, config)
+    assert found.largest < convert.CLOSE * found.deviation

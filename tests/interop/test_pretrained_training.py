@@ -1,0 +1,124 @@
+"""What is changed here, by hand or by training, changes its own tensors in the files and no
+others."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from pretrained import (
+    QUICK,
+    directory,
+    each,
+    folder,
+    inputs,
+    loaded,
+    ours,
+    real,
+    reference,
+    tensors,
+)
+from pretrained_variants import FAMILY
+
+import jaxformer as jf
+from jaxformer.arrays.params import rows
+from jaxformer.models.transformer import specs
+
+RATE = 0.5
+MORE = ["bert pre-training", "bert classes", "roberta classes", "t5 v1.1"]
+
+
+def written(name, what, params):
+    place = folder(name, what)
+    jf.save_pretrained(
+        place, params, loaded(name).config, architecture=type(reference(name)).__name__
+    )
+    return tensors(place)
+
+
+@each(FAMILY.values())
+def test_a_leaf_changed_by_hand_changes_its_own_tensor_and_no_other(name):
+    model, before, touched = loaded(name), tensors(directory(name)), []
+    table = rows(specs(model.config))
+    paths, leaves = zip(
+        *jax.tree.leaves_with_path(jax.tree.map(np.asarray, model.params)), strict=True
+    )
+    treedef = jax.tree.structure(model.params)
+    for at, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        word = jax.tree_util.keystr(path, simple=True, separator=".")
+        cut = (
+            at % len(leaf) if table[word].axes[0] == "layers" else slice(None)
+        )  # one of its layers
+        moved = leaf.copy()
+        moved[cut] += 1
+        after = written(
+            name, "by hand", jax.tree.unflatten(treedef, [*leaves[:at], moved, *leaves[at + 1 :]])
+        )
+        changed = {
+            n: int((w != before[n]).sum())
+            for n, w in after.items()
+            if not torch.equal(w, before[n])
+        }
+        assert list(changed.values()) == [moved[cut].size], (word, cut, changed)
+        touched += changed
+    places = len(set(touched))
+    fused = {"gpt2": 4, "gpt-neox": 4, "bloom": 4}.get(
+        name, 0
+    )  # queries, keys and values are one tensor, as are their biases
+    assert places >= len(table) - fused
+
+
+def targets_of(name, batch):
+    """A class to be learned at each place of no padding, and which places those are (None: each row
+    has one class)."""
+    classes = loaded(name).config.n_classes or loaded(name).config.vocab_size
+    shape = real(batch).shape if loaded(name).config.output != "classes" else (3,)
+    targets = np.random.default_rng(3).integers(5 % classes, classes, shape)
+    return targets, real(batch) if len(shape) == 2 else np.ones(3, bool)
+
+
+def their_gradients(name, batch):
+    """The gradient of each parameter by name in torch, None where it has none."""
+    model = copy.deepcopy(reference(name))
+    found = model(**{word: torch.from_numpy(values) for word, values in batch.items()})
+    found = found.prediction_logits if "prediction_logits" in found else found.logits
+    targets, keep = (torch.from_numpy(values) for values in targets_of(name, batch))
+    torch.nn.functional.cross_entropy(found[keep], targets[keep]).backward()
+    return {word: weight.grad for word, weight in model.named_parameters()}
+
+
+def our_step(name, batch):
+    """The parameters after a step down the same gradient."""
+    model, (tokens, rest) = loaded(name), ours(batch, loaded(name).config)
+    targets, keep = targets_of(name, batch)
+
+    def loss(params):
+        nats = -jax.nn.log_softmax(jf.forward(params, model.config, tokens, **rest))
+        return jnp.take_along_axis(nats, targets[..., None], -1)[..., 0][keep].mean()
+
+    return jax.tree.map(
+        lambda leaf, grad: leaf - RATE * grad,
+        model.params,
+        jax.jit(jax.grad(loss), compiler_options=QUICK)(model.params),
+    )
+
+
+@each([*FAMILY.values(), *MORE], slow=[*[*FAMILY.values()][::2], *MORE])
+def test_a_step_of_training_moves_each_tensor_by_torchs_gradient_and_those_without_one_not_at_all(
+    name,
+):
+    batch = inputs(name)
+    gradients, before = their_gradients(name, batch), tensors(directory(name))
+    after = written(name, "a step", our_step(name, batch))
+    largest = max(float(grad.abs().max()) for grad in gradients.values() if grad is not None)
+    assert set(after) == set(before)
+    for word in set(before) & set(gradients):
+        grad = torch.zeros_like(before[word]) if gradients[word] is None else gradients[word]
+        still = (grad.reshape(len(grad), -1) == 0).all(
+            1
+        )  # rows of tables that no token reads, heads that no logit follows
+        if grad.ndim > 1 or still.all():
+            assert torch.equal(after[word][still], before[word][still]), word
+        step = (before[word] - after[word]) / RATE
+        assert (step - grad).abs().max() <= 1e-3 * grad.abs().max() + 2e-6 * largest + 1e-6, word

@@ -1,0 +1,286 @@
+"""The heads, each against its formula, and the one loss that serves them all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import SIZES, alone, params_of
+from products import slow_but
+
+import jaxformer as jf
+from jaxformer.arrays.params import rows
+from jaxformer.layers.head import output_layer, pooled, readout
+from jaxformer.layers.masks import layout_of
+from jaxformer.losses.heads import head_loss
+from jaxformer.models.inputs import inputs_of
+from jaxformer.models.transformer import hidden, specs
+
+# The level of programs on a CPU outside of tests, in place of that of tests/conftest.py.
+OPTIMIZED = {"xla_backend_optimization_level": 1}
+HEADS = {
+    "language": {},
+    "language, tied, scaled, capped": {
+        "tied_head": True,
+        "logit_scale": "rsqrt",
+        "logit_soft_cap": 1.5,
+    },
+    "language of a source": {"family": "encoder_decoder", "bias": "all"},
+    "masked": {"family": "encoder"},
+    "masked, tied, no norm": {
+        "family": "encoder",
+        "tied_head": True,
+        "norm": "none",
+        "activation": "tanh",
+    },
+    "BERT": (
+        {
+            "family": "encoder",
+            "tied_head": True,
+            "norm": "layer",
+            "norm_placement": "post",
+            "activation": "gelu",
+        }
+        | {
+            "bias": "all",
+            "token_types": 2,
+            "next_sentence": True,
+            "positions": "learned",
+            "embedding_norm": True,
+        }
+    ),
+    "classes": {"family": "encoder", "head": "classes", "n_classes": 3},
+    "classes of the mean": {
+        "family": "encoder",
+        "head": "classes",
+        "n_classes": 3,
+        "pooling": "mean",
+    },
+    "classes of a decoder": {"head": "classes", "n_classes": 3},
+    "tags": {"family": "encoder", "head": "tags", "n_classes": 5, "logit_soft_cap": 1.5},
+    "tags of a decoder": {"head": "tags", "n_classes": 5},
+}
+
+
+@functools.cache
+def case(name):
+    """(params, config, batch): two rows of tokens, the second with two of padding."""
+    config = jf.ModelConfig(**(SIZES | HEADS[name]))
+    batch = {name: rows[:2] for name, rows in alone(config).items()}
+    batch["segment_ids"] = np.array([[1] * 6, [1] * 4 + [0] * 2])
+    batch |= {"source_segment_ids": np.ones((2, 6), int)} if "source" in batch else {}
+    return params_of(config), config, batch
+
+
+def residual(params, config, batch):
+    inputs = inputs_of(batch)
+    return hidden(params, config, inputs).x, inputs.layout
+
+
+def sums(params, config, batch):
+    found = head_loss(params, config, jax.tree.map(jnp.asarray, batch))
+    return found["loss"][0], found.get("nats", found["loss"])[0]
+
+
+def softmax_nats(logits, targets):
+    return -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), np.asarray(targets)[..., None], -1
+    )[..., 0]
+
+
+GELU = functools.partial(jax.nn.gelu, approximate=False)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_logits_are_the_formula_of_the_head(name):
+    params, config, batch = case(name)
+    x, _ = residual(params, config, batch)
+    if config.output == "classes":
+        real = batch["segment_ids"] != 0
+        share = {
+            "first": np.eye(6)[[0, 0]],
+            "last": np.eye(6)[[5, 3]],
+            "mean": real / real.sum(1, keepdims=True),
+        }[config.pooled]
+        x = np.einsum("bt,btd->bd", share, x)[:, None]
+        if config.family == "encoder":
+            x = np.tanh(x @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
+    if config.output == "masked":
+        act = {"swiglu": jax.nn.silu, "tanh": jnp.tanh, "gelu": GELU}[config.activation]
+        x = np.asarray(act(x @ params["head"]["dense"] + params["head"]["dense_bias"]))
+        if config.norm == "rms":
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
+        if config.norm == "layer":
+            centred = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+            x = centred * params["head"]["norm"]["scale"] + params["head"]["norm"]["bias"]
+    matrix = params["embed"]["tokens"] if config.tied_head else params["head"]["weight"]
+    x = x / 4 if config.logit_scale == "rsqrt" else x
+    logits = np.einsum("btd,vd->btv", x, matrix) + params.get("head", {}).get("bias", 0)
+    logits = 1.5 * np.tanh(logits / 1.5) if config.logit_soft_cap else logits
+    expected = logits[:, 0] if config.output == "classes" else logits
+    found = jf.forward(params, config, **batch)
+    assert found.shape == expected.shape and found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_output_layer_is_a_product_of_the_width_of_the_model_and_a_bias_apart(name):
+    params, config, batch = case(name)
+    x, layout = residual(params, config, batch)
+    layer = output_layer(params, config, readout(params, config, x, layout))
+    logits = jnp.einsum("btd,vd->btv", layer.rows, layer.matrix) + (
+        0 if layer.bias is None else layer.bias
+    )
+    logits = 1.5 * jnp.tanh(logits / 1.5) if config.logit_soft_cap else logits
+    expected = jf.forward(params, config, **batch)
+    np.testing.assert_allclose(
+        logits[:, 0] if config.output == "classes" else logits, expected, rtol=1e-4, atol=1e-4
+    )
+    assert layer.rows.shape[-1] == layer.matrix.shape[-1] == config.d_model
+    assert (
+        ("bias" in params.get("head", {}))
+        == (layer.bias is not None)
+        == (config.output != "language")
+    )
+
+
+def targets_of(config, seed=0):
+    """Targets and weights as the data gives them: a few hidden tokens, a class a row, or all tokens
+    but padding."""
+    rng = np.random.default_rng(seed)
+    one = config.output == "classes"
+    targets = rng.integers(0, config.n_classes or 37, (2, 1 if one else 6))
+    weights = np.ones((2, 1)) if one else np.array([[1] * 6, [1] * 4 + [0] * 2])
+    if config.output == "masked":
+        weights = np.array([[0, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0]])
+    return {"targets": targets, "weights": weights.astype(np.float32)}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_loss_is_the_weighted_cross_entropy_of_the_logits(name):
+    params, config, batch = case(name)
+    goal = targets_of(config)
+    logits = jf.forward(params, config, **batch)
+    logits = logits[:, None] if config.output == "classes" else logits
+    expected = (goal["weights"] * softmax_nats(logits, goal["targets"])).sum()
+    more = {
+        "next_sentence": np.ones((2, 1), int),
+        "next_sentence_weights": np.zeros((2, 1), np.float32),
+    }
+    objective, nats = sums(params, config, batch | goal | (more if config.next_sentence else {}))
+    np.testing.assert_allclose(nats, expected, rtol=1e-4)
+    np.testing.assert_allclose(objective, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["masked", "classes", "tags", "language of a source", "language, tied, scaled, capped"],
+        "masked",
+        "language, tied, scaled, capped",
+    ),
+)
+def test_what_has_no_weight_has_no_gradient_and_the_rest_has_that_of_the_logits(name):
+    params, config, batch = case(name)
+    goal = targets_of(config)
+
+    def by_logits(params):
+        logits = jf.forward(params, config, **batch)
+        logits = logits[:, None] if config.output == "classes" else logits
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), goal["targets"][..., None], -1)[
+            ..., 0
+        ]
+        return (goal["weights"] * nats).sum()
+
+    # Compiled as a user's process compiles: without optimization, the rounding of a gradient of 0
+    # is larger than the bound.
+    found = jax.jit(
+        jax.grad(lambda p: sums(p, config, batch | goal)[0]), compiler_options=OPTIMIZED
+    )(params)
+    expected = jax.jit(jax.grad(by_logits), compiler_options=OPTIMIZED)(params)
+    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        atol = 2e-5 * max(float(jnp.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=str(path))
+    other = goal | {"targets": np.where(goal["weights"] > 0, goal["targets"], 0)}
+    assert sums(params, config, batch | goal)[1] == sums(params, config, batch | other)[1]
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [1, 0], [0, 0]], ids=str)
+def test_the_objective_of_next_sentence_is_added_and_nats_are_those_of_the_words(weights):
+    params, config, batch = case("BERT")
+    goal = targets_of(config) | {"next_sentence": np.array([[1], [0]])}
+    goal["next_sentence_weights"] = np.array(weights, np.float32)[:, None]
+    x, _ = residual(params, config, batch)
+    pool = np.tanh(x[:, 0] @ params["pooler"]["dense"] + params["pooler"]["dense_bias"])
+    logits = pool @ params["next_sentence"]["weight"].T + params["next_sentence"]["bias"]
+    extra = (np.array(weights) * softmax_nats(logits, np.array([1, 0]))).sum()
+    words = (
+        goal["weights"] * softmax_nats(jf.forward(params, config, **batch), goal["targets"])
+    ).sum()
+    objective, nats = sums(params, config, batch | goal)
+    np.testing.assert_allclose(nats, words, rtol=1e-4)
+    np.testing.assert_allclose(objective, words + extra, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pooling", ["first", "last", "mean"])
+def test_pooling_leaves_padding_out(pooling, side):
+    config = jf.ModelConfig(
+        **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
+    )
+    params, tokens = params_of(config), alone(config)["tokens"]
+    pad = np.full((4, 5), 7)
+    order = slice(None, None, -1 if side == "right" else 1)
+    padded = np.concatenate([pad, tokens][order], 1)
+    segments = np.concatenate([np.zeros_like(pad), np.ones_like(tokens)][order], 1)
+    expected = jf.forward(params, config, tokens)
+    np.testing.assert_allclose(
+        jf.forward(params, config, padded, segment_ids=segments), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_pooling_picks_the_token_or_the_mean():
+    x = jnp.arange(24, dtype=jnp.float32).reshape(2, 6, 2)
+    layout = layout_of(jnp.zeros((2, 6), jnp.int32), None, jnp.array([[0, 1, 1, 1, 0, 0], [1] * 6]))
+    expected = {"first": [2, 12], "last": [6, 22], "mean": [4, 17]}
+    for pooling, firsts in expected.items():
+        config = jf.ModelConfig(
+            **(SIZES | {"family": "encoder", "head": "classes", "n_classes": 3, "pooling": pooling})
+        )
+        np.testing.assert_allclose(pooled({}, config, x, layout)[:, 0, 0], firsts)
+
+
+def test_the_rows_of_the_heads_are_those_that_are_used():
+    found = {
+        name: {
+            path
+            for path in rows(specs(case(name)[1]))
+            if path.startswith(("head", "pooler", "next"))
+        }
+        for name in HEADS
+    }
+    dense = {"dense", "dense_bias"}
+    assert found["language"] == {"head.weight"} and found["language, tied, scaled, capped"] == set()
+    assert found["masked"] == {f"head.{leaf}" for leaf in dense | {"weight", "bias", "norm.scale"}}
+    assert found["masked, tied, no norm"] == {f"head.{leaf}" for leaf in dense | {"bias"}}
+    assert found["BERT"] == {
+        f"head.{leaf}" for leaf in dense | {"bias", "norm.scale", "norm.bias"}
+    } | {f"pooler.{leaf}" for leaf in dense} | {"next_sentence.weight", "next_sentence.bias"}
+    assert found["classes"] == {"head.weight", "head.bias"} | {f"pooler.{leaf}" for leaf in dense}
+    assert found["classes of a decoder"] == found["tags"] == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("head", ["classes", "tags"])
+def test_a_head_of_classes_wants_to_know_how_many(head):
+    config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": head}))
+    with pytest.raises(jf.ConfigError, match=r"n_classes=0 .* give their number"):
+        jf.init(config, jax.random.key(0))
+
+
+@pytest.mark.parametrize("head", ["masked", "classes", "tags"])
+def test_a_model_that_writes_no_text_refuses_to_generate(head):
+    config = jf.ModelConfig(**(SIZES | {"family": "encoder", "head": head, "n_classes": 3}))
+    with pytest.raises(jf.ConfigError, match=f"'{head}' does not write text"):
+        jf.generate(params_of(config), config, [[1, 2]], 3, temperature=0)

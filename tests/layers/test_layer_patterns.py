@@ -1,0 +1,171 @@
+"""Layers that differ by a repeating pattern: each has its own config, and a pattern of other tables
+is a row more."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import SIZES, alone, cached, params_of
+
+import jaxformer as jf
+from jaxformer.arrays.params import check_params, count, rows
+from jaxformer.layers import pattern
+from jaxformer.layers.pattern import layer_configs, period_of
+from jaxformer.models.stack import layers_of
+from jaxformer.models.transformer import specs
+
+forward = jax.jit(jf.forward, static_argnums=1)
+
+
+@dataclass(frozen=True)
+class Patterned(jf.ModelConfig):
+    """A model of somebody whose layers differ in the width of their feed-forward: n is narrow, w is
+    wide."""
+
+    width_pattern: str = "n"
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    letters = {"n": lambda config: {}, "w": lambda config: {"d_ff": 2 * config.d_ff, "bias": "ffn"}}
+    monkeypatch.setitem(pattern.LAYER_PATTERNS, "width_pattern", letters)
+
+
+SCANNED = {"layer_loop": "scan", "remat": "full"}
+WIDE = {"n_layers": 3, "width_pattern": "nw", "window": 3, "window_pattern": "wf"}
+
+
+def test_each_layer_has_the_settings_of_its_letter():
+    bases = dict(
+        window=3,
+        window_pattern="wwf",
+        rope_window_theta=5.0,
+        rope_scaling="linear",
+        rope_factor=2.0,
+    )
+    each = layer_configs(jf.ModelConfig(**SIZES | bases), 5)
+    assert [layer.window for layer in each] == [3, 3, 0, 3, 3] and period_of(each) == 3
+    assert [layer.rope_theta for layer in each] == [5.0, 5.0, 10_000.0, 5.0, 5.0]
+    assert [layer.rope_scaling for layer in each] == ["none", "none", "linear", "none", "none"]
+    assert {layer.rope_window_theta for layer in each} == {0.0}
+    assert layer_configs(jf.ModelConfig(**SIZES | bases), 5) is each
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 3}, {"window_pattern": "wf"}], ids=str)
+def test_layers_that_do_not_differ_have_a_period_of_1(changes):
+    assert period_of(layer_configs(jf.ModelConfig(**SIZES | changes), 4)) == 1
+
+
+def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
+    plain, windows = (
+        jf.ModelConfig(**SIZES | more) for more in ({}, {"window": 3, "window_pattern": "wf"})
+    )
+    assert {p: (s.shape, s.axes) for p, s in rows(specs(plain)).items()} == {
+        p: (s.shape, s.axes) for p, s in rows(specs(windows)).items()
+    }
+
+
+def test_layers_of_different_tables_are_a_stack_for_each_position(widths):
+    config = Patterned(**SIZES | WIDE)
+    table = rows(specs(config))
+    assert table["blocks.0.ffn.up"].shape == (2, 16, 24) and table["blocks.1.ffn.up"].shape == (
+        1,
+        16,
+        48,
+    )
+    assert "blocks.1.ffn.up_bias" in table and "blocks.0.ffn.up_bias" not in table
+    params = jf.init(config, jax.random.key(0))
+    check_params(specs(config), params)
+    assert count(specs(config)) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    layers = layers_of(params["blocks"])
+    assert [layer["ffn"]["up"].shape for layer in layers] == [(16, 24), (16, 48), (16, 24)]
+    np.testing.assert_array_equal(layers[2]["ffn"]["up"], params["blocks"]["0"]["ffn"]["up"][1])
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(family, widths):
+    """Two whole periods of two layers and one layer more, in a scan; the gradient too."""
+    config = Patterned(
+        **SIZES | WIDE | {"family": family, "n_layers": 5 if family == "decoder" else 3}
+    )
+    params, batch = params_of(config), alone(config)
+    expected = forward(params, config, **batch)
+    scanned = dataclasses.replace(config, **SCANNED)
+    np.testing.assert_allclose(forward(params, scanned, **batch), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(functools.partial(cached, config))(batch), expected, atol=1e-4
+    )
+
+    def grad(config):
+        return jax.jit(jax.grad(lambda p: jnp.square(jf.forward(p, config, **batch)).mean()))(
+            params
+        )
+
+    for a, b in zip(jax.tree.leaves(grad(scanned)), jax.tree.leaves(grad(config)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4 * max(float(jnp.abs(b).max()), 1e-3))
+
+
+@pytest.mark.slow
+def test_the_layers_of_a_pattern_generate(widths):
+    config = Patterned(**SIZES | WIDE)
+    params, prompt = params_of(config), alone(config)["tokens"][:2]
+    found = jf.generate(params, config, prompt, 3, temperature=0)
+    text = prompt
+    for _ in range(3):
+        text = np.concatenate(
+            [text, np.asarray(jf.forward(params, config, text)[:, -1:].argmax(-1))], 1
+        )
+    np.testing.assert_array_equal(found, text[:, prompt.shape[1] :])
+
+
+LOOPS = {"scan": {"layer_loop": "scan"}, "scan, remat": SCANNED, "remat": {"remat": "full"}}
+
+
+@functools.cache
+def captured(family):
+    """A model of three layers with windows, and all its intermediates with two of them replaced,
+    unrolled."""
+    sizes = SIZES | {
+        "n_layers": 3,
+        "n_encoder_layers": 0,
+        "window": 3,
+        "window_pattern": "wf",
+        "family": family,
+    }
+    config = jf.ModelConfig(**sizes)
+    stack = "encoder" if family == "encoder" else "decoder"
+    replace = {f"{stack}.2.mlp_out": 0.5, f"{stack}.1.attention_weights": lambda w: w[..., ::-1]}
+    return config, replace, run(config, replace)
+
+
+def run(config, replace):
+    call = jax.jit(
+        lambda params, batch: jf.inspect(params, config, capture=["*"], replace=replace, **batch)
+    )
+    return call(
+        params_of(dataclasses.replace(config, layer_loop="unroll", remat="none")), alone(config)
+    )
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_captures_and_replacements_are_the_same_however_layers_are_run(loop, family):
+    config, replace, expected = captured(family)
+    found = run(dataclasses.replace(config, **LOOPS[loop]), replace)
+    assert found.values.keys() == expected.values.keys()
+    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
+    for name, value in expected.values.items():
+        np.testing.assert_allclose(found.values[name], value, atol=2e-4, err_msg=name)
+
+
+def test_a_scan_stays_a_scan_under_a_request():
+    config = jf.ModelConfig(**SIZES | {"layer_loop": "scan"})
+    batch = alone(config)
+    lowered = jax.jit(
+        lambda p: jf.inspect(p, config, capture=["decoder.1.mlp_out"], **batch)
+    ).lower(params_of(config))
+    assert lowered.as_text().count("stablehlo.while") == 1

@@ -1,0 +1,276 @@
+"""The layers alone, each against its formula written out in NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import MODELS, model
+
+import jaxformer as jf
+from jaxformer import layers
+from jaxformer.arrays.params import Spec, check_params, contract, rows, unstack, zeros
+from jaxformer.layers.ffn import ACTIVATIONS, ffn
+from jaxformer.models.transformer import specs
+
+pytestmark = pytest.mark.fast
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def test_rms_norm_divides_by_the_root_mean_square():
+    x, scale = array(3, 5, 8), array(8)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+    np.testing.assert_allclose(
+        layers.rms_norm(jnp.array(x), jnp.array(scale)), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_layer_norm_centres_and_divides_by_the_deviation():
+    x, scale, bias = 3 + array(3, 5, 8), array(8), array(8)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(
+        x.var(-1, keepdims=True) + 1e-5
+    ) * scale + bias
+    np.testing.assert_allclose(
+        layers.layer_norm(*map(jnp.array, (x, scale, bias))), expected, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        layers.layer_norm(jnp.array(x), jnp.array(scale)), expected - bias, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+def test_a_norm_has_the_slopes_of_its_formula(center):
+    def formula(x):
+        x = x - x.mean(-1, keepdims=True) if center else x
+        return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
+
+    norm = layers.layer_norm if center else layers.rms_norm
+    x, weights, tangent = 1 + array(3, 8), array(3, 8), array(3, 8)
+
+    def slopes(function):
+        def total(x):
+            return (weights * function(x)).sum()
+
+        _, along = jax.jvp(function, (x,), (tangent,))
+        return along, jax.grad(total)(x), jax.hessian(total)(x)
+
+    for found, expected in zip(
+        slopes(lambda x: norm(x, jnp.ones(8))), slopes(formula), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layers.rms_norm, layers.layer_norm])
+def test_a_norm_of_bfloat16_is_computed_in_float32(norm):
+    x = jnp.array(1000 + array(4, 64), jnp.bfloat16)
+    exact = norm(x.astype(jnp.float32), jnp.ones(64))
+    assert norm(x, jnp.ones(64)).dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        norm(x, jnp.ones(64)).astype(jnp.float32), exact, rtol=2**-8, atol=2**-8
+    )
+
+
+def test_grouped_attention_equals_multi_head_with_repeated_keys():
+    q, k, v = (
+        jnp.array(array(2, 6, 4, 8)),
+        jnp.array(array(2, 6, 2, 8)),
+        jnp.array(array(2, 6, 2, 8)),
+    )
+    mask = jnp.tril(jnp.ones((6, 6), bool))[None]
+    found = layers.dot_product_attention(q, k, v, mask)
+    many = layers.dot_product_attention(q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), mask)
+    np.testing.assert_allclose(found, many, rtol=1e-5, atol=1e-6)
+    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, 2)) / np.sqrt(8)
+    scores = np.where(mask[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(
+        found, np.einsum("bnts,bsnh->btnh", weights, np.repeat(v, 2, 2)), rtol=1e-4, atol=1e-5
+    )
+
+
+def erf(x):
+    return np.vectorize(math.erf)(x)
+
+
+FORMULAS = {
+    "gelu": lambda x: x * 0.5 * (1 + erf(x / np.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "tanh": np.tanh,
+    "glu": lambda x: 1 / (1 + np.exp(-x)),
+}
+FORMULAS |= {
+    gated: FORMULAS[of]
+    for gated, of in {
+        "swiglu": "silu",
+        "geglu": "gelu",
+        "geglu_tanh": "gelu_tanh",
+        "reglu": "relu",
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_feed_forward_is_its_formula(name):
+    config = model("llama", activation=name)
+    x, up, gate, down = array(2, 3, 32), array(32, 40), array(32, 40), array(40, 32)
+    hidden = FORMULAS[name](x @ gate) * (x @ up) if config.gated else FORMULAS[name](x @ up)
+    found = ffn(
+        {"gate": gate, "up": up, "down": down} if config.gated else {"up": up, "down": down},
+        config,
+        jnp.array(x),
+    )
+    np.testing.assert_allclose(found, hidden @ down, rtol=2e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_has_the_slope_of_its_formula(name):
+    x = np.linspace(-6, 6, 41) + 0.013
+    slope = (FORMULAS[name](x + 1e-5) - FORMULAS[name](x - 1e-5)) / 2e-5
+    found = jax.vmap(jax.grad(ACTIVATIONS[name]))(jnp.array(x, jnp.float32))
+    np.testing.assert_allclose(found, slope, atol=2e-4)
+
+
+def test_swiglu_is_the_gated_feed_forward_of_any_leading_shape():
+    x, gate, up, down = array(2, 3, 8), array(8, 12), array(8, 12), array(12, 8)
+    expected = (FORMULAS["silu"](x @ gate) * (x @ up)) @ down
+    np.testing.assert_allclose(
+        layers.swiglu(*map(jnp.array, (x, gate, up, down))), expected, rtol=1e-4, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        layers.swiglu(*map(jnp.array, (x[0, 0], gate, up, down))),
+        expected[0, 0],
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    "equation, x, w",
+    [
+        ("BTD,DNH->BTNH", (2, 3, 8), (8, 4, 5)),
+        ("BTNH,NHD->BTD", (2, 3, 4, 5), (4, 5, 8)),
+        ("BTD,VD->BTV", (2, 3, 8), (9, 8)),
+    ],
+)
+def test_contract_is_einsum(equation, x, w):
+    a, b = array(*x), array(*w)
+    found = contract(
+        equation,
+        jnp.array(a),
+        jnp.array(b),
+        to=("batch", None, None, None)[: len(equation.split("->")[1])],
+    )
+    np.testing.assert_allclose(found, np.einsum(equation, a, b), rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_is_no_array_contracts_itself():
+    class Doubled:
+        def contract(self, equation, x, to, dtype):
+            return 2 * x
+
+    np.testing.assert_array_equal(
+        contract("BTD,DF->BTF", jnp.ones((1, 2, 3)), Doubled()), 2 * np.ones((1, 2, 3))
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_leaf_has_a_row_and_every_row_a_leaf(name):
+    config = model(name)
+    params = jf.init(config, jax.random.key(0))
+    check_params(specs(config), params)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    del params["blocks"]["attention"]["q"]
+    params["extra"] = jnp.zeros(3)
+    params["embed"]["tokens"] = params["embed"]["tokens"][1:]
+    with pytest.raises(jf.ConfigError) as error:
+        check_params(specs(config), params)
+    assert all(
+        said in str(error.value)
+        for said in ("blocks.attention.q: missing", "extra: (3,)", "embed.tokens: (60, 32)")
+    )
+
+
+def test_unstacked_layers_are_the_slices_and_their_gradient_is_stacked():
+    stacked = {"w": jnp.array(array(3, 4, 5))}
+    for i, layer in enumerate(unstack(stacked)):
+        np.testing.assert_array_equal(layer["w"], stacked["w"][i])
+    grad = jax.grad(
+        lambda p: sum((i + 1) * layer["w"].sum() for i, layer in enumerate(unstack(p)))
+    )(stacked)
+    np.testing.assert_array_equal(
+        grad["w"], np.broadcast_to(np.array([1, 2, 3])[:, None, None], (3, 4, 5))
+    )
+
+
+def test_gpt2_weights_have_deviation_002_and_residual_ones_are_scaled_by_depth():
+    config = jf.ModelConfig(
+        vocab_size=500,
+        d_model=128,
+        n_layers=8,
+        n_heads=4,
+        bias="all",
+        norm="layer",
+        activation="gelu",
+    )
+    params = jf.init(config, jax.random.key(0))
+    for path, spec in rows(specs(config)).items():
+        leaf = params
+        for name in path.split("."):
+            leaf = leaf[name]
+        std = float(leaf.std())
+        if not spec.is_matrix:
+            assert (leaf == (1 if path.endswith("scale") else 0)).all(), path
+        elif path.split(".")[-1] in ("down",) or path.endswith("attention.out"):
+            assert abs(std - 0.02 / math.sqrt(16)) < 0.0005, path
+        else:
+            assert abs(std - 0.02) < 0.001, path
+
+
+def test_truncated_normal_has_variance_2_over_the_sum_of_widths_and_is_cut_at_three_sigma():
+    config = jf.ModelConfig(
+        vocab_size=500,
+        d_model=96,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        d_ff=200,
+        init="truncated_normal",
+    )
+    blocks = jf.init(config, jax.random.key(0))["blocks"]
+    widths = {"q": (96, 96), "k": (96, 48), "out": (96, 96)}
+    for name, (d_in, d_out) in widths.items():
+        leaf, std = blocks["attention"][name], math.sqrt(2 / (d_in + d_out))
+        assert abs(float(leaf.std()) / std - 0.9866) < 0.02, (
+            name
+        )  # the cut takes 1.3 % of the deviation
+        assert 2.9 * std < float(jnp.abs(leaf).max()) <= 3 * std, name
+    assert abs(float(blocks["ffn"]["down"].std()) / math.sqrt(2 / 296) - 0.9866) < 0.02
+
+
+def test_fan_in_is_named_by_axis_so_stacking_and_splitting_heads_change_nothing():
+    flat = Spec((32, 64), ("embed", "mlp"), zeros, inputs=("embed",))
+    heads = Spec(
+        (5, 4, 8, 64), ("layers", "heads", "head_dim", "embed"), zeros, inputs=("heads", "head_dim")
+    )
+    assert (flat.fan_in, flat.fan_out) == (heads.fan_in, heads.fan_out) == (32, 64)
+
+
+def test_a_leaf_starts_the_same_whatever_else_is_in_the_table():
+    one, two = (
+        jf.init(model("llama", activation=a), jax.random.key(0)) for a in ("swiglu", "relu")
+    )
+    np.testing.assert_array_equal(one["blocks"]["attention"]["q"], two["blocks"]["attention"]["q"])
+    other = jf.init(model("llama"), jax.random.key(1))
+    assert (
+        np.asarray(other["blocks"]["attention"]["q"]) != np.asarray(one["blocks"]["attention"]["q"])
+    ).all()

@@ -1,0 +1,130 @@
+"""The real train step lowers for GPU and TPU on meshes of several devices, for every family and
+kernel, packed or not, without any such device."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from products import covering
+
+from jaxformer.arrays.mesh import MESH_AXES
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.runs.compose import abstract_run
+
+HERE = Path(__file__).parents[1]
+FAMILIES = ("decoder", "encoder", "encoder_decoder")
+SIZES = {"1 device": (1, 1, 1), "4 devices": (1, 4, 1), "8 devices": (2, 2, 2)}
+DEVICES = {
+    "gpu": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
+    "tpu": AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
+}
+KERNELS = [("tpu", "tpu"), ("tpu", "flash"), ("gpu", "blocked"), ("tpu", "blocked")]
+CALLS = {"tpu": "tpu_custom_call", "flash": "tpu_custom_call", "cudnn": "__cudnn$fmha"}
+
+
+def a_run(family, kernel, remat="none"):
+    model = ModelConfig(
+        family=family,
+        vocab_size=512,
+        d_model=128,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        d_ff=256,
+        layer_loop="scan",
+        attention_kernel=kernel,
+        positions="alibi" if kernel == "flash" else "rope",  # which is chosen for biases of scores
+        dtype="bfloat16",
+        remat=remat,
+    )
+    data = DataConfig(sequence_length=128)
+    return RunConfig(model=model, data=data, train=TrainConfig(batch_size=16, microbatches=2))
+
+
+def mesh_of(platform, sizes):
+    kinds = (AxisType.Auto,) * 3
+    return AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=DEVICES[platform])
+
+
+# Every mesh with every kernel and every family; each two of these packed and not.
+STEPS = [
+    (sizes, platform, kernel, family, (i + j + k) % 2 == 1)
+    for i, sizes in enumerate(SIZES)
+    for j, (platform, kernel) in enumerate(KERNELS)
+    for k, family in enumerate(FAMILIES)
+]
+
+
+def test_the_steps_hold_every_pair_packed_and_not():
+    rows = [(sizes, (on, kernel), family, packed) for sizes, on, kernel, family, packed in STEPS]
+    for a, b in [(0, 1), (0, 2), (1, 2)]:
+        found = {(row[a], row[b], row[3]) for row in rows}
+        assert found == {(x, y, not packed) for x, y, packed in found}
+
+
+@pytest.mark.parametrize("sizes, platform, kernel, family, packed", covering(STEPS))
+def test_the_step_lowers_on_every_mesh(sizes, platform, kernel, family, packed):
+    mesh = mesh_of(platform, SIZES[sizes])
+    step, state, batch = abstract_run(a_run(family, kernel), mesh, packed)
+    text = step.lower(state, batch).as_text()
+    assert f"num_partitions = {mesh.size}" in text
+    assert CALLS.get(kernel, "") in text
+
+
+@pytest.mark.parametrize("platform, family", covering(itertools.product(DEVICES, FAMILIES), 1))
+def test_dropout_stores_no_array_of_all_weights(platform, family):
+    """A step with dropout lowers with blocked attention: no array has all queries and keys."""
+
+    def step_with(kernel):
+        run = a_run(family, kernel)
+        model = dataclasses.replace(run.model, dropout=0.1, max_length=384)
+        run = dataclasses.replace(run, model=model, data=DataConfig(sequence_length=384))
+        step, state, batch = abstract_run(run, mesh_of(platform, (2, 2, 2)))
+        return step.lower(state, batch).as_text()
+
+    assert "x384x384x" in step_with("xla")
+    assert "x384x384x" not in step_with("auto")
+
+
+@functools.cache
+def calls(platform, kernel, remat):
+    """How often a step runs the kernel."""
+    mesh = mesh_of(platform, (2, 2, 2))
+    step, state, batch = abstract_run(a_run("decoder", kernel, remat), mesh)
+    text = step.lower(state, batch).as_text()
+    return text.count(CALLS.get(kernel, "stablehlo.exponential"))
+
+
+@pytest.mark.parametrize("remat", ["names", "dots", "full"])
+@pytest.mark.parametrize("platform, kernel", KERNELS[:3])
+def test_remat_computes_fused_attention_no_more_often(platform, kernel, remat):
+    """A step runs each kernel as often with remat as without."""
+    found = calls(platform, kernel, remat)
+    assert found == calls(platform, kernel, "none") > 0
+    if platform == "tpu":
+        assert found == 3  # forward, and the gradients of queries and of keys and values
+
+
+@pytest.mark.slow
+def test_the_step_lowers_with_cudnn_on_every_mesh():
+    """cuDNN's calls are divided by JAX for devices that are there, so eight are forced."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, HERE / "lower_cudnn.py"]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert len(report) == 2 * len(FAMILIES) * len(SIZES)
+    for case, calls in report.items():
+        # Forward and backward of each attention of the scanned layer.
+        kinds = 3 if "encoder_decoder" in case else 1
+        assert calls == 2 * kinds, case

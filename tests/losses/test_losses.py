@@ -1,0 +1,219 @@
+"""The cross-entropy: its tiled form is the dense one, and holds no table of all logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jaxformer.adapters.low_rank import LowRank
+from jaxformer.losses.cross_entropy import cross_entropy
+from jaxformer.losses.rows import row_nats
+
+B, T, D, V = 3, 10, 8, 23
+EXTRAS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.2, "z_loss": 1e-3},
+    {"soft_cap": 2.0},
+]
+EXTRAS += [{"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 2.0}]
+
+
+def inputs(dtype=jnp.float32, shape=(B, T, D, V)):
+    b, t, d, v = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (b, t, d)).astype(dtype)
+    head = jax.random.normal(keys[1], (v, d))
+    targets = jax.random.randint(keys[2], (b, t), 0, v)
+    weights = jax.random.uniform(keys[3], (b, t)).at[0, 1].set(0).at[-1].set(0)
+    return x, head, targets, weights
+
+
+def reference(x, head, targets, weights, label_smoothing=0.0, z_loss=0.0, soft_cap=0.0):
+    logits = jnp.einsum("btd,vd->btv", x, head)
+    logits = soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
+    logp = jax.nn.log_softmax(logits)
+    goal = (1 - label_smoothing) * jax.nn.one_hot(
+        targets, head.shape[0]
+    ) + label_smoothing / head.shape[0]
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    nats = -jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+    return (weights * (-(goal * logp).sum(-1) + z_loss * lse**2)).sum(), (weights * nats).sum()
+
+
+def both(function, *args, **options):
+    """(objective, nats), and the gradients of 3 x objective to x and head."""
+
+    def scaled(x, head):
+        objective, nats = function(x, head, *args[2:], **options)
+        return 3 * objective, (objective, nats)
+
+    grads, sums = jax.jit(jax.grad(scaled, argnums=(0, 1), has_aux=True))(*args[:2])
+    return sums, grads
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("tile", [None, 1, 4, 5], ids=lambda tile: f"tile={tile}")
+def test_every_tile_gives_the_formula_and_its_gradients(tile, extras):
+    args = inputs()
+    expected, expected_grads = both(reference, *args, **extras)
+    sums, grads = both(cross_entropy, *args, tile=tile, **extras)
+    np.testing.assert_allclose(sums, expected, rtol=1e-5)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
+@pytest.mark.parametrize("tile", [None, 4])
+def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
+    x, head, targets, weights = inputs()
+    bias = jax.random.normal(jax.random.key(9), (V,))
+
+    def by_column(x, head, bias):
+        """The bias as one more column, which every row reads as 1."""
+        wide = (
+            jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1),
+            jnp.concatenate([head, bias[:, None]], -1),
+        )
+        return 3 * reference(*wide, targets, weights, **extras)[0]
+
+    def apart(x, head, bias):
+        return 3 * cross_entropy(x, head, targets, weights, bias=bias, tile=tile, **extras)[0]
+
+    found, expected = (
+        jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (apart, by_column)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_without_a_gradient_the_sums_are_the_same(tile):
+    args = inputs()
+    np.testing.assert_allclose(
+        cross_entropy(*args, tile=tile, z_loss=0.1, soft_cap=3.0),
+        reference(*args, z_loss=0.1, soft_cap=3.0),
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_tokens_of_weight_zero_count_for_nothing(tile):
+    x, head, targets, weights = inputs()
+    (objective, _), (d_x, _) = both(cross_entropy, x, head, targets, weights, tile=tile)
+    (same, _), _ = both(
+        cross_entropy, x, head, jnp.where(weights == 0, 0, targets), weights, tile=tile
+    )
+    assert objective == same
+    assert not np.any(np.asarray(d_x)[np.asarray(weights) == 0])
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_uniform_logits_cost_log_vocabulary(tile):
+    x, head, targets, weights = inputs()
+    _, nats = cross_entropy(jnp.zeros_like(x), head, targets, weights, tile=tile)
+    np.testing.assert_allclose(nats / weights.sum(), np.log(V), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_nats_carry_no_gradient(tile):
+    args = inputs()
+    grads = jax.grad(
+        lambda x, head: cross_entropy(x, head, *args[2:], tile=tile)[1], argnums=(0, 1)
+    )(*args[:2])
+    assert not any(np.any(grad) for grad in grads)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_large_logits_stay_finite(tile):
+    x, head, targets, weights = inputs()
+    sums, grads = both(cross_entropy, 1e4 * x, head, targets, weights, tile=tile, z_loss=1e-4)
+    assert all(np.isfinite(a).all() for a in (*sums, *grads))
+
+
+def test_half_precision_tiles_keep_float32_sums():
+    x, head, targets, weights = inputs(jnp.bfloat16)
+    exact = x.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32), targets, weights
+    expected, expected_grads = both(reference, *exact)
+    sums, grads = both(cross_entropy, x, head, targets, weights, tile=4)
+    np.testing.assert_allclose(sums, expected, rtol=1e-4)
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad.astype(jnp.float32), wanted, rtol=0.05, atol=0.05)
+
+
+def products_of(jaxpr):
+    """The dtypes of the operands of every product in a program."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append({str(operand.aval.dtype) for operand in eqn.invars})
+        for inner in jaxprs_in_params(eqn.params):
+            found += products_of(inner)
+    return found
+
+
+HEADS = {
+    "learns": lambda head: head,
+    "does not learn": jax.lax.stop_gradient,
+    "below an adapter": lambda head: LowRank(
+        jax.lax.stop_gradient(head), head[:2].T, head[:, :2].T, jnp.float32(0.5), inputs=(-1,)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", [lambda *a, **o: cross_entropy(*a, **o)[0], row_nats])
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("tile", [None, 4])
+def test_an_output_layer_of_16_bits_has_no_float32_product(loss, kind, tile):
+    """Accelerators compute these several times slower."""
+    x, head, targets, weights = inputs(jnp.bfloat16)
+
+    def total(x, head):
+        return loss(x, HEADS[kind](head), targets, weights, tile=tile).sum()
+
+    gradient = jax.grad(total, argnums=(0, 1))
+    found = products_of(jax.make_jaxpr(gradient)(x, head).jaxpr)
+    assert found and set(map(frozenset, found)) == {frozenset({"bfloat16"})}
+    exact = gradient(x.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32))
+    for grad, wanted in zip(gradient(x, head), exact, strict=True):
+        np.testing.assert_allclose(grad.astype(jnp.float32), wanted, rtol=0.05, atol=0.05)
+
+
+def test_a_large_vocabulary_is_never_held_whole():
+    shape = (2, 1024, 16, 20_000)
+    args = inputs(shape=shape)
+    step = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a)[0], argnums=(0, 1)))
+    temporaries = step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 4 * 2 * 1024 * 20_000, f"{temporaries / 2**20:.0f} MiB"
+
+
+def test_few_logits_differentiate_in_forward_mode():
+    x, head, targets, weights = inputs()
+    _, slope = jax.jvp(lambda x: cross_entropy(x, head, targets, weights)[0], (x,), (x,))
+    grad = jax.grad(lambda x: cross_entropy(x, head, targets, weights)[0])(x)
+    np.testing.assert_allclose(slope, jnp.vdot(grad, x), rtol=1e-4)
+
+
+def test_an_output_layer_that_does_not_learn_has_no_gradient():
+    """Neither its product, of tokens and vocabulary, nor its sum over tiles is in the program."""
+    x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+    head = jax.random.normal(jax.random.key(1), (37, 16))
+    targets, weights = jnp.arange(16).reshape(2, 8), jnp.ones((2, 8))
+
+    def objective(x, head):
+        return cross_entropy(x, head, targets, weights, tile=4)[0]
+
+    def of_head(program):
+        return str(program).count("f32[37,16]")
+
+    alone = jax.make_jaxpr(jax.grad(objective))(x, head)
+    both = jax.make_jaxpr(jax.grad(objective, argnums=(0, 1)))(x, head)
+    assert of_head(alone) < of_head(both)
+    assert "dimension_numbers=(([0], [0])" in str(both)  # tokens are summed over
+    assert "dimension_numbers=(([0], [0])" not in str(alone)
+    np.testing.assert_allclose(
+        jax.grad(objective)(x, head), jax.grad(objective, argnums=(0, 1))(x, head)[0], atol=1e-5
+    )

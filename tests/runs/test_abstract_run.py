@@ -1,0 +1,116 @@
+"""The step of a run without its data is the step of the run: for every objective the same batch,
+state and program."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from products import slow_but
+from test_objective_batches import CASES, prepared
+
+from jaxformer.arrays.mesh import make_mesh, place_batch
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig, RunSettings
+from jaxformer.config.saved import to_json
+from jaxformer.config.train import TrainConfig
+from jaxformer.files import ConfigError
+from jaxformer.runs.compose import abstract_batch, abstract_run, with_kernel
+from jaxformer.runs.directory import as_begun, check_config
+from jaxformer.runs.setup import make_setup
+
+SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan")
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *[*CASES][::2]))
+def test_the_step_without_data_is_the_step_of_the_run(case: str, tmp_path: Path) -> None:
+    run, _ = prepared(case, tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
+    run = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=4))
+    setup = make_setup(run, lambda line: None)
+    step, state, batch = abstract_run(setup.run, setup.mesh)
+    arrays = place_batch(setup.batches[0], setup.mesh)
+    assert {name: (a.shape, a.dtype, a.sharding) for name, a in batch.items()} == {
+        name: (a.shape, a.dtype, a.sharding) for name, a in arrays.items()
+    }
+    assert jax.tree.structure(state) == jax.tree.structure(setup.target)
+    assert jax.tree.leaves(state) == jax.tree.leaves(setup.target)
+    its_own = setup.step(run.data.sequence_length).lower(setup.target, arrays)
+    assert step.lower(state, batch).as_text() == its_own.as_text()
+
+
+def run_of(**data: object) -> RunConfig:
+    model = ModelConfig(vocab_size=64, **SIZES)
+    return RunConfig(model=model, data=DataConfig(sequence_length=32, **data))
+
+
+def test_rows_are_packed_as_the_settings_or_the_caller_says() -> None:
+    mesh = make_mesh()
+    for packing, packed, expected in (
+        ("stream", None, False),
+        ("documents", None, True),
+        ("best_fit", None, True),
+        ("stream", True, True),
+        ("documents", False, False),
+    ):
+        batch = abstract_batch(run_of(packing=packing), mesh, packed)
+        assert ("segment_ids" in batch) == expected, (packing, packed)
+        if expected:
+            assert batch["segment_ids"] == batch["tokens"]
+
+
+def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
+    mesh = jax.sharding.AbstractMesh((3, 1, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(ConfigError, match=r"not divisible among mesh\.data x mesh\.fsdp = 3"):
+        abstract_run(run_of(), mesh)
+
+
+def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> None:
+    def selected(batch: int, mesh: Any = None, **train: Any) -> int:
+        run = replace(run_of(), train=TrainConfig(batch_size=batch, **train))
+        run = replace(run, data=replace(run.data, sequence_length=256))
+        ready, _ = with_kernel(run, 0, mesh)
+        assert ready.train.n_microbatches == ready.train.microbatches
+        return ready.train.n_microbatches
+
+    def on(platform: str, **axes: int) -> AbstractMesh:
+        device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=1, platform=platform)
+        names = ("data", "fsdp", "tensor")
+        sizes = tuple(axes.get(name, 1) for name in names)
+        kinds = (AxisType.Auto,) * 3
+        return AbstractMesh(sizes, names, axis_types=kinds, abstract_device=device)
+
+    assert [selected(batch) for batch in (1, 3, 4, 7, 8, 12, 16)] == [1, 1, 1, 1, 2, 3, 4]
+    assert selected(16, microbatches=1) == 1 and selected(16, microbatches=16) == 16
+    assert [selected(16, on("cpu", data=size)) for size in (1, 2, 4)] == [4, 2, 1]
+    assert selected(16, on("gpu")) == selected(16, on("tpu")) == 1
+    # Of a pair both sequences count.
+    run = replace(run_of(objective="dpo"), train=TrainConfig(batch_size=64))
+    assert with_kernel(run, 0)[0].train.n_microbatches == 4
+
+
+def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> None:
+    for value in ("automatic", 1.5, True):
+        with pytest.raises(ConfigError, match=r"microbatches=.* not of type int or 'auto'"):
+            TrainConfig(microbatches=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="microbatches=0 must be at least 1"):
+        TrainConfig(microbatches=0)
+
+
+def test_a_run_that_an_earlier_version_began_keeps_its_microbatches(tmp_path: Path) -> None:
+    run, _ = prepared("causal", tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
+    asked = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=64))
+    assert as_begun(asked) == asked
+    new = make_setup(asked, lambda line: None).run
+    assert new.train.microbatches == 2
+    model = replace(asked.model, vocab_size=new.model.vocab_size)  # a directory has the filled one
+    begun = replace(asked, model=model, train=replace(asked.train, microbatches=1))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "config.json").write_text(to_json(begun))
+    check_config(asked)
+    assert as_begun(asked).train == begun.train
+    assert make_setup(asked, lambda line: None).run.train.microbatches == 1
+    other = replace(asked, train=replace(asked.train, microbatches=4))
+    with pytest.raises(ConfigError, match=r"train.microbatches: 1 in the directory, 4 now"):
+        check_config(other)

@@ -1,0 +1,353 @@
+"""Chat templates: ids and what is learned are those of transformers, in each style of template."""
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from chat_templates import BLOCKS, CHATML, CONVERSATIONS, MISTRAL, SPECIAL, STYLES, SYSTEM, TOOLS
+from pretrained_tokenizers import change, saved
+
+from jaxformer.cluster.bounded import BoundedProcess
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import Tokenizer, byte_tokenizer
+from jaxformer.tokenizer.chat import ChatTemplate, UnboundedTemplate, set_chat_template
+
+
+def folder_of(kind: str, template: str, folder: Path) -> Path:
+    """A tokenizer of a kind with a template, as transformers saves it."""
+    hf = transformers.AutoTokenizer.from_pretrained(saved(kind))
+    hf.add_special_tokens({"additional_special_tokens": SPECIAL})
+    hf.chat_template = template
+    hf.save_pretrained(folder)
+    return folder
+
+
+def both(kind: str, template: str, folder: Path) -> tuple[ChatTemplate, Any]:
+    folder_of(kind, template, folder)
+    hf = transformers.AutoTokenizer.from_pretrained(folder)
+    return ChatTemplate.of(Tokenizer.load(folder), today=True), hf
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ids_and_prompts_are_those_of_transformers(style: str, tmp_path: Path) -> None:
+    template, kind = STYLES[style]
+    ours, hf = both(kind, template, tmp_path)
+    system = SYSTEM if style in ("chatml", "llama3", "zephyr") else []
+    for name, turns in CONVERSATIONS.items():
+        messages = [*system, *turns]
+        ids, learned = ours.encode(messages)
+        theirs = hf.apply_chat_template(messages, tokenize=True, return_dict=False)
+        assert ids == theirs, name
+        assert len(learned) == len(ids) and any(learned) and not learned[0]
+        assert ours.render(messages) == hf.apply_chat_template(messages, tokenize=False)
+        asked = hf.apply_chat_template(
+            messages[:-1], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert ours.encode_prompt(messages[:-1]) == asked
+
+
+@pytest.mark.parametrize("style", [*BLOCKS, "tools"])
+def test_what_is_learned_is_the_assistant_mask_of_transformers(style: str, tmp_path: Path) -> None:
+    kind = STYLES[style][1]
+    ours, hf = both(kind, BLOCKS.get(style, TOOLS), tmp_path / "blocks")
+    assert ours.has_blocks
+    for name, messages in CONVERSATIONS.items():
+        found = hf.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, learned = ours.encode(messages)
+        assert ids == found["input_ids"], name
+        assert [int(value) for value in learned] == found["assistant_masks"], name
+    if style in BLOCKS:  # the same turns, found by the prompts for them
+        plain, _ = both(kind, STYLES[style][0], tmp_path / "plain")
+        assert not plain.has_blocks
+        assert all(
+            plain.encode(messages) == ours.encode(messages) for messages in CONVERSATIONS.values()
+        )
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama3", "gemma", "zephyr", "mistral"])
+def test_only_the_turns_of_the_assistant_are_learned_with_their_end(
+    style: str, tmp_path: Path
+) -> None:
+    template, kind = STYLES[style]
+    ours, _ = both(kind, template, tmp_path)
+    tokenizer, messages = ours.tokenizer, CONVERSATIONS["two"]
+    ids, learned = ours.encode(messages)
+    turns, before = list[list[int]](), False
+    for token, inside in zip(ids, learned, strict=True):
+        if inside:
+            turns = turns if before else [*turns, []]
+            turns[-1].append(token)
+        before = inside
+    end = ours.end_of_turn(messages[:1])
+    assert [turn[-1] for turn in turns] == [end, end]
+    shown = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in turns]
+    assert shown == [messages[1]["content"], messages[3]["content"].strip()]
+    # the prompt for a turn is what stands before it
+    first = learned.index(True)
+    assert ours.encode_prompt(messages[:1]) == ids[:first]
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["whole", "trimmed"])
+def test_a_token_across_a_border_is_not_learned(trim: bool, tmp_path: Path) -> None:
+    """GPT-2's tokens hold the space before a word, here the template's own, also where offsets are
+    said to leave it out; a word that the template ends is no word of the assistant."""
+    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+    blocks = "{% generation %}{{ m.content }}{% endgeneration %}at"
+    template += blocks + "{% else %}{{ m.content }}{% endif %} {% endfor %}"
+    folder = folder_of("gpt2", template, tmp_path)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["post_processor"]["trim_offsets"] = trim
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.load(folder)
+    ours = ChatTemplate.of(tokenizer)
+    messages = [CONVERSATIONS["one"][0], {"role": "assistant", "content": "on the c"}]
+    text = "user: the cat sat assistant: on the cat "
+    ids, learned = ours.encode(messages)
+    assert ours.render(messages) == text
+    assert ids == transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
+    inside = [token for token, value in zip(ids, learned, strict=True) if value]
+    assert tokenizer.decode(inside) == " the"
+    assert tokenizer.decode(ids[: learned.index(True)]) == "user: the cat sat assistant: on"
+
+
+def test_blocks_are_found_wherever_the_template_writes_them(tmp_path: Path) -> None:
+    """In a macro and in a variable, where the text before them is not yet known."""
+    template = (
+        "{% macro turn(m) %}<|im_start|>{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% endmacro %}{% set said %}"
+        "{% for m in messages if m.role == 'assistant' %}{{ turn(m) }}{% endfor %}{% endset %}"
+        "{{ messages[0].content + said }}"
+    )
+    ours, _ = both("llama3", template, tmp_path)
+    text, spans = ours.marked(CONVERSATIONS["one"])
+    assert text == "the cat sat<|im_start|>on the mat<|im_end|>"
+    assert [text[begin:end] for begin, end in spans] == ["on the mat<|im_end|>"]
+
+
+FORMS: dict[str, Any] = {
+    "text": CHATML,
+    "list": [{"name": "other", "template": "x"}, {"name": "default", "template": CHATML}],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_template_is_found_in_the_settings_and_in_its_own_file(form: str, tmp_path: Path) -> None:
+    folder = folder_of("gpt2", CHATML, tmp_path)
+    expected = ChatTemplate.of(Tokenizer.load(folder))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"has no chat template, neither .* tokenizer\.chat_temp"):
+        ChatTemplate.of(Tokenizer.load(folder))
+    change(folder / "tokenizer_config.json", {"chat_template": FORMS[form]})
+    found = ChatTemplate.of(Tokenizer.load(folder))
+    assert found.fingerprint() == expected.fingerprint()
+    hf = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = CONVERSATIONS["two"]
+    assert found.render(messages) == hf.apply_chat_template(messages, tokenize=False)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # is read first
+    found, hf = (
+        ChatTemplate.of(Tokenizer.load(folder)),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    assert found.render(messages) == hf.apply_chat_template(messages, tokenize=False)
+    assert found.fingerprint() != expected.fingerprint()
+
+
+def test_a_template_that_is_set_is_saved_for_transformers(tmp_path: Path) -> None:
+    folder = folder_of("gpt2", "{{ own }}", tmp_path / "given")
+    change(folder / "tokenizer_config.json", {"chat_template": "{{ older }}"})
+    for tokenizer in (Tokenizer.load(folder), byte_tokenizer()):
+        (tmp_path / "set.jinja").write_text(CHATML + "{{ eos_token }}")
+        set_chat_template(tokenizer, tmp_path / "set.jinja")
+        made = ChatTemplate.of(tokenizer)
+        target = tmp_path / f"saved{tokenizer.vocab_size}"
+        tokenizer.save(target / "tokenizer.json")
+        hf = transformers.AutoTokenizer.from_pretrained(target)
+        messages = CONVERSATIONS["two"]
+        text = hf.apply_chat_template(messages, tokenize=False)
+        assert made.render(messages) == text and text.endswith("<|endoftext|>")
+        again = ChatTemplate.of(Tokenizer.load(target))
+        assert again.fingerprint() == made.fingerprint()
+        assert "chat_template" not in json.loads((target / "tokenizer_config.json").read_text())
+
+
+def test_training_data_does_not_depend_on_the_day(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(folder_of("llama3", TOOLS, tmp_path))
+    messages = CONVERSATIONS["one"]
+    assert "user 2024\n" in ChatTemplate.of(tokenizer).render(messages)
+    assert "user 2024\n" not in ChatTemplate.of(tokenizer, today=True).render(messages)
+
+
+def test_the_end_of_a_turn_is_a_special_token(tmp_path: Path) -> None:
+    ask = CONVERSATIONS["one"][:1]
+    for style, name in {
+        "chatml": "<|im_end|>",
+        "llama3": "<|eot_id|>",
+        "gemma": "<end_of_turn>",
+        "zephyr": "</s>",
+    }.items():
+        template, kind = STYLES[style]
+        ours, _ = both(kind, template, tmp_path / style)
+        end = ours.end_of_turn(ask)
+        assert end is not None and ours.tokenizer.shown(end) == name
+    plain = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
+    assert both("gpt2", plain, tmp_path / "plain")[0].end_of_turn(ask) is None
+
+
+USER = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "b"}
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "no list": (CHATML, "hello", r"str \('hello'\) is no conversation: give a list of messages"),
+    "none": (CHATML, [], r"has no messages"),
+    "no object": (CHATML, [USER, "b"], r"message 2 is str \('b'\)"),
+    "no role": (CHATML, [{"from": "user", "content": "a"}], r"message 1 has no .role.*'from'"),
+    "no content": (CHATML, [USER, {"role": "assistant"}], r"message 2 has no content"),
+    "parts": (
+        CHATML,
+        [{"role": "user", "content": [{"type": "image"}]}, SAID],
+        r"message 1: its content is a list, as of parts with images: only text",
+    ),
+    "a number": (CHATML, [{"role": "user", "content": 3}, SAID], r"content that is int \('3'\)"),
+    "no assistant": (CHATML, [USER], r"no message has the role 'assistant' \(the roles are 'user'"),
+    "order of roles": (
+        MISTRAL,
+        [USER, USER, SAID],
+        r"refuses the messages: user and assistant must alternate, user",
+    ),
+    "unknown role": (
+        "{{ raise_exception('Unknown role: ' + messages[0].role) }}",
+        [{"role": "critic", "content": "a"}, SAID],
+        r"refuses the messages: Unknown role: critic",
+    ),
+    "code": ("{{ messages[0].content / 2 }}", [USER, SAID], r"refuses the messages: unsupported"),
+    "a stranger's code": (
+        "{{ messages.__class__.__mro__ }}",
+        [USER, SAID],
+        r"refuses the messages: access to attribute '__class__'",
+    ),
+    "a change": ("{{ messages.append(1) }}", [USER, SAID], r"refuses the messages: access to"),
+    "a namespace": (
+        "{% set ns = namespace(__init__=1) %}",
+        [USER, SAID],
+        r"refuses the messages: a namespace has no '__init__'",
+    ),
+    "no prefix": (
+        "{% for m in messages %}{{ loop.length ~ m.content }}{% endfor %}",
+        [USER, SAID],
+        r"renders the prompt for message 2 otherwise .*Put \{% generation %\} .* tokenizer\.",
+    ),
+    "an end at the end": (
+        CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+        [USER, SAID, USER, SAID],
+        r"renders the first 2 messages otherwise than at the beginning of what follows",
+    ),
+    "the first alone": (
+        "{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}x",
+        [USER, SAID],
+        r"too few \(these are the first 1 or 2 of 2, .* generation",
+    ),
+    "empty blocks": (
+        CHATML + "{% generation %}{% endgeneration %}",
+        [USER, SAID],
+        r"writes nothing of the assistant's turns inside of \{% generation %\}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_ids_is_one_message(case: str, tmp_path: Path) -> None:
+    template, messages, message = REFUSED[case]
+    ours = ChatTemplate(template, byte_tokenizer(), "the template")
+    with pytest.raises(ConfigError, match=message):
+        ours.encode(messages)
+
+
+def test_a_template_that_is_none_is_named_with_its_line(tmp_path: Path) -> None:
+    for text, message in (
+        ("a\n{% for m in messages %}", r"line 2: .*endfor"),
+        ("{% generation %}", r"line 1: "),
+        ("{% unknown %}", r"line 1: .*unknown"),
+    ):
+        with pytest.raises(ConfigError, match=rf"the template is no template of Jinja \({message}"):
+            ChatTemplate(text, byte_tokenizer(), "the template")
+    with pytest.raises(ConfigError, match=r"nowhere\.jinja does not exist: set tokenizer\.chat_te"):
+        set_chat_template(byte_tokenizer(), tmp_path / "nowhere.jinja")
+    folder = folder_of("gpt2", CHATML, tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    for value, message in ((5, "must be a text"), ([{"name": "rag"}], r"its names are 'rag'")):
+        change(folder / "tokenizer_config.json", {"chat_template": value})
+        with pytest.raises(ConfigError, match=rf"tokenizer_config\.json: chat_template.*{message}"):
+            ChatTemplate.of(Tokenizer.load(folder))
+
+
+def test_without_jinja_or_with_an_old_one_the_message_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = r"the template needs jinja2 3\.1\.6 or newer, which {}: pip install 'jaxformer\[chat\]'"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "jinja2", None)
+        with pytest.raises(ConfigError, match=told.format("is not installed")):
+            ChatTemplate(CHATML, byte_tokenizer(), "the template")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.5")
+    with pytest.raises(ConfigError, match=told.format(r"is 3\.1\.5")):
+        ChatTemplate(CHATML, byte_tokenizer(), "the template")
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TIME, SPACE = r"takes more than 1 s of a core", r"takes more than 1 GiB of memory"
+DOUBLED = (
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
+UNBOUNDED = {  # the template, what is said of it, whether it is compiled without end
+    "loops": (LOOPS, TIME, False),
+    "a power of constants": ("{{ 10 ** 100000000 }}", TIME, True),
+    "a power": ("{{ 10 ** (messages | length * 10 ** 8) }}", TIME, False),
+    "a wide number": ("{{ '%02000000000d' % 1 }}", SPACE, None),
+    "doubling": (DOUBLED, SPACE, False),
+    "a long text": (
+        "{% for i in range(90000) %}{{ 'abcd' * 1000 }}{% endfor %}",
+        "writes more",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNBOUNDED)
+def test_a_template_beyond_the_bounds_is_one_message(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, message, at_once = UNBOUNDED[case]
+    renderer = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer", seconds=1.0)
+    monkeypatch.setattr("jaxformer.tokenizer.chat.RENDERER", renderer)
+    when = {True: "where it is compiled", False: "where 2 messages are rendered", None: "where "}
+    said = rf"^the template {message}.*, {when[at_once]}.*: correct it, or set tokenizer\.chat_tem"
+    with pytest.raises(UnboundedTemplate, match=said):
+        ChatTemplate(template, byte_tokenizer(), "the template").encode([USER, SAID])
+    after = ChatTemplate(CHATML, byte_tokenizer(), "another")
+    assert after.render([USER]).startswith("<|im_start|>user")
+    renderer.close()
+
+
+def test_a_long_conversation_is_rendered_in_several_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = ChatTemplate(CHATML, byte_tokenizer(), "the template")
+    messages = [USER, SAID] * 100
+    text, spans = ours.marked(messages)
+    assert len(spans) == 100 and text[slice(*spans[-1])].startswith(SAID["content"])
+    monkeypatch.setattr("jaxformer.tokenizer.chat.CUTS_AT_ONCE", 1)
+    assert ours.marked(messages) == (text, spans)
+
+
+def test_what_a_template_and_messages_say_is_cut_or_refused() -> None:
+    ours = ChatTemplate("{{ raise_exception('x' * 100000) }}", byte_tokenizer(), "the template")
+    with pytest.raises(ConfigError, match=r"^the template refuses the messages: x{1000}\.\.\.$"):
+        ours.render([USER])
+    ours = ChatTemplate(CHATML, byte_tokenizer(), "the template")
+    with pytest.raises(ConfigError, match=r"hold a value that JSON has not .*bytes"):
+        ours.render([{**USER, "extra": b"a"}])

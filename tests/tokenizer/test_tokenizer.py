@@ -1,0 +1,301 @@
+"""Every kind of tokenizer: what goes in comes out, in one file that the tokenizers library
+loads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.data.sources import documents
+from jaxformer.files import ConfigError
+from jaxformer.tokenizer import (
+    END_OF_TEXT,
+    MARKS,
+    SENTINELS,
+    Tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    train_bpe_tokenizer,
+)
+
+TEXTS = [
+    "the cat sat on the mat, the cat's hat\n\n  def f(x):\n    return x\n",
+    "Grüße, 世界! the the 🙂 12345\t\n",
+] * 20
+BPE = train_bpe_tokenizer(TEXTS, 300)
+KINDS = {"bpe": BPE, "bytes": byte_tokenizer(), "characters": character_tokenizer(TEXTS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_inverts_encoding(kind: str) -> None:
+    for text in TEXTS[:2]:
+        assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
+
+
+@settings(max_examples=100)
+@given(st.text())
+def test_byte_level_tokenizers_encode_any_text(text: str) -> None:
+    assert KINDS["bytes"].encode(text) == list(text.encode())
+    for kind in ("bpe", "bytes"):
+        assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_bytes_sum_to_the_bytes_of_the_text(kind: str) -> None:
+    tokenizer = KINDS[kind]
+    sizes = tokenizer.token_bytes()
+    assert (
+        sizes.dtype == np.int32
+        and sizes.shape == (tokenizer.vocab_size,)
+        and sizes[tokenizer.end_token] == 0
+    )
+    for text in TEXTS[:2]:
+        assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_saved_file_gives_the_same_tokenizer_here_and_in_the_library(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = KINDS[kind]
+    tokenizer.save(tmp_path / "run" / "tokenizer.json")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    tokenizer.save(tmp_path / "alone" / "other.json")
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["other.json"]
+    loaded = Tokenizer.load(tmp_path / "run")
+    hf = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    assert loaded.fingerprint() == tokenizer.fingerprint()
+    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1]) == hf.encode(TEXTS[1]).ids
+    assert loaded.end_token == tokenizer.end_token == hf.token_to_id(END_OF_TEXT)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_a_special_tokens_name_in_the_text_is_text(kind: str) -> None:
+    ids = KINDS[kind].encode(f"a{END_OF_TEXT}b")
+    assert KINDS[kind].end_token not in ids
+    assert KINDS[kind].decode([*ids, KINDS[kind].end_token]) == f"a{END_OF_TEXT}b"
+
+
+def test_broken_utf8_decodes_to_replacement_characters() -> None:
+    tokenizer = KINDS["bytes"]
+    assert tokenizer.decode(np.array([104, 195])) == "h\ufffd"
+    assert tokenizer.decode([]) == ""
+
+
+def test_ids_of_each_kind_are_the_documented_ones() -> None:
+    assert (BPE.end_token, BPE.vocab_size) == (0, 300)
+    assert (KINDS["bytes"].end_token, KINDS["bytes"].vocab_size) == (256, 257)
+    letters = character_tokenizer(["hello", "wörld"])
+    assert (
+        letters.encode("dehlorwö") == list(range(8))
+        and letters.end_token == 8
+        and letters.vocab_size == 9
+    )
+
+
+def test_special_tokens_follow_the_end_token_and_are_found_by_their_role(tmp_path: Path) -> None:
+    made = {"bpe": train_bpe_tokenizer(TEXTS, 300, MARKS), "bytes": byte_tokenizer(MARKS)}
+    for tokenizer in (*made.values(), character_tokenizer(TEXTS, MARKS)):
+        first = tokenizer.end_token + 1
+        assert [tokenizer.special(role) for role in ("cls", "sep", "mask")] == [
+            first,
+            first + 1,
+            first + 2,
+        ]
+        assert not {first - 1, first, first + 1, first + 2} & {*tokenizer.ordinary().tolist()}
+        assert len(tokenizer.ordinary()) == tokenizer.vocab_size - 4 and not tokenizer.sentinels()
+        assert not tokenizer.word_edges()[first - 1 : first + 3].any()
+        tokenizer.save(tmp_path / "tokenizer.json")
+        assert Tokenizer.load(tmp_path).special("mask") == first + 2
+    assert not {*made["bpe"].encode("[CLS][MASK]")} & {1, 2, 3} and made["bpe"].vocab_size == 300
+    assert BPE.special("cls") is None and byte_tokenizer(SENTINELS).sentinels() == list(
+        range(257, 357)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"vocab_size=300 must be at least 357: .* and 100 tokens that the objective needs",
+    ):
+        train_bpe_tokenizer(TEXTS, 300, SENTINELS)
+
+
+def test_a_word_is_letters_and_digits_with_the_space_before_them() -> None:
+    edges = KINDS["bytes"].word_edges()
+    text = "é_9 a(b\n1"
+    inside = edges[KINDS["bytes"].encode(text)]
+    begins = [0, *(np.flatnonzero(~(inside[1:, 0] & inside[:-1, 1])) + 1)]
+    parts = [KINDS["bytes"].decode(part) for part in np.split(list(text.encode()), begins[1:])]
+    assert parts == ["é_9", " ", "a", "(", "b", "\n", "1"]  # of bytes the space is one of its own
+    pieces = Tokenizer(
+        tokenizers.Tokenizer(
+            tokenizers.models.WordPiece({"a": 0, "##b": 1, "[SEP]": 2, "(": 3}, unk_token="[SEP]")
+        )
+    )
+    assert pieces.word_edges()[:2].tolist() == [[False, True], [True, True]]
+
+
+def test_an_unseen_character_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"'é' \(U\+00E9\)"):
+        character_tokenizer(["abc"]).encode("abé")
+
+
+def test_training_is_deterministic() -> None:
+    program = (
+        "from jaxformer.tokenizer import train_bpe_tokenizer as t; import random; r ="
+        " random.Random(0);words = [''.join(r.choices('abcde', k=4)) for _ in"
+        " range(2000)];print(t([' '.join(words[i::7]) for i in range(7)], 600).fingerprint())"
+    )
+    root = str(Path(__file__).parents[2])
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                "PYTHONPATH": root,
+                "RAYON_NUM_THREADS": threads,
+                "PYTHONHASHSEED": threads,
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2", "3")
+    ]
+    assert len(set(runs)) == 1
+    assert (
+        train_bpe_tokenizer(["abc"], 300).fingerprint()
+        != train_bpe_tokenizer(["abd"], 300).fingerprint()
+    )
+
+
+SPACE = st.text(" \n\t\r", min_size=1, max_size=4)
+WORDS = st.builds("{}{}{}".format, st.text("ab.!'é", max_size=5), st.sampled_from("a1é"), SPACE)
+
+
+@settings(max_examples=100)
+@given(st.lists(WORDS, min_size=30, max_size=100))
+def test_a_document_in_pieces_encodes_as_the_whole(words: list[str]) -> None:
+    text = "".join(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE_CHARACTERS", 32)
+        pieces = list(documents.in_pieces(text))
+    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(piece) <= 64 for piece, _ in pieces)
+    assert [token for piece, _ in pieces for token in BPE.encode(piece)] == BPE.encode(text)
+
+
+def test_a_document_without_a_place_to_cut_is_cut_all_the_same() -> None:
+    pieces = [piece for piece, _ in documents.in_pieces("x" * 1_000_000)]
+    assert (
+        "".join(pieces) == "x" * 1_000_000
+        and max(map(len, pieces)) <= 2 * documents.PIECE_CHARACTERS
+    )
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<|im_end|>"])
+def test_a_given_file_keeps_its_own_end_token_and_loses_its_padding(
+    name: str, tmp_path: Path
+) -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens([name])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {name}", special_tokens=[(name, 3)]
+    )
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.end_token == 3
+    assert tokenizer.encode("a b a") == [0, 1, 0]
+
+
+def test_token_bytes_of_a_sentencepiece_style_file() -> None:
+    vocab = {"<unk>": 0, "</s>": 1, "<0xE2>": 2, "▁the": 3, "é": 4, "▁": 5}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.add_special_tokens(["<unk>", "</s>"])
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    )
+    assert Tokenizer(backend).token_bytes().tolist() == [0, 0, 1, 4, 2, 1]
+
+
+def test_a_tokenizer_that_cannot_serve_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        Tokenizer.load(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"is not JSON .*: set tokenizer\.path to a tokenizer\.json"
+    ):
+        Tokenizer.load(broken)
+    BPE.save(broken)
+    spec = json.loads(broken.read_text())
+    spec["added_tokens"] = []
+    spec["model"]["vocab"] = {
+        token: index for token, index in spec["model"]["vocab"].items() if token != END_OF_TEXT
+    }
+    broken.write_text(json.dumps(spec))
+    endless = Tokenizer.load(broken)
+    assert (
+        endless.decode(endless.encode("a cat")) == "a cat"
+        and endless.ids() == {}
+        and endless.fingerprint()
+    )
+    for name in ("end_token", "end_tokens", "start_token"):
+        with pytest.raises(ConfigError, match=r"broken\.json has no token that ends a document"):
+            getattr(endless, name)
+    with pytest.raises(ConfigError, match="at least 257"):
+        train_bpe_tokenizer(["a"], 100)
+
+
+def mistral_files(folder: Path, more: int = 0, **config: str) -> Path:
+    """A tokenizer.json that splits text by the pattern of Llama 3, with `more` tokens that no merge
+    makes, beside a config.json."""
+    vocab = {index: bytes([index]) for index in range(256)}
+    vocab |= {256 + index: f"more {index}".encode() for index in range(more)}
+    Tokenizer.from_bpe(vocab, [], ["[INST]"], "llama3").save(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_mistrals_wrong_pattern_is_said_with_its_remedy(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    written = {"model_type": "mistral", "transformers_version": "4.57.2"}
+    # transformers mends vocabularies of more than 100,000 tokens, as Mistral's are.
+    wrong = mistral_files(tmp_path / "a", 100_000, **written)
+    with pytest.warns(UserWarning, match=r"pattern of Llama 3.*fix_mistral_regex=True"):
+        Tokenizer.load(wrong)
+    with pytest.warns(UserWarning, match="pattern of Llama 3"):
+        Tokenizer.load(mistral_files(tmp_path / "b", model_type="mistral"))
+    recwarn.clear()
+    Tokenizer.load(mistral_files(tmp_path / "c", model_type="llama", transformers_version="4.57.2"))
+    Tokenizer.load(mistral_files(tmp_path / "d", model_type="mistral", transformers_version="5.0"))
+    assert not recwarn.list
+
+    # What the message says to do mends it: the words are then those of Mistral.
+    transformers.AutoTokenizer.from_pretrained(str(wrong), fix_mistral_regex=True).save_pretrained(
+        str(wrong)
+    )
+    recwarn.clear()
+    mended = Tokenizer.load(wrong)
+    assert not [warning for warning in recwarn if "pattern of Llama 3" in str(warning.message)]
+    backend = tokenizers.Tokenizer.from_file(str(wrong / "tokenizer.json"))
+    words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("eBay's 123")]
+    assert words == ["e", "Bay", "'s", "Ġ", "1", "2", "3"]
+    assert mended.decode(mended.encode("eBay's 123")) == "eBay's 123"

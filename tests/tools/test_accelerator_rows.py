@@ -1,0 +1,102 @@
+"""The rows of train_gpu.py and train_tpu.py: what is recorded, counted and written, and their
+batches."""
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.models.cost import flops_per_token
+from jaxformer.runs.compose import abstract_batch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("accelerator")
+
+
+def test_the_results_are_written_after_each_row_and_a_failure_ends_its_row_alone(
+    accelerator: ModuleType,
+) -> None:
+    written: list[list[str]] = []
+    reached: list[str] = []
+
+    def measure(name: str) -> list[dict[str, Any]]:
+        reached.append(name)
+        if name == "third":
+            raise SystemExit("worker jax ended with status 1")
+        if name == "fourth":
+            raise RuntimeError("INTERNAL: no")
+        return [{"with": "jaxformer", "out_of_memory": "54.9G exceeds 15.75G", "batch": 4}]
+
+    results = accelerator.Results({"device": "none"})
+    names = ["first", "second", "third", "fourth", "fifth"]
+    failed = accelerator.run_rows(
+        names, measure, results, lambda found: written.append([*found.rows])
+    )
+    assert failed == ["third", "fourth"] and reached == names
+    assert written == [names[:i] for i in range(1, 6)]
+    reasons = ["out of memory", "out of memory", "failed", "failed", "out of memory"]
+    assert [row[3] for row in results.table()] == reasons
+
+
+def test_a_batch_that_does_not_fit_is_recorded_and_half_of_it_is_tried(
+    accelerator: ModuleType,
+) -> None:
+    tried = []
+
+    def side(name: str, run: Any, options: Any) -> dict[str, Any]:
+        tried.append(run.train.batch_size)
+        if run.train.batch_size > 1:
+            return {"out_of_memory": "RESOURCE_EXHAUSTED: Ran out of memory"}
+        return {"seconds": [0.5] * 3, "product_flops": 1e14, "peak_bytes": 2**30, "kernel": "xla"}
+
+    options = argparse.Namespace(smoke=False, batches=[], rounds=2)
+    device = {"peak": 197e12}
+    rows = accelerator.measured("llama_1b_8k", {"jaxformer": side}, device, options)
+    assert tried == [4, 2, 1, 1]
+    assert [row.get("out_of_memory") is not None for row in rows] == [True, True, False, False]
+    assert rows[2]["tokens_per_second"] == 2 * 8192
+    full, seen = rows[2]["flops_per_token"].values()
+    scores = full - flops_per_token(
+        accelerator.ACCELERATOR_WORKLOADS["llama_1b_8k"].model, 8192 // 2
+    )
+    assert full - seen == pytest.approx(scores, rel=1e-6), "half of the scores are masked"
+    assert rows[2]["mfu"] == pytest.approx(2 * 8192 * full / 197e12)
+    cells = accelerator.shown("llama_1b_8k", rows[2] | {"mfu": None})
+    assert cells[5] == "?" and cells[8] == "1.0 GiB"
+
+
+def test_a_window_leaves_fewer_scores_to_count(accelerator: ModuleType) -> None:
+    run = accelerator.ACCELERATOR_WORKLOADS["llama_1b_window"]
+    found = accelerator.costs(run, {"seconds": [1.0], "product_flops": 1e14}, {"peak": None})
+    length, window = run.data.sequence_length, run.model.window
+    pairs = sum(min(i + 1, window) for i in range(length)) / length**2
+    full, seen = found["flops_per_token"].values()
+    scores = 2 * (full - flops_per_token(run.model, length // 2))
+    assert (full - seen) / scores == pytest.approx(1 - pairs, abs=1e-3)
+    assert found["mfu"] is None
+
+
+def test_random_batches_have_the_arrays_of_real_ones(accelerator: ModuleType) -> None:
+    steps = importlib.import_module("steps")
+    for name in ("gpt2_124m_packed", "bert_base_padded", "t5_small_padded"):
+        run = accelerator.shrunk(accelerator.ACCELERATOR_WORKLOADS[name])
+        shapes = abstract_batch(run, make_mesh())
+        batch = steps.random_batch(shapes, run)
+        assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
+            n: (a.shape, a.dtype) for n, a in shapes.items()
+        }
+        segments = batch["segment_ids"]
+        padded = name.endswith("padded")
+        assert (segments.min(), segments.max()) == ((0, 1) if padded else (1, 4))
+        assert (np.diff(segments, axis=1) >= 0).all() != padded
+        assert ((batch["weights"] > 0) == (segments > 0)).all()

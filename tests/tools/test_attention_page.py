@@ -1,0 +1,244 @@
+"""A page of attention maps holds exactly what it was given, loads nothing from anywhere, and no
+token can break it."""
+
+import base64
+import json
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxformer.files import ConfigError
+from jaxformer.tools.attention_page import attention_figure, attention_page, visible
+
+HOSTILE = [
+    "</script><b>",
+    "<!--",
+    "'\"`${1}\\",
+    "👩\u200d🚀",
+    "\ud800",
+    "{{data}}",
+    "&lt;",
+    "שלום",
+    "\u202e",
+]
+SOURCE, TARGET = ["Der", " Hund", ".\n"], ["<s>", "The", " dog", "."]
+
+
+def softmax_maps(
+    layers: int = 2, heads: int = 3, source: int = len(SOURCE), target: int = len(TARGET)
+) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    sides = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
+    scores = {
+        kind: np.exp(4 * rng.normal(size=(layers, heads, *shape))) for kind, shape in sides.items()
+    }
+    scores["decoder"] = np.tril(scores["decoder"])
+    return {
+        kind: (each / each.sum(-1, keepdims=True)).astype(np.float32)
+        for kind, each in scores.items()
+    }
+
+
+def tokens(source: list[str] = SOURCE, target: list[str] = TARGET) -> dict[str, list[str]]:
+    return {"source": source, "target": target}
+
+
+class Page(HTMLParser):
+    """What a browser finds in the page: its elements, and the text of its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+        self.data: dict[str, Any] = json.loads(self.texts["data"])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        name = self.elements[-1][1].get("id") if self.elements else None
+        self.texts[name or ""] = self.texts.get(name or "", "") + data
+
+
+# the page
+
+
+def test_the_weights_of_the_page_are_those_given_to_a_hundred_thousandth() -> None:
+    maps = softmax_maps()
+    for kind, found in Page(attention_page(maps, tokens(), title="t")).data["maps"].items():
+        weights = (
+            np.frombuffer(base64.b64decode(found["weights"]), "<u2").reshape(found["shape"]) / 65535
+        )
+        np.testing.assert_allclose(weights, maps[kind], rtol=0, atol=1e-5)
+        assert ((weights == 0) == (maps[kind] < 0.5 / 65535)).all()
+
+
+def test_a_page_has_the_kinds_and_tokens_of_its_maps_alone() -> None:
+    maps = softmax_maps()
+    assert list(Page(attention_page(maps, tokens(), title="t")).data["maps"]) == [
+        "encoder",
+        "decoder",
+        "cross",
+    ]
+    for kind, axis in (("encoder", "source"), ("decoder", "target")):
+        data = Page(attention_page({kind: maps[kind]}, {axis: tokens()[axis]}, title="t")).data
+        assert list(data["maps"]) == [kind] and list(data["tokens"]) == [axis]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_no_text_can_change_the_page_around_it(hostile: str) -> None:
+    plain = Page(attention_page(softmax_maps(), tokens(), title="t", candidates=[[("x", 0.5)]] * 4))
+    strange = [hostile, *TARGET[1:]]
+    page = attention_page(
+        softmax_maps(), tokens(target=strange), title=hostile, candidates=[[(hostile, 0.5)]] * 4
+    )
+    found = Page(page)
+    assert found.elements == plain.elements
+    assert found.data["title"] == hostile
+    assert (
+        found.data["tokens"]["target"][0] == visible(hostile) == found.data["candidates"][0][0][0]
+    )
+
+
+def test_a_page_asks_for_nothing_from_anywhere() -> None:
+    page = attention_page(softmax_maps(), tokens(), title="t")
+    addresses = [
+        value
+        for _, attrs in Page(page).elements
+        for name, value in attrs.items()
+        if name in ("src", "href")
+    ]
+    assert addresses == ["data:,"]
+    assert not re.findall(
+        r"https?:|//\w+\.|url\(|@import|\bimport\b|fetch\(|XMLHttpRequest|WebSocket|sendBeacon",
+        page,
+    )
+
+
+def test_white_space_is_seen() -> None:
+    assert [visible(text) for text in (" the", "\n", "a\tb", "", "\x00", "Ä")] == [
+        "·the",
+        "↵",
+        "a⇥b",
+        "∅",
+        "\ufffd",
+        "Ä",
+    ]
+
+
+def test_sixty_four_tokens_of_a_base_model_stay_below_two_megabytes() -> None:
+    words = [f" word{i}" for i in range(64)]
+    assert (
+        len(attention_page(softmax_maps(6, 8, 64, 64), tokens(words, words), title="t")) < 2_000_000
+    )
+
+
+def test_every_element_that_the_scripts_ask_for_is_on_the_page() -> None:
+    page = attention_page(softmax_maps(), tokens(), title="t")
+    there = {attrs.get("id") for _, attrs in Page(page).elements}
+    asked = set(re.findall(r'\bat\("(\w+)"\)', page))
+    assert len(asked) > 15 and asked <= there and "{{" not in page
+
+
+# bad input
+
+
+def test_shapes_that_do_not_fit_are_all_named_at_once() -> None:
+    maps = softmax_maps() | {"cross": np.zeros((2, 3, 3, 4)), "encoder": np.zeros((3, 3))}
+    with pytest.raises(ConfigError) as caught:
+        attention_page(maps, tokens(), title="t")
+    said = str(caught.value)
+    assert (
+        "'cross' has the shape (2, 3, 3, 4), not (layers, heads, 4 target tokens, 3 source tokens)"
+        in said
+    )
+    assert "'encoder' has the shape (3, 3)" in said and "decoder" not in said
+
+
+@pytest.mark.parametrize(
+    ("maps", "words", "said"),
+    [
+        ({}, tokens(), "there is none"),
+        (
+            {"crossed": np.zeros((1, 1, 4, 3))},
+            tokens(),
+            "'crossed' is not a kind of map: 'encoder', 'decoder', 'cross' are",
+        ),
+        ({"encoder": np.zeros((1, 1, 4, 4))}, {"target": TARGET}, "source tokens are missing"),
+        ({"encoder": np.zeros((0, 1, 3, 3))}, tokens(), "shape (0, 1, 3, 3)"),
+        ({"encoder": np.full((1, 1, 3, 3), np.nan)}, tokens(), "from nan to nan"),
+        ({"encoder": np.full((1, 1, 3, 3), -3.5)}, tokens(), "after the softmax"),
+        (
+            {"decoder": np.broadcast_to(np.float32(0), (30, 20, 300, 300))},
+            {"target": ["a"] * 300},
+            "54,000,000 weights are too many",
+        ),
+    ],
+)
+def test_maps_that_cannot_be_shown_are_refused(
+    maps: dict[str, Any], words: dict[str, list[str]], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        attention_page(maps, words, title="t")
+    assert said in str(caught.value)
+
+
+def test_candidates_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 steps of candidates for 4 tokens"):
+        attention_page(softmax_maps(), tokens(), title="t", candidates=[[("a", 0.5)]] * 2)
+    with pytest.raises(ConfigError, match="not within 0 to 1"):
+        attention_page(softmax_maps(), tokens(), title="t", candidates=[[("a", -1.5)]] * 4)
+
+
+# the figure
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_a_figure_is_a_png_whatever_its_tokens_are(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    strange = tokens(source=["$x_{$", "日本", "👍"])
+    attention_figure(softmax_maps(), strange, tmp_path / "map.png", title="$a_{$")
+    width, height = png_size(tmp_path / "map.png")
+    assert 300 < width <= 8000 and 300 < height <= 8000
+    assert not list(recwarn)
+
+
+def test_a_figure_draws_a_panel_a_head_and_names_the_tokens_up_to_sixty_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from jaxformer.tools.attention_page import _figure
+
+    maps = softmax_maps(2, 3, 64, 65)
+    for kind, count in (("encoder", 64), ("decoder", 0)):
+        words = [f"w{i}" for i in range(maps[kind].shape[-1])]
+        panels = _figure(maps[kind], (words, words), "t", ()).axes[
+            :-1
+        ]  # the last one is the scale of colours
+        assert len(panels) == 2 * 3
+        assert [label.get_text() for label in panels[0].get_yticklabels()] == words[:count]
+        for (layer, head), panel in zip(np.ndindex(2, 3), panels, strict=True):
+            np.testing.assert_array_equal(panel.images[0].get_array(), maps[kind][layer, head])
+
+
+def test_a_figure_of_a_kind_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hold no 'cross': choose one of 'decoder'"):
+        attention_figure(
+            {"decoder": softmax_maps()["decoder"]},
+            tokens(),
+            tmp_path / "x.png",
+            title="t",
+            kind="cross",
+        )

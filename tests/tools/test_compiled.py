@@ -1,0 +1,206 @@
+"""Compiling for devices that are not here: targets, reports, and, started by `-m compile`, the real
+steps of the configs through the compilers of TPUs and GPUs."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxformer as jf
+from jaxformer.arrays.hardware import DEVICES
+from jaxformer.config.run import RunConfig
+from jaxformer.files import ConfigError
+from jaxformer.models.cost import parameter_count
+from jaxformer.tools.plan import compiled, targets
+from jaxformer.tools.plan.compiled import compile_on, compiled_report, too_large
+from jaxformer.tools.plan.compiler_report import CompiledReport, MemoryUse, report_of
+from jaxformer.tools.plan.hlo_counts import count
+from jaxformer.tools.plan.targets import (
+    GPU_MODELS,
+    TPU_AXES,
+    cudnn_of,
+    parse_target,
+    require_compiler,
+)
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GIB = 2**30
+
+
+def test_targets_are_read_and_written() -> None:
+    for text in ("v5e:4x4", "v5p:2x2x1", "h100:1x8", "b200:2x8", "tpu7x:2x2x1"):
+        target = parse_target(text)
+        assert str(target) == text
+        assert target.platform == ("gpu" if target.kind in GPU_MODELS else "tpu")
+        assert target.size == {"v5e:4x4": 16, "v5p:2x2x1": 4, "h100:1x8": 8, "b200:2x8": 16}.get(
+            text, 8
+        )
+        assert target.device.memory > 15 * GIB and target.device.bandwidth > 8e11
+    for text in ("v5e", "v5e:4", "v5e:2x2x2", "v5p:2x2", "h100:8", "h100:0x8", "h100:1xa", "x:1x1"):
+        with pytest.raises(ConfigError, match=r"no target .* h100:1x8 .* or v5e:4x4"):
+            parse_target(text)
+
+
+@pytest.mark.parametrize("kind", GPU_MODELS)
+def test_a_gpu_is_described_by_its_published_figures(kind: str) -> None:
+    target = parse_target(f"{kind}:1x1")
+    text = GPU_MODELS[kind].config_text(target.device)
+    for value in (target.device.cores, target.device.memory, round(target.device.bandwidth)):
+        assert f": {value}\n" in text, value
+    assert text.count("{") == text.count("}")
+
+
+def test_a_compiler_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    for platform in ("gpu", "tpu"):
+        with pytest.raises(ConfigError, match=rf"pip install 'jaxformer\[plan-{platform}\]'"):
+            require_compiler(platform)
+
+
+def test_what_jax_asks_of_a_gpu_is_answered_for_the_target_and_then_as_before() -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    before = fused.check_cudnn_version, fused.check_compute_capability
+    with pytest.raises(KeyError), cudnn_of(parse_target("a100:1x1")):
+        assert fused.check_cudnn_version() == 91000
+        assert fused.check_compute_capability("8.0")
+        assert not fused.check_compute_capability("9.0")
+        assert fused.is_cuda_compute_capability_equal("8.0")
+        raise KeyError
+    assert (fused.check_cudnn_version, fused.check_compute_capability) == before
+    with cudnn_of(parse_target("v5e:2x2")):
+        assert fused.check_cudnn_version is before[0]
+
+
+def test_the_words_of_a_program_that_is_too_large_are_figures() -> None:
+    for text, needed, capacity in (
+        (
+            "Ran out of memory in memory space hbm. Used 54.94G of 15.75G hbm. Exceeded",
+            54.94,
+            15.75,
+        ),
+        ("required for HLO temporaries (28.29G) exceeds available HBM (15.75G).", 28.29, 15.75),
+    ):
+        assert too_large(RuntimeError(text)) == pytest.approx((needed * GIB, capacity * GIB))
+    with pytest.raises(RuntimeError, match="something else"):
+        too_large(RuntimeError("something else"))
+
+
+def report(**changes: object) -> CompiledReport:
+    text = "ENTRY %m (p: f32[8]) -> f32[8] {\n  ROOT %p = f32[8]{0} all-reduce(%p), channel_id=1\n}"
+    fields = {
+        "target": "v5e:2x2",
+        "device_kind": "TPU v5 lite",
+        "mesh": {"data": 1, "fsdp": 4, "tensor": 1},
+        "packed": False,
+        "dtype": "bfloat16",
+        "kernel": "xla (plain XLA attention)",
+        "fits": True,
+        "capacity": 16 * GIB,
+        "needed": 8 * GIB,
+        "memory": MemoryUse(GIB, GIB, GIB, 7 * GIB, 0, 8 * GIB),
+        "counts": count(text, peak=1e12, bandwidth=1e9),
+        "warnings": ("slow",),
+    }
+    return CompiledReport(**(fields | changes))
+
+
+def test_a_report_survives_json() -> None:
+    for one in (report(), report(fits=False, needed=60 * GIB, memory=None, counts=None)):
+        again = report_of(json.loads(json.dumps(one.as_json())))
+        assert again == one
+
+
+def test_a_report_says_whether_it_fits() -> None:
+    lines = "\n".join(report().lines())
+    assert "fits: 8.00 GiB of 16.00 GiB a device" in lines and "the compiler warns: slow" in lines
+    assert "all-reduce 1 x 0.00 MiB" in lines
+    lines = "\n".join(report(fits=False, needed=60 * GIB, memory=None, counts=None).lines())
+    assert "does not fit: 60.00 GiB of 16.00 GiB a device" in lines
+
+
+def of_pairs(kind: str) -> RunConfig:
+    """A tiny run of dpo, of the whole model ("none") or of an adapter."""
+    sizes = {"d_model": 64, "n_layers": 2, "n_heads": 2, "d_ff": 128, "vocab_size": 256}
+    model = jf.ModelConfig(**sizes, layer_loop="scan", attention_kernel="xla")
+    run = RunConfig(model=model)
+    return dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, objective="dpo", sequence_length=32),
+        train=dataclasses.replace(run.train, batch_size=2, microbatches=1),
+        run=dataclasses.replace(run.run, init_from="base"),
+        adapter=dataclasses.replace(run.adapter, kind=kind),
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_the_products_of_dpo_are_those_of_its_program(kind: str) -> None:
+    """The reference of a whole model scores batches in a program of its own, and that below an
+    adapter in the step, without the adapter."""
+    found = compile_on(of_pairs(kind), jax.devices()[:1], DEVICES["cpu"], "cpu")
+    assert found.counts is not None and found.memory is not None
+    assert found.model_flops == found.counts.flops
+    # The reference is held beside the step, which does not read it.
+    parameters = 4 * parameter_count(of_pairs(kind).model) if kind == "none" else 0
+    assert found.needed == found.memory.peak + parameters
+    assert report_of(json.loads(json.dumps(found.as_json()))) == found
+    said = "the parameters of the reference are in the memory" in "\n".join(found.lines())
+    assert said == (kind == "none")
+
+
+def test_settings_that_a_run_refuses_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compiles says what is wrong with the settings, before any compiler."""
+    monkeypatch.setattr(compiled, "require_compiler", lambda platform: None)
+    run = jf.load_config(CONFIGS / "gpt2_124m.py", ["mesh.fsdp=3"])
+    installed = True
+    try:
+        require_compiler("tpu")
+    except ConfigError:
+        installed = False
+    message = r"fsdp=3 .*does not fit 4 devices" if installed else r"jaxformer\[plan-tpu\]"
+    with pytest.raises(ConfigError, match=message):
+        compiled_report(run, "v5e:2x2")
+
+
+def test_every_generation_of_tpus_has_its_figures() -> None:
+    for kind, axes in TPU_AXES.items():
+        target = parse_target(f"{kind}:{'x'.join('222'[:axes])}")
+        assert target.device.platform == "tpu"
+
+
+# Rows that fit: 4 TPU chips have as much memory as one GPU has.
+ON_FOUR_CHIPS = {"gpt2_124m": 32, "llama_1b": 4, "bert_base": 32, "t5_small": 32}
+OFFLOADED = ["model.remat=names", "model.saved=attention", "model.offload=out"]
+STEPS = {
+    **{(name, "h100:1x8"): [] for name in ON_FOUR_CHIPS},
+    **{
+        (name, "v5e:2x2"): ["mesh.fsdp=4", f"train.batch_size={rows}", "train.microbatches=1"]
+        for name, rows in ON_FOUR_CHIPS.items()
+    },
+    ("llama3_8b", "h100:1x8"): ["mesh.fsdp=8"],
+    ("gpt2_124m", "h100:1x1"): ["train.batch_size=64", "train.microbatches=1", *OFFLOADED],
+    ("llama3_8b", "v5e:4x4"): ["mesh.fsdp=16", "train.batch_size=16", "train.microbatches=1"],
+}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("name", "target"), STEPS)
+def test_the_step_of_a_config_compiles(name: str, target: str) -> None:
+    """Scanned, since a compiler for TPUs takes minutes for unrolled layers."""
+    try:
+        require_compiler(parse_target(target).platform)
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    changes = ["model.layer_loop=scan", *STEPS[name, target]]
+    run = jf.load_config(CONFIGS / f"{name}.py", changes)
+    found = compiled_report(run, target)
+    print("\n".join(found.lines()))
+    assert found.counts is not None and found.fits, found.lines()
+    # Every product of the model is in the program; attention's causal half may be left out.
+    assert found.counts.flops > 0.6 * found.model_flops
+    assert all(loop.trips for loop in found.counts.loops)
+    assert found.counts.collectives or target == "h100:1x1"
+    assert (found.memory.host > 0) == ("model.offload=out" in changes)

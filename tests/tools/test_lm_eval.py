@@ -1,0 +1,490 @@
+"""The harness gets from a model here what its own Hugging Face model gives it, on tasks made on the
+spot."""
+
+import json
+import random
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval")
+from harness import END, LENGTH, answered, save, text, write_tasks
+
+import jaxformer as jf
+from jaxformer.cli import main as jaxformer_main
+from jaxformer.tools.lm_eval import main, model, scores
+from jaxformer.tools.lm_eval.model import JaxformerLM
+
+pytestmark = pytest.mark.xdist_group("lm_eval")
+ROOT = Path(__file__).parents[2]
+one_directory = pytest.mark.parametrize("directory", ["gpt2"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=END)
+def directory(request, tmp_path_factory):
+    """A Hugging Face directory."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save(request.param, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    write_tasks(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def offline(tmp_path_factory):
+    """What the processes that are started here go by."""
+    settings = {
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("cache")),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield
+
+
+def assert_equal(found, expected):
+    """The same texts and choices, and log-likelihoods within 1e-4, or a few last places of a
+    float32 sum of thousands."""
+    for name in found[0]:
+        for ours, hf in zip(found[0][name], expected[0][name], strict=True):
+            compare(ours, hf, name)
+        for metric, value in found[1][name].items():
+            assert value == expected[1][name][metric] or value == pytest.approx(
+                expected[1][name][metric], rel=1e-4
+            ), name
+
+
+def compare(ours, hf, name):
+    if isinstance(hf, (list, tuple)):
+        assert len(ours) == len(hf), name
+        for pair in zip(ours, hf, strict=True):
+            compare(*pair, name)
+    elif isinstance(hf, float):
+        assert type(ours) is float and ours == pytest.approx(hf, rel=5e-7, abs=1e-4), name
+    else:
+        assert ours == hf and type(ours) is type(hf), name
+
+
+def harness_model(directory, **settings):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=3, **settings)
+
+
+@pytest.fixture(scope="module")
+def hf(directory):
+    """The harness's own model of the directory."""
+    return harness_model(directory)
+
+
+@pytest.fixture(scope="module")
+def expected(hf, tasks):
+    """Its answers, where it scores no BOS after its own: each text that is read in windows begins
+    with the prefix token once."""
+    rolling, encode = hf.loglikelihood_rolling, hf.tok_encode
+
+    def text_tokens(string, **settings):
+        tokens = encode(string, **settings)
+        return tokens[1:] if tokens[:1] == [hf.prefix_token_id] else tokens
+
+    def rolling_without_a_second_bos(requests, **settings):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hf, "tok_encode", text_tokens)
+            return rolling(requests, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "loglikelihood_rolling", rolling_without_a_second_bos)
+        return answered(hf, tasks)
+
+
+@pytest.mark.slow
+def test_every_answer_equals_that_of_the_harness_s_own_hugging_face_model(
+    directory, tasks, expected
+):
+    assert_equal(answered(JaxformerLM(directory, batch_size=3), tasks), expected)
+
+
+def requests_of(kind, rows):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, row, 0) for row in rows]
+
+
+def log_likelihood(lm, tokens, first):
+    """The log-likelihood of `tokens` from the place `first` on, from one forward pass."""
+    padded_row = np.array([tokens + [0] * (LENGTH - len(tokens))])
+    logits = jf.forward(lm.params, lm.config, padded_row)
+    chances = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0]
+    return float(sum(chances[place - 1, tokens[place]] for place in range(first, len(tokens))))
+
+
+@pytest.mark.parametrize("bos", [None, True, False])
+def test_a_text_read_in_windows_is_scored_without_the_tokens_before_it(directory, bos):
+    """With a BOS of the template, of add_bos_token, or written in the text."""
+    lm = JaxformerLM(directory, batch_size=2, add_bos_token=bos)
+    begin = lm.prefix_token_id
+    text_ids = lm.tokenizer.encode("the cat sees", special_tokens=False)
+    shown = lm.tokenizer.shown(begin)
+    texts = [("the cat sees",), (f"{shown}the cat sees",), (shown,), ("",)]
+    plain, named, only_begin, empty = lm.loglikelihood_rolling(
+        requests_of("loglikelihood_rolling", texts), disable_tqdm=True
+    )
+    assert plain == pytest.approx(log_likelihood(lm, [begin, *text_ids], 1), abs=1e-4)
+    assert named == plain and (only_begin, empty) == (0.0, 0.0)
+
+
+@one_directory
+def test_every_token_of_a_template_of_several_is_read_and_none_is_scored(directory, monkeypatch):
+    lm = JaxformerLM(directory)
+    text_ids = lm.tokenizer.encode("the cat", special_tokens=False)
+    monkeypatch.setattr(lm, "tok_encode", lambda string: [7, 9, 11, *text_ids])
+    monkeypatch.setattr(type(lm.tokenizer), "prefix", [7, 9, 11])
+    found = lm.loglikelihood_rolling(requests_of("loglikelihood_rolling", [("the cat",)]))
+    tokens = [7, 9, 11, *text_ids]
+    assert found == [pytest.approx(log_likelihood(lm, tokens, 3), abs=1e-4)]
+    for length in (1, 2, 3, 5):
+        lm.max_length = length
+        scored = [window[2] for window in lm._windows(tokens)]
+        assert [token for row in scored for token in row] == text_ids and all(scored)
+
+
+def test_a_continuation_without_tokens_is_refused_as_the_harness_refuses_it(directory, hf):
+    lm = JaxformerLM(directory)
+    for pair in (("the cat", ""), ("", ""), ("", lm.tokenizer.shown(lm.prefix_token_id))):
+        asked = requests_of("loglikelihood", [("the cat", " dog"), pair])
+        with pytest.raises((AssertionError, IndexError)):
+            hf.loglikelihood(asked, disable_tqdm=True)
+        with pytest.raises(jf.ConfigError) as raised:
+            lm.loglikelihood(asked, disable_tqdm=True)
+        assert f"the continuation {pair[1]!r} after the context {pair[0]!r}" in str(raised.value)
+    with pytest.raises(jf.ConfigError, match="the continuation has no tokens"):
+        lm._loglikelihood_tokens([(None, [5], [])])
+
+
+@one_directory
+def test_a_context_of_spaces_alone_is_the_prefix_token(directory):
+    """Its spaces go to the continuation; before, the first token was scored twice."""
+    lm = JaxformerLM(directory)
+    asked = requests_of("loglikelihood", [("  ", "cat sees"), ("", "  cat sees")])
+    spaces, empty = lm.loglikelihood(asked, disable_tqdm=True)
+    tokens = lm.tokenizer.encode("  cat sees", special_tokens=False)
+    assert spaces == empty
+    expected = log_likelihood(lm, [lm.prefix_token_id, *tokens], 1)
+    assert spaces[0] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@one_directory
+def test_the_batch_size_changes_no_answer(directory, tasks, expected):
+    assert_equal(answered(JaxformerLM(directory, batch_size=1), tasks, ["tiny_choices"]), expected)
+    assert_equal(
+        answered(
+            JaxformerLM(directory, batch_size="auto"), tasks, ["tiny_writing", "tiny_endless"]
+        ),
+        expected,
+    )
+
+
+def test_a_continuation_is_greedy_exactly_where_the_model_would_write_it(directory, hf):
+    """Token by token: what transformers writes, the same with one token changed, all of them asked
+    for together."""
+    import torch
+
+    ours, rng = JaxformerLM(directory, batch_size=4), random.Random(2)
+    asked = []
+    for length in (1, 7, 20, 60):
+        context = [rng.randrange(2, 290) for _ in range(length)]
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": 24,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        written = hf.model.generate(torch.tensor([context]), **settings)[0, length:].tolist()
+        for count, changed in (
+            (24, None),
+            (24, 0),
+            (24, 10),
+            (24, 23),
+            (1, None),
+            (1, 0),
+            (5, None),
+            (5, 4),
+            (5, 4),
+        ):
+            continuation = [
+                t if i != changed else rng.randrange(290) for i, t in enumerate(written[:count])
+            ]
+            asked.append((None, context, continuation))
+    asked.append((None, [5], [rng.randrange(290) for _ in range(LENGTH)]))
+    found, expected = (
+        model._loglikelihood_tokens(asked, disable_tqdm=True) for model in (ours, hf)
+    )
+    compare(found, expected, "tokens")
+    assert {greedy for _, greedy in found} == {True, False}
+
+
+@one_directory
+def test_no_more_is_read_than_must_be(directory, monkeypatch):
+    """Choices that differ in their last token are one row; rows of like length go together; few
+    tokens are few logits."""
+    read, lm = [], JaxformerLM(directory, batch_size=2)
+    monkeypatch.setattr(
+        model,
+        "scores",
+        lambda *asked: read.append((asked[2], *asked[3].shape)) or scores.scores(*asked),
+    )
+    asked = [(None, [5, 6, 7], [8, last]) for last in range(20)] + [(None, [5, 6, 7, 8], [9])]
+    answers = lm._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert len({value for value, _ in answers}) == 21
+    lm._loglikelihood_tokens(
+        [(None, [5] * length, [6]) for length in (90, 1, 91, 2)], disable_tqdm=True
+    )
+    assert read == [(16, 2, 64), (0, 2, 96), (0, 2, 64)]
+
+
+@pytest.mark.parametrize("bos", [None, True, False])
+def test_texts_become_the_tokens_of_the_harness_s_own_model(directory, bos):
+    ours, hf = (
+        JaxformerLM(directory, add_bos_token=bos),
+        harness_model(directory, add_bos_token=bos),
+    )
+    assert (ours.prefix_token_id, ours.eot_token_id) == (hf.prefix_token_id, hf.eot_token_id)
+    assert (ours.max_length, ours.max_gen_toks) == (hf.max_length, hf.max_gen_toks)
+    for string in (
+        "",
+        " ",
+        "the cat ",
+        "<s> the cat",
+        "<s>",
+        "a <|endoftext|> b </s>",
+        "<|endoftext|>x",
+        "it's\tüber",
+    ):
+        for added in (None, True, False):
+            assert ours.tok_encode(string, added) == hf.tok_encode(string, added), (string, added)
+
+
+def written(lm, contexts, **settings):
+    """What a model writes after each context."""
+    from lm_eval.api.instance import Instance
+
+    requests = [Instance("generate_until", {}, (context, settings), 0) for context in contexts]
+    return lm.generate_until(requests, disable_tqdm=True)
+
+
+CONTEXTS = ["the cat", "dog", "river stone bright", "42 <b>"]
+
+
+@one_directory
+def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
+    steps, decode = [], model.decode
+    monkeypatch.setattr(
+        model, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
+    )
+    lm = JaxformerLM(directory, batch_size=4)
+    whole = written(lm, CONTEXTS, until=[], max_gen_toks=80)
+    assert sum(steps) >= 80 and max(map(len, whole)) > 40
+    steps.clear()
+    stops = [text[3:6] for text in whole]
+    assert written(lm, CONTEXTS, until=stops, max_gen_toks=80) == [
+        min((text.split(stop)[0] for stop in stops if stop), key=len) for text in whole
+    ]
+    assert steps == [model.CHUNK]
+    steps.clear()
+    prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
+    first = scores.scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
+        2
+    ].argmax()
+    monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
+    assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [model.CHUNK]
+
+
+@one_directory
+def test_a_draw_from_one_token_is_greedy_and_one_from_all_follows_the_seed(directory):
+    lm = JaxformerLM(directory, batch_size=4)
+    greedy = written(lm, CONTEXTS, max_gen_toks=20)
+    assert (
+        written(lm, CONTEXTS, max_gen_toks=20, do_sample=True, top_k=1, temperature=0.7) == greedy
+    )
+    assert (
+        written(lm, CONTEXTS, max_gen_toks=20, do_sample=False, temperature=0.7, num_beams=1)
+        == greedy
+    )
+    assert written(lm, CONTEXTS, max_gen_toks=20, do_sample=True) != greedy
+    drawn = []
+    for seed in (1, 1, 2):
+        np.random.seed(seed)
+        drawn.append(written(lm, CONTEXTS, max_gen_toks=20, do_sample=True, temperature=3.0))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def from_scratch(**settings):
+    """A model as a run directory gives it: its tokenizer has an end token alone, and its table more
+    rows than that."""
+    from jaxformer.runs.loading import Loaded
+    from jaxformer.tokenizer.make import train_bpe_tokenizer
+
+    tokenizer = train_bpe_tokenizer([text(random.Random(0), 400)], 280)
+    config = jf.ModelConfig(
+        **{"vocab_size": 320, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_length": 80}
+        | settings
+    )
+    params = jax.tree.map(lambda leaf: 5 * leaf, jf.init(config, jax.random.key(0)))
+    return Loaded(params, config, tokenizer)
+
+
+def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
+    from lm_eval.api.instance import Instance
+
+    loaded = from_scratch(positions="learned", logit_soft_cap=3.0)
+    monkeypatch.setattr(model, "load", lambda *_: loaded)
+    pairs = [("", "the cat"), ("the cat ", "sees a dog"), ("river", " stone " * 20)]
+    found = JaxformerLM("run").loglikelihood(
+        [Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True
+    )
+    encode, forward = loaded.tokenizer.encode, jax.jit(jf.forward, static_argnums=1)
+    for (context, continuation), (value, _) in zip(pairs, found, strict=True):
+        before = encode(context.rstrip()) or [loaded.tokenizer.end_token]
+        tokens = [*before, *encode(context + continuation)[len(before) if context else 0 :]]
+        padded = np.array([tokens + [0] * (80 - len(tokens))])
+        chances = jax.nn.log_softmax(forward(loaded.params, loaded.config, padded))[0]
+        spots = np.arange(len(before), len(tokens))
+        assert value == pytest.approx(float(chances[spots - 1, padded[0, spots]].sum()), abs=1e-4)
+
+
+def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(model, "load", lambda *_: from_scratch())
+    lm = JaxformerLM("run", batch_size=2)
+    (whole, _), (cut, _) = lm._loglikelihood_tokens(
+        [(None, [3] * 80, [5]), (None, [4] * 9 + [3] * 80, [5])]
+    )
+    assert (
+        whole == cut
+        and "1 of 2 contexts lose their beginning: there is room for 80 tokens" in caplog.text
+    )
+    assert (
+        written(lm, ["cat " * 90], max_gen_toks=60)
+        and "1 of 1 contexts" in caplog.text
+        and "20 tokens" in caplog.text
+    )
+
+
+def test_logits_computed_a_few_at_a_time_give_the_same(monkeypatch):
+    loaded, rng, found = from_scratch(), np.random.default_rng(0), []
+    rows = (rng.integers(0, 320, (3, 64)), np.array([64, 30, 2]), np.array([40, 17, 1]))
+    for most, shape in ((2**23, "[3,64,320]"), (3 * 320 * 4, "[3,4,320]")):
+        monkeypatch.setattr(scores, "LOGITS", most)
+        scores.scores.clear_cache()
+        traced = scores.scores.trace(loaded.params, loaded.config, 64, *rows)
+        assert shape in str(traced.jaxpr) and (most == 2**23) == ("[3,64,320]" in str(traced.jaxpr))
+        found.append(scores.scores(loaded.params, loaded.config, 64, *rows))
+    for few, many in zip(*found, strict=True):
+        np.testing.assert_allclose(few, many, rtol=1e-5)
+
+
+REFUSED = {
+    "no path": (lambda: JaxformerLM(), "no path"),
+    "an unknown argument": (lambda: JaxformerLM("run", pretrained="gpt2"), "holds pretrained"),
+    "rows": (lambda: JaxformerLM("run", batch_size=0), "batch_size=0"),
+    "length": (lambda: JaxformerLM("run", max_length=81), "from 1 to 80"),
+    "dtype": (lambda: JaxformerLM("run", dtype="int8"), "int8"),
+    "no room": (lambda: written(JaxformerLM("run"), ["a"], max_gen_toks=80), "max_gen_toks=80"),
+    "beams": (
+        lambda: written(JaxformerLM("run"), ["a"], num_beams=4, max_gen_toks=8),
+        "hold num_beams",
+    ),
+    "chat": (lambda: JaxformerLM("run").apply_chat_template([]), "--apply_chat_template"),
+    "too long": (
+        lambda: JaxformerLM("run")._loglikelihood_tokens([(None, [1], [2] * 81)]),
+        "81 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
+    monkeypatch.setattr(model, "load", lambda *_, **__: from_scratch())
+    attempt, message = REFUSED[name]
+    with pytest.raises(jf.ConfigError, match=message):
+        attempt()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"family": "encoder"}, {"family": "encoder_decoder"}, {"head": "tags", "n_classes": 3}],
+)
+def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
+    monkeypatch.setattr(model, "load", lambda *_: from_scratch(**settings))
+    with pytest.raises(jf.ConfigError, match="give it a decoder"):
+        JaxformerLM("run")
+
+
+@pytest.mark.slow
+@one_directory
+def test_the_command_evaluates_a_directory(directory, tasks, expected, tmp_path):
+    line = [
+        "--model",
+        "jaxformer",
+        "--model_args",
+        f"path={directory}",
+        "--tasks",
+        "tiny_choices",
+        "--batch_size",
+        "4",
+    ]
+    line += ["--include_path", str(tasks), "--output_path", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxformer.tools.lm_eval", *line],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (report,) = tmp_path.rglob("results_*.json")
+    results = json.loads(report.read_text())["results"]["tiny_choices"]
+    for metric, value in expected[1]["tiny_choices"].items():
+        assert isinstance(value, str) or results[metric] == value or "stderr" in metric
+
+
+def test_the_command_says_a_mistake_in_one_message(monkeypatch, capsys):
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: JaxformerLM("/nowhere"))
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("error: /nowhere has no config.json")
+
+
+def test_the_names_of_the_harness_are_left_to_it():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"jaxformer"}
+
+
+def test_the_arguments_given_are_those_that_the_harness_reads(monkeypatch):
+    before, seen = [*sys.argv], []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: seen.extend(sys.argv))
+    assert jaxformer_main(["lm_eval", "--tasks", "a,b"]) == 0
+    assert seen[1:] == ["--tasks", "a,b"] and sys.argv == before
+
+
+def test_without_the_harness_the_command_says_what_to_install():
+    code = (
+        "import sys; sys.modules['lm_eval'] = None; from jaxformer.tools.lm_eval import main;"
+        " sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and 'pip install "jaxformer[lm_eval]"' in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,357 @@
+"""`jaxformer plan`: what it says of a run is what the run needs, before it starts."""
+
+import dataclasses
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxformer as jf
+from jaxformer.arrays.hardware import DEVICES, name_of, peak_flops
+from jaxformer.cli import main
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import RunConfig
+from jaxformer.models.cost import flops_per_token, parameter_count
+from jaxformer.tools.plan.changes import changed
+from jaxformer.tools.plan.make import Plan, make_plan
+from jaxformer.tools.plan.planned import PlannedRun, planned_run, replanned
+from jaxformer.tools.plan.report import parameters_by_part, plan_numbers, plan_text
+from jaxformer.tools.plan.undivided import undivided_axes
+from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.state import init_state
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+Capture = pytest.CaptureFixture[str]
+
+
+def config(name: str, *overrides: str) -> RunConfig:
+    return jf.load_config(ROOT / "configs" / f"{name}.py", overrides)
+
+
+def planned(name: str, device: str = "h100", devices: int = 0, *overrides: str) -> PlannedRun:
+    return planned_run(config(name, *overrides), device, devices)
+
+
+def plan(name: str, device: str = "h100", devices: int = 0, *overrides: str) -> Plan:
+    return make_plan(planned(name, device, devices, *overrides))
+
+
+def held(found: Plan) -> dict[str, float]:
+    return {line.name: line.bytes for line in found.memory.held}
+
+
+@pytest.mark.parametrize("device", ["h100", "v5e", "cpu"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_planned(name: str, device: str) -> None:
+    found = plan(name, device)
+    assert sum(parameters_by_part(found.planned).values()) == parameter_count(found.planned.model)
+    assert 0 < found.memory.temporary < found.memory.peak
+    text = plan_text(found, f"plan of {name}", tokens=1000)
+    assert name in text and max(map(len, text.splitlines())) <= 100
+    assert json.loads(json.dumps(plan_numbers(found)))["memory"]["peak"] == found.memory.peak
+    known = found.bound.seconds is not None and found.mfu is not None
+    assert known == (device != "cpu")
+    assert ("Least time" in plan_text(found, "")) == known and "unknown" not in text
+
+
+@pytest.mark.parametrize("name", ["quickstart", "bert_tiny", "t5_tiny"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+def test_the_state_takes_the_bytes_that_it_takes(name: str, optimizer: str) -> None:
+    found = plan(name, "cpu", 0, f"optimizer.name={optimizer}")
+    run = found.planned.run
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    optimizer = make_optimizer(run.optimizer, schedule, found.planned.specs)
+    state = jax.eval_shape(lambda: init_state(found.planned.specs, optimizer))
+
+    def bytes_of(tree: Any) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    params, rest = bytes_of(state.params), bytes_of((state.step, state.optimizer))
+    assert held(found)["parameters"] == params and held(found)["optimizer state"] == rest
+
+
+def test_shards_take_their_share_of_the_bytes() -> None:
+    one, eight = plan("llama_1b"), plan("llama_1b", "h100", 8, "mesh.fsdp=8")
+    # All but the norms, which are whole on each device.
+    norms = 4 * parameters_by_part(one.planned)["norms"]
+    divided = held(one)["parameters"] - norms
+    assert held(eight)["parameters"] == divided / 8 + norms
+    assert held(eight)["batch"] == held(one)["batch"] / 8
+
+
+def test_products_are_those_of_the_cost_model() -> None:
+    found = plan("t5_small", "h100", 0, "model.dropout=0.0")
+    run = found.planned.run
+    per_token = flops_per_token(run.model, run.data.sequence_length, run.data.source_length)
+    assert found.products.per_token == per_token
+    tokens = run.train.batch_size * run.data.sequence_length
+    assert found.products.model == per_token * tokens
+    assert not found.products.recomputed
+    full = plan("t5_small", "h100", 0, "model.dropout=0.0", "model.remat=full").products
+    # The products of the blocks are computed once more, and are less than all.
+    assert 0 < full.recomputed < full.model / 3
+
+
+def seen_pairs(length: int, window: int, causal: bool) -> int:
+    """Counted one by one."""
+    return sum(
+        (not causal or key <= query) and abs(query - key) < (window or length)
+        for query in range(length)
+        for key in range(length)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "windows", "settings"),
+    [
+        ("llama_1b", "h100", [0, 0], []),
+        ("llama_1b", "h100", [48, 48], ["model.window=48"]),
+        ("llama_1b", "h100", [48, 0], ["model.window=48", "model.window_pattern=wf"]),
+        ("llama_1b", "v5e", [48, 48], ["model.window=48"]),
+        # Blocked attention computes the keys beyond a window.
+        ("llama_1b", "h100", [0, 0], ["model.window=48", "model.attention_kernel=blocked"]),
+        ("bert_base", "v5e", [48, 48], ["model.window=48", "model.dropout=0.0"]),
+        ("bert_base", "v5e", [0, 0], ["model.dropout=0.0"]),
+    ],
+)
+def test_what_windows_hide_is_no_product(
+    name: str, device: str, windows: list[int], settings: list[str]
+) -> None:
+    sizes = ["model.n_layers=2", "data.sequence_length=128", "model.max_length=128"]
+    found = plan(name, device, 0, *sizes, *settings)
+    model, rows = found.planned.model, found.planned.sequences
+    pairs = [seen_pairs(128, window, model.family == "decoder") for window in windows]
+    hidden = sum(128**2 - of_layer for of_layer in pairs)
+    # Six products of a number of each score: with keys and values, forward, and twice backward.
+    assert found.products.skipped == rows * hidden * 12 * model.n_heads * model.head_width
+    assert found.bound.products is not None
+    peak = DEVICES[device].bfloat16
+    assert found.bound.products == pytest.approx(found.products.done / peak)
+
+
+def test_the_bound_is_the_largest_of_its_parts_and_falls_with_devices() -> None:
+    one, eight = plan("llama_1b"), plan("llama_1b", "h100", 8, "mesh.fsdp=8")
+    for found in (one, eight):
+        parts = dict(found.bound._asdict())
+        assert found.bound.seconds == max(parts.values()) == parts[found.bound.binds]
+        assert found.seconds_for(10 * found.planned.tokens_per_step) == 10 * found.bound.seconds
+        assert found.mfu is not None and 0 < found.mfu <= 1.1
+    assert one.bound.links == 0 < eight.bound.links
+    assert one.bound.seconds / 8 <= eight.bound.seconds < one.bound.seconds
+    assert one.bound.products == pytest.approx(one.products.done / DEVICES["h100"].bfloat16)
+
+
+def test_what_the_mesh_leaves_undivided_is_named_and_computed_by_each_device() -> None:
+    left = plan("bert_base", "h100", 4, "mesh.tensor=4")
+    (axis,) = left.undivided
+    assert axis[:4] == ("vocab", 30_522, "tensor", 4)
+    assert axis.paths == ("embed.tokens", "head.bias")
+    planned, tokens = left.planned, left.planned.tokens_per_step
+    output = 6 * 30_522 * planned.model.d_model * tokens
+    assert left.products.undivided == 3 * output
+    assert left.mfu == pytest.approx(left.products.model / (left.products.model + 3 * output))
+    text = " ".join(plan_text(left, "").split())
+    assert "vocab 30,522 by mesh.tensor 4" in text and "--model.vocab_size 30528 is divided" in text
+    assert "37% of the products are repeated (vocab 30,522)" in text
+    assert plan_numbers(left)["undivided"][0]["remedy"] == axis.remedy
+    name, value = axis.remedy.removeprefix("--").split()[:2]
+    padded = plan("bert_base", "h100", 4, "mesh.tensor=4", f"{name}={value}")
+    assert not padded.undivided and not padded.products.undivided
+    assert padded.mfu == pytest.approx(1.0, abs=0.01) and "not divided" not in plan_text(padded, "")
+    # A model to start from has the rows that it has.
+    (as_it_is,) = undivided_axes(planned.specs, planned.mesh, may_be_longer=False)
+    assert as_it_is.remedy == "--mesh.tensor 2 divides it"
+    # The look-ups and the output layer of a whole vocabulary exchange nothing.
+    purposes = {one.purpose for one in left.collectives}
+    assert not purposes & {"table of tokens", "gradient of the output layer's input"}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "settings", "axes"),
+    [
+        ("gpt2_124m", 8, ["mesh.tensor=8"], {"heads", "kv_heads"}),
+        ("llama_1b", 8, ["mesh.tensor=8"], {"kv_heads"}),
+        ("quickstart", 5, ["mesh.fsdp=5", "model.d_ff=1000", "train.batch_size=40"], None),
+        ("llama_1b", 4, ["mesh.tensor=4"], set()),
+    ],
+)
+def test_every_axis_that_is_left_has_a_remedy(
+    name: str, devices: int, settings: list[str], axes: set[str] | None
+) -> None:
+    if axes is None:
+        with pytest.raises(jf.ConfigError, match=r"mesh.fsdp=5 splits no parameter"):
+            plan(name, "h100", devices, *settings)
+        return
+    found = plan(name, "h100", devices, *settings)
+    assert {one.axis for one in found.undivided} == axes
+    for one in found.undivided:
+        setting, value = one.remedy.removeprefix("--").split()[:2]
+        mesh = [s for s in settings if not s.startswith(f"{setting}=")]
+        other = plan(name, "h100", devices, *mesh, f"{setting}={value}")
+        assert one.axis not in {left.axis for left in other.undivided}
+    # Compilers divide the products with keys and values by the width of a head.
+    assert bool(found.products.undivided) == ("heads" in axes)
+
+
+def test_less_is_stored_with_remat_and_with_microbatches() -> None:
+    temporary = [
+        plan("llama_1b", "h100", 0, f"model.remat={remat}").memory.temporary
+        for remat in ("none", "names", "full")
+    ]
+    assert temporary == sorted(temporary, reverse=True) and len(set(temporary)) == 3
+    few = plan("gpt2_124m", "h100", 0, "train.microbatches=4").memory.temporary
+    assert few > plan("gpt2_124m", "h100", 0, "train.microbatches=16").memory.temporary
+
+
+@pytest.mark.parametrize(("device", "kernel"), [("a100", "blocked"), ("h100", "cudnn")])
+def test_packed_rows_take_the_kernel_of_the_compute_capability(device: str, kernel: str) -> None:
+    found = planned_run(config("gpt2_124m"), device, packed=True)
+    assert found.run.model.attention_kernel == kernel and found.kernel.startswith(kernel)
+
+
+def test_attention_weights_are_in_memory_only_with_the_plain_kernel() -> None:
+    short, long = (
+        plan("llama_1b", "h100", 0, f"data.sequence_length={n}", f"train.batch_size={2**15 // n}",
+             "train.microbatches=1", "model.max_length=8192", f"model.attention_kernel={kernel}")
+        for n, kernel in ((1024, "cudnn"), (8192, "cudnn"))
+    )  # fmt: skip
+    plain = plan(
+        "llama_1b", "h100", 0, "data.sequence_length=8192", "train.batch_size=4",
+        "train.microbatches=1", "model.max_length=8192", "model.attention_kernel=xla",
+    )  # fmt: skip
+    assert long.memory.temporary == pytest.approx(short.memory.temporary, rel=0.01)
+    weights = 4 * 32 * 8192**2 * 6  # rows, heads, scores; float32 and bfloat16
+    assert plain.memory.temporary > long.memory.temporary + weights
+
+
+def test_the_changes_fit_and_are_the_smallest() -> None:
+    found = plan("llama_1b", "a100_40gb", 4, "train.microbatches=1", "train.batch_size=64")
+    assert found.memory.fits is False and found.changes
+    for change in found.changes:
+        run = changed(found.planned.run, change.settings)
+        memory = make_plan(replanned(found.planned, run)).memory
+        assert memory.fits and memory.peak == change.peak
+    fsdp = [c.settings["mesh.fsdp"] for c in found.changes if set(c.settings) == {"mesh.fsdp"}]
+    for size in fsdp:
+        less = changed(found.planned.run, {"mesh.fsdp": size // 2})
+        assert not make_plan(replanned(found.planned, less)).memory.fits
+
+
+def test_a_run_that_fits_needs_no_change_and_one_that_cannot_has_none() -> None:
+    assert plan("quickstart").changes is None
+    hopeless = plan("llama3_8b", "l40s", 1, "train.batch_size=4")
+    assert hopeless.changes == []
+    assert "use more devices" in plan_text(hopeless, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("h100_nvl", "h100_nvl"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_device_is_found_by_what_jax_calls_it(kind: str, name: str | None) -> None:
+    assert name_of(kind) == name
+    assert peak_flops(kind, "bfloat16") == (name and DEVICES[name].bfloat16)
+
+
+def test_each_kind_is_that_of_one_row_and_has_all_figures() -> None:
+    for name, device in DEVICES.items():
+        if name != "cpu":
+            assert None not in dataclasses.astuple(device) and device.source
+            assert device.float32 <= device.bfloat16
+    assert peak_flops("cpu", "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quickstart", "--device", "h1000"], "there is no device 'h1000': choose one of h100,"),
+        (["quickstart", "--device", "h100", "--devices", "-2"], "--devices -2"),
+        (["quickstart", "--device", "h100", "--devices", "3", "--mesh.fsdp", "2"], "must multiply"),
+        (["quickstart", "--device", "h100", "--devices", "3"], "not divisible among"),
+        (["quickstart", "--device", "h100", "--tokens", "-1"], "--tokens -1"),
+        (
+            ["shakespeare_char", "--device", "h100", "--model.vocab_size", "0"],
+            "model.vocab_size=0, and the size of this tokenizer is not known",
+        ),
+        (["gpt2_124m", "--device", "v5e", "--model.attention_kernel", "cudnn"], "cannot run here"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(
+    arguments: list[str], message: str, capsys: Capture
+) -> None:
+    arguments[0] = str(ROOT / "configs" / f"{arguments[0]}.py")
+    assert main(["plan", *arguments]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and "Traceback" not in told.err and not told.out
+
+
+def test_the_command_prints_text_or_json(capsys: Capture) -> None:
+    path = str(ROOT / "configs" / "gpt2_124m.py")
+    given = [path, "--device", "v5e", "--devices", "4", "--mesh.fsdp", "4", "--tokens", "1000000"]
+    assert main(["plan", *given]) == 0
+    text = capsys.readouterr().out
+    words = ("4 x v5e", "attention", "exact", "estimate", "not faster than", "No speed is promised")
+    assert all(word in text for word in words)
+    assert not re.search(r"\d tokens/s|tokens per second", text)
+    assert main(["plan", *given, "--json"]) == 0
+    numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = plan("gpt2_124m", "v5e", 4, "mesh.fsdp=4")
+    assert numbers["memory"]["peak"] == found.memory.peak
+    assert numbers["seconds_for_tokens"] == found.seconds_for(1_000_000)
+    assert numbers["bound"]["seconds"] == found.bound.seconds
+
+
+def test_classes_that_only_the_data_knows_are_assumed_and_said() -> None:
+    run = read_config(ROOT / "configs" / "bert_tiny.py:scratch")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=4096))
+    found = make_plan(planned_run(run, "h100"))
+    assert "2 classes are assumed" in plan_text(found, "")
+
+
+def test_a_large_model_on_many_devices_is_planned_without_the_platform_that_it_is_for() -> None:
+    """benchmarks/startup.py times it."""
+    sizes = ["--model.d_model", "8192", "--model.n_layers", "80", "--model.n_heads", "64"]
+    sizes += ["--model.d_ff", "28672", "--train.batch_size", "1024", "--mesh.fsdp", "256"]
+    command = [sys.executable, "-m", "jaxformer", "plan", "configs/llama3_8b.py", *sizes]
+    command += ["--device", "v5p", "--devices", "256", "--json"]
+    environment = {**os.environ, "JAX_PLATFORMS": "tpu"}  # of which there is none here
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    numbers = json.loads(done.stdout)
+    assert sum(numbers["parameters"].values()) == 70_553_706_496
+    assert numbers["memory"]["fits"] and numbers["bound"]["mfu"] > 0.5
+
+
+def test_planned_memory_is_near_what_the_compilers_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps of both vendors that `benchmarks/plan_memory.py` compiled and saved."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import plan_memory
+
+    found = plan_memory.compared(plan_memory.saved("plan_memory"))
+    errors = [planned / compiled - 1 for compiled, planned in found.values()]
+    assert len(errors) >= 30 and {name.startswith("v") for name in found} == {True, False}
+    assert statistics.median(map(abs, errors)) <= 0.1
+    under = {name for name, (compiled, planned) in found.items() if planned < 0.95 * compiled}
+    assert not under

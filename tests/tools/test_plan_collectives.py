@@ -1,0 +1,126 @@
+"""The collectives of a plan: they follow from the placements, and are those of compiled steps."""
+
+from pathlib import Path
+
+import pytest
+
+import jaxformer as jf
+from jaxformer.models.cost import parameter_count
+from jaxformer.tools.plan.collectives import collectives_of
+from jaxformer.tools.plan.links import Collective, sent_bytes
+from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.planned import PlannedRun, planned_run
+from jaxformer.tools.plan.report import parameters_by_part
+
+ROOT = Path(__file__).parents[2]
+# Steps in which the compiler for TPUs sums a whole gradient that the step asks it to scatter.
+SUMMED_WHOLE = {"v5e_gpt2", "v5e_gpt2_full", "v5e_gpt2_packed", "v5e_bert_base"}
+
+
+def planned(name: str, device: str, devices: int, *overrides: str) -> PlannedRun:
+    return planned_run(jf.load_config(ROOT / "configs" / f"{name}.py", overrides), device, devices)
+
+
+def by_purpose(run: PlannedRun) -> dict[tuple[str, str], Collective]:
+    return {(one.kind, one.purpose): one for one in collectives_of(run)}
+
+
+def matrices_of_layers(run: PlannedRun) -> int:
+    parts = parameters_by_part(run)
+    return parts["attention"] + parts["ffn"]
+
+
+def test_collectives_follow_from_the_placements() -> None:
+    run = planned("llama_1b", "h100", 8, "mesh.fsdp=4")
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
+    gathers = found["all-gather", "weights of the layers, forward"]
+    assert gathers.bytes == 2 * matrices_of_layers(run) * microbatches and gathers.devices == 4
+    assert gathers.times == 7 * 22 * microbatches  # q, k, v, out, gate, up, down
+    assert found["reduce-scatter", "gradients of the layers"].bytes == gathers.bytes
+    # Each replica adds up the gradients of its shards in float32, and they are summed once.
+    gradients = [one for one in collectives_of(run) if one.axis == "data"]
+    norms = parameters_by_part(run)["norms"]
+    total = parameter_count(run.model)
+    assert sum(one.bytes for one in gradients) == 4 * ((total - norms) / 4 + norms)
+    assert {(one.kind, one.devices) for one in gradients} == {("all-reduce", 2)}
+    assert not collectives_of(planned("llama_1b", "h100", 1))
+
+
+@pytest.mark.parametrize(("devices", "sends"), [(4, 3), (16, 17)])
+def test_a_windowed_product_passes_shards_on(devices: int, sends: int) -> None:
+    mesh = f"mesh.fsdp={devices}"
+    run = planned("llama_1b", "v5e", devices, mesh)
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
+    forward = found["collective-permute", "weights of the layers, forward"]
+    assert forward.times == 7 * 22 * microbatches * sends
+    shards = 2 * matrices_of_layers(run) * microbatches / devices
+    assert forward.bytes == forward.sent("tpu") == sends * shards
+    # With remat those of attention are gathered once more; those of gate and up are shared.
+    backward = "weights of the layers, backward"
+    again = by_purpose(planned("llama_1b", "v5e", devices, mesh, "model.remat=full"))
+    attention = 2 * parameters_by_part(run)["attention"] * microbatches / devices
+    gate_and_up = 2 / 3 * 2 * parameters_by_part(run)["ffn"] * microbatches
+    assert again["all-gather", backward].bytes == pytest.approx(gate_and_up)
+    assert again["collective-permute", backward].bytes == pytest.approx(
+        forward.bytes + sends * (attention - gate_and_up / devices)
+    )
+
+
+def test_tensor_parallelism_sums_each_sublayer() -> None:
+    run = planned("llama_1b", "h100", 4, "mesh.tensor=4")
+    found, microbatches = by_purpose(run), run.run.train.n_microbatches
+    outputs = found["all-reduce", "outputs of the sublayers"]
+    assert outputs.times == 2 * 22 * microbatches
+    assert outputs.bytes == outputs.times * run.rows * 2048 * 2048 * 2
+    assert found["all-gather", "table of tokens"].bytes == 4 * 32_000 * 2048 * microbatches
+    # The output of attention is read again, that of the feed-forward is not.
+    again = by_purpose(planned("llama_1b", "h100", 4, "mesh.tensor=4", "model.remat=full"))
+    assert again["all-reduce", "outputs that remat computes again"].times == 22 * microbatches
+    one = make_plan(planned("llama_1b", "h100", 1))
+    assert make_plan(run).memory.temporary < one.memory.temporary
+
+
+def test_gradients_are_summed_once_unless_dropout_depends_on_the_batch() -> None:
+    pieces = ("train.microbatches=4", "train.batch_size=256")
+    apart, layers = "all-reduce", "gradients of the layers"
+    once = by_purpose(planned("gpt2_124m", "h100", 8, *pieces))[apart, layers]
+    each = by_purpose(planned("gpt2_124m", "h100", 8, *pieces, "model.dropout=0.1"))[apart, layers]
+    assert (each.times, each.bytes) == (4 * once.times, 4 / 2 * once.bytes)  # in bfloat16
+
+
+def test_what_a_device_sends() -> None:
+    assert sent_bytes("all-gather", 800, 8, "gpu") == 700
+    assert sent_bytes("reduce-scatter", 800, 8, "tpu") == 700
+    assert sent_bytes("all-reduce", 800, 8, "tpu") == 1400
+    assert sent_bytes("all-reduce", 800, 8, "gpu") == 800
+    assert sent_bytes("collective-permute", 100, 8, "tpu") == 100
+
+
+def test_planned_collectives_are_those_that_the_compilers_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the steps of both vendors that `benchmarks/plan_memory.py` compiled and saved."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import plan_memory
+
+    found = plan_memory.sent(plan_memory.saved("plan_memory"))
+    assert len(found) >= 20 and {name.startswith("v") for name in found} == {True, False}
+    meshes = {one.axis for name in found for one in collectives_of(step_of(name))}
+    assert meshes == {"data", "fsdp", "tensor"}
+    for name, (compiled, planned) in found.items():
+        if name in SUMMED_WHOLE:
+            # An all-reduce in a ring sends twice what a reduce-scatter does.
+            scattered = planned["reduce-scatter"]
+            assert not compiled["reduce-scatter"]
+            assert compiled["all-reduce"] == pytest.approx(2 * scattered, rel=0.05)
+            compiled["all-reduce"] -= round(scattered)
+        assert planned.total() == pytest.approx(compiled.total(), rel=0.1), name
+        for kind, size in compiled.items():
+            if size > 0.05 * compiled.total() and name not in SUMMED_WHOLE:
+                assert planned[kind] == pytest.approx(size, rel=0.1), (name, kind)
+
+
+def step_of(name: str) -> PlannedRun:
+    import plan_memory
+
+    return plan_memory.planned_step(plan_memory.saved("plan_memory")[name])

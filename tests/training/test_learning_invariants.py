@@ -1,0 +1,306 @@
+"""Invariants of learning: what a step computes, whatever its pieces, and what an update moves."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from learning_steps import a_batch, a_run, loss_for, step_of
+from shapes import VOCABULARY, model
+
+import jaxformer as jf
+from jaxformer.arrays.mesh import make_mesh
+from jaxformer.arrays.params import rows
+from jaxformer.config.config_file import check
+from jaxformer.config.run import OptimizerConfig, RunConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.files import ConfigError
+from jaxformer.models import transformer
+from jaxformer.training.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    decay_groups,
+    decay_mask,
+    make_optimizer,
+    make_schedule,
+    schedule_text,
+)
+from jaxformer.training.state import TrainState, compiler_options, init_state, state_shardings
+from jaxformer.training.step import gradients, make_step
+
+pytestmark = pytest.mark.fast
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def gradient(params, run, batch):
+    state = TrainState(jnp.int32(0), params, ())
+    grads, means = gradients(
+        loss_for(run), state, batch, jax.random.key(0), run.train.n_microbatches
+    )
+    return grads, means.get("nats", means["loss"])
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+@pytest.mark.parametrize(
+    "extras", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}], ids=["plain", "smoothed"]
+)
+def test_an_accumulated_step_equals_one_big_batch_with_unequal_weights(pieces, extras):
+    params = jf.init(model("llama"), jax.random.key(0))
+    whole, loss = gradient(params, a_run(train=extras), a_batch())
+    split, loss_split = gradient(params, a_run(train=extras | {"microbatches": pieces}), a_batch())
+    np.testing.assert_allclose(loss_split, loss, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())),
+        split,
+        whole,
+    )
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_loss_is_traced_once_whatever_the_pieces(pieces):
+    traced = []
+
+    def loss(params, batch, key):
+        traced.append(batch["x"].shape)
+        return {"loss": ((params["w"] * batch["x"]).sum(), batch["x"].shape[0])}
+
+    optimizer = optax.sgd(0.5)
+    params = {"w": jnp.ones(3)}
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    state, _ = make_step(loss, optimizer, microbatches=pieces)(state, {"x": x})
+    assert traced == [(8 // pieces, 3)]
+    np.testing.assert_allclose(state.params["w"], 1 - 0.5 * x.mean(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("", {"xla_backend_optimization_level": 1}),
+        ("--xla_cpu_enable_fast_math=false", {"xla_backend_optimization_level": 1}),
+        ("--xla_backend_optimization_level=3", None),
+    ],
+)
+def test_programs_are_compiled_at_the_level_that_xla_flags_name(flags, options, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert compiler_options() == options
+
+
+def test_the_gradient_is_that_of_the_mean_loss_over_weighted_tokens():
+    run, batch = a_run(), a_batch()
+    params = jf.init(run.model, jax.random.key(0))
+
+    def mean_loss(params):
+        logits = jf.forward(params, run.model, batch["tokens"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return (nats * batch["weights"]).sum() / batch["weights"].sum()
+
+    expected = jax.jit(jax.value_and_grad(mean_loss))(params)
+    found, loss = gradient(params, run, batch)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())),
+        found,
+        expected[1],
+    )
+
+
+def test_a_batch_without_weight_moves_nothing_and_gives_no_nan():
+    run, batch = a_run(), a_batch()
+    grads, loss = gradient(
+        jf.init(run.model, jax.random.key(0)),
+        run,
+        batch | {"weights": np.zeros_like(batch["weights"])},
+    )
+    assert loss == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(grads))
+
+
+def start(run):
+    specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, run.train.steps)
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    state = init_state(specs, optimizer, mesh=make_mesh(), seed=run.run.seed)
+    return state, step_of(run, optimizer, schedule)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_batch_can_be_learnt_by_heart(name):
+    rate = {"sgd": 0.3, "lion": 5e-3, "adafactor": 1e-2}.get(name, 1e-2)
+    run = a_run(
+        "gpt2",
+        optimizer={
+            "name": name,
+            "learning_rate": rate,
+            "schedule": "constant",
+            "weight_decay": 0.01,
+        },
+    )
+    state, step = start(run)
+    batch, losses = a_batch(uneven=False), []
+    for _ in range(run.train.steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert abs(losses[0] - np.log(VOCABULARY)) < 0.1
+    assert losses[-1] < (2.5 if name == "sgd" else 0.7) and np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_decay_shrinks_the_masked_leaves_and_no_other(name, decay):
+    config = OptimizerConfig(
+        name=name,
+        decay=decay,
+        learning_rate=0.1,
+        weight_decay=0.5,
+        warmup_steps=0,
+        schedule="constant",
+    )
+    specs = transformer.specs(model("gpt2"))
+    optimizer = make_optimizer(config, make_schedule(config, 10), specs)
+    params = jax.tree.map(jnp.ones_like, transformer.init(model("gpt2"), jax.random.key(0)))
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(nothing, params)
+    moved = jax.tree.map(lambda update: float(jnp.abs(update).max()), updates)
+    expected = jax.tree.map(lambda decays: 0.05 if decays else 0.0, decay_mask(config, specs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), moved, expected)
+
+
+def test_only_matrices_decay_by_default_and_the_groups_count_every_parameter():
+    specs = transformer.specs(model("gpt2"))
+    for path, spec in rows(specs).items():
+        assert spec.is_matrix == (
+            path.split(".")[-1] in ("q", "k", "v", "out", "up", "down", "tokens", "positions")
+        ), path
+    groups = decay_groups(OptimizerConfig(), specs)
+    params = transformer.init(model("gpt2"), jax.random.key(0))
+    assert sum(size for _, size in groups.values()) == sum(
+        leaf.size for leaf in jax.tree.leaves(params)
+    )
+    assert sum(count for count, _ in groups.values()) == len(jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_warms_up_peaks_once_and_ends_where_it_says(name):
+    config = OptimizerConfig(
+        schedule=name,
+        learning_rate=2.0,
+        warmup_steps=10,
+        final_fraction=0.1,
+        wsd_decay_fraction=0.25,
+    )
+    schedule = make_schedule(config, 110)
+    rate = np.array([float(schedule(step)) for step in range(111)])
+    np.testing.assert_allclose(rate[:10], 2.0 * np.arange(1, 11) / 11, rtol=1e-6)
+    assert rate.argmax() == 10 and np.isclose(rate[10], 2.0) and (np.diff(rate[10:]) <= 1e-6).all()
+    end = {"constant": 2.0, "inverse_sqrt": 2.0 * np.sqrt(10 / 110)}.get(name, 0.2)
+    assert np.isclose(rate[110], end)
+    middle = {
+        "constant": 2.0,
+        "linear": 1.1,
+        "cosine": 1.1,
+        "wsd": 2.0,
+        "inverse_sqrt": 2.0 * np.sqrt(10 / 60),
+    }[name]
+    assert np.isclose(rate[60], middle)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("w, e", [(0, 10), (3, 10), (3, 8)])
+def test_the_rate_of_each_step_is_that_of_the_table_in_the_docs(name, w, e):
+    f, steps = 0.1, 10
+    config = OptimizerConfig(
+        schedule=name,
+        learning_rate=1.0,
+        warmup_steps=w,
+        decay_steps=e,
+        final_fraction=f,
+        wsd_decay_fraction=0.2,
+    )
+    d = round(0.2 * (e - w))
+
+    def line(k, first, length):
+        return 1 + (f - 1) * min(max(k - first, 0) / length, 1)
+
+    after = {
+        "constant": lambda k: 1.0,
+        "linear": lambda k: line(k, w + 1, e - w),
+        "cosine": lambda k: f + (1 - f) * (1 + np.cos(np.pi * min((k - w - 1) / (e - w), 1))) / 2,
+        "wsd": lambda k: line(k, e - d + 1, d),
+        "inverse_sqrt": lambda k: (w / (k - 1)) ** 0.5 if w else k**-0.5,
+    }[name]
+    expected = [k / (w + 1) if k <= w else after(k) for k in range(1, steps + 1)]
+    schedule = make_schedule(config, steps)
+    np.testing.assert_allclose([schedule(k - 1) for k in range(1, steps + 1)], expected, rtol=1e-5)
+    assert schedule_text(config, steps).endswith(f"{expected[-1]:.3g} in the last step")
+
+
+def test_a_run_within_its_warm_up_says_that_the_peak_is_not_reached():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=20)
+    assert schedule_text(config, 10).startswith("0.476 in the last step")
+    assert "never reaches its peak, 1" in schedule_text(config, 10)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"schedule": "wsd", "wsd_decay_fraction": 0.0}, "optimizer.schedule=constant"),
+        ({"warmup_steps": 10, "decay_steps": 10}, "end the decay later"),
+        ({"warmup_steps": 1, "rewarm_steps": 5}, "decay_steps, which is not set"),
+        ({"warmup_steps": 1, "decay_steps": 50, "rewarm_steps": 50}, "no step to decay in"),
+    ],
+)
+def test_a_schedule_that_no_step_would_follow_is_refused(settings, message):
+    run = RunConfig(optimizer=OptimizerConfig(**settings), train=TrainConfig(steps=100))
+    with pytest.raises(ConfigError, match=message):
+        check(run)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    run = a_run(
+        optimizer={
+            "name": "sgd",
+            "b1": 0.0,
+            "clip_norm": 0.01,
+            "weight_decay": 0.0,
+            "warmup_steps": 0,
+            "learning_rate": 1.0,
+        }
+    )
+    run = dataclasses.replace(
+        run, optimizer=dataclasses.replace(run.optimizer, schedule="constant")
+    )
+    state, step = start(run)
+    before = jax.tree.map(np.array, state.params)
+    state, metrics = step(state, a_batch())
+    assert metrics["grad_norm"] > 0.1
+    moved = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.params, before))
+    np.testing.assert_allclose(moved, 0.01, rtol=1e-3)
+
+
+def test_dropout_depends_on_seed_and_step_alone():
+    run = a_run(dropout=0.2)
+    state, step = start(run)
+    again, _ = start(run)
+    first, metrics = step(state, a_batch())
+    second, metrics_again = step(again, a_batch())
+    assert metrics["loss"] == metrics_again["loss"]
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    later, _ = start(run)
+    _, metrics_later = step(later.replace(step=later.step + 5), a_batch())
+    assert metrics_later["loss"] != metrics["loss"]
+
+
+def test_moments_are_sharded_as_their_parameters():
+    run = a_run(optimizer={"name": "muon"})
+    specs, schedule = transformer.specs(run.model), make_schedule(run.optimizer, 10)
+    optimizer = make_optimizer(run.optimizer, schedule, specs)
+    placed = state_shardings(specs, optimizer, make_mesh(), ())
+    moments = [
+        path
+        for path, place in jax.tree.leaves_with_path(placed.optimizer)
+        if "fsdp" in str(place.spec)
+    ]
+    matrices = sum(spec.is_matrix for spec in rows(specs).values())
+    assert len(moments) >= matrices
