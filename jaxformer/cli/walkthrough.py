@@ -53,8 +53,7 @@ def naming(model: Model) -> Callable[[int], str]:
 def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[Stage]:
     """The sublayers of a forward pass of one row in the order of computation, from the rows of
     `jaxformer shapes`; none, with a note, for a model whose axes have no names."""
-    from jaxformer.tools.formulas import formula_of
-    from jaxformer.tools.shapes import shapes_of
+    from jaxformer.tools.shapes import formula_of, shapes_of
 
     try:
         rows = shapes_of(config, 1, length, source_length)

@@ -38,6 +38,10 @@ AttentionKernel = Annotated[
     TableAt("jaxformer.layers.kernels.KERNELS"),
 ]
 
+# The sublayers of a block: the one that reads other tokens, and the one that reads each by itself.
+Mixer = Annotated[Literal["attention"], TableAt("jaxformer.layers.block.MIXERS")]
+FeedForward = Annotated[Literal["ffn"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
+
 # Activations of a gated feed-forward layer, down(act(gate x) * up x); a gated row of your own is
 # added here too.
 GATED = {*get_args(Gated)}
@@ -68,6 +72,10 @@ class ModelConfig(Section):
     """Number of blocks; for an encoder-decoder, of the decoder."""
     n_encoder_layers: Annotated[int, Bounds(0, most=10_000)] = 0
     """Number of blocks of the encoder of an encoder-decoder; 0 uses n_layers."""
+    mixer: Mixer = "attention"
+    """Sublayer of a block in which tokens read other tokens of their sequence."""
+    feed_forward: FeedForward = "ffn"
+    """Sublayer of a block in which each token is transformed by itself."""
     n_heads: Count = 6
     """Number of query heads."""
     n_kv_heads: Natural = 0

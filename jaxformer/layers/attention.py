@@ -1,4 +1,5 @@
-"""Grouped-query attention (K = N is multi-head, K = 1 multi-query) to any sequence."""
+"""Grouped-query attention (K = N is multi-head, K = 1 multi-query) to any sequence, and its two
+sublayers: of a sequence to itself, and to an encoder's output."""
 
 import math
 from dataclasses import replace
@@ -13,7 +14,9 @@ from jaxformer.layers.dot_product import attention_weights, plain, weighted_valu
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
+from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.positions import rotate
+from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
 
 
 def attention_specs(config: ModelConfig) -> Specs:
@@ -110,3 +113,111 @@ def attention(
 
         out = attend(config.attention_kernel, q, *seen, mask)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), captures
+
+
+def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
+    """Each token attends to those of its own sequence, and with a cache to those before them."""
+    cache, seen = call.cache, keys_and_values(params, config, x, call.mask.queries)
+    if cache is not None:
+        cache = cache.write(*seen)
+        seen = cache.k, cache.v
+    mask = call.mask._replace(window=config.window)
+    out, weights = attention(params, config, x, seen, mask, call.key, call.request)
+    return Output(out, cache, Aux(captures=weights))
+
+
+def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
+    """Each token attends to the encoder's output, whose keys and values a cache has already."""
+    assert call.source is not None  # a layer with these params has a source
+    seen = call.cache.source if call.cache is not None else None
+    if seen is None:
+        assert call.source.x is not None
+        seen = keys_and_values(params, config, call.source.x, None)
+    mask = call.source.mask
+    out, weights = attention(params, config, x, seen, mask, call.key, call.request, "cross")
+    return Output(out, call.cache, Aux(captures=weights))
+
+
+def score_flops(config: ModelConfig, keys: int | float) -> int | float:
+    """FLOPs a token of q k^T and of the product of the weights with the values."""
+    return 2 * config.n_heads * (config.head_width + config.value_width) * keys
+
+
+def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+    heads, kv_heads = sizes.share(config.n_heads), sizes.share(config.kv_heads)
+    width, value_width = sizes.padded(config.head_width), sizes.padded(config.value_width)
+    q = sizes.tokens * heads * width * sizes.number
+    k = sizes.rows * sizes.keys * kv_heads * width * sizes.number
+    v = sizes.rows * sizes.keys * kv_heads * value_width * sizes.number
+    out = sizes.tokens * heads * value_width * sizes.number
+    arrays = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
+    if config.query_key_norm != "none" or config.positions == "rope":
+        arrays += [StoredArray("changed q", q), StoredArray("changed k", k)]
+    if config.attention_kernel == "xla":
+        # The weights in float32 and as the factor of the product with the values.
+        dropped = 1 + sizes.number if config.dropout else 0
+        scores = sizes.tokens * heads * sizes.keys
+        weights = scores * (4 + sizes.number % 4 + dropped)
+        return [*arrays, StoredArray("weights", weights), StoredArray("attended", out)]
+    # cuDNN has a log-sum-exp for each segment that a row may have.
+    sums = max(config.max_segments, 1) if config.attention_kernel == "cudnn" else 1
+    log_sums = sizes.tokens * heads * 4 * sums
+    return [*arrays, StoredArray("attention", out), StoredArray("attention", log_sums)]
+
+
+def _projections(config: ModelConfig, read: str, rotated: bool) -> str:
+    """The formulas of queries, keys and values; keys and values read the rows named `read`."""
+    queries = f"x W_Q{biased_text(config, 'qkv', 'b_Q')}"
+    keys = f"{read} W_K{biased_text(config, 'qkv', 'b_K')}"
+    values = f"{read} W_V{biased_text(config, 'qkv', 'b_V')}"
+    if config.query_key_norm != "none":
+        queries, keys = f"norm({queries})", f"norm({keys})"
+    if rotated and config.positions == "rope":
+        queries, keys = f"RoPE({queries})", f"RoPE({keys})"
+    return f"Q = {queries},  K = {keys},  V = {values}"
+
+
+SCORE_BIASES = {"alibi": " - slope · distance", "t5": " + bias[distance]"}
+
+
+def _weights(config: ModelConfig, score_bias: str) -> str:
+    """The formula of the attention weights A."""
+    scale = f"· {config.attention_scale:g}" if config.attention_scale else "/ √H"
+    scores = f"Q Kᵀ {scale}"
+    if config.attention_soft_cap:
+        cap = f"{config.attention_soft_cap:g}"
+        scores = f"{cap} tanh(({scores}) / {cap})"
+    sinks = ", with a learned logit beside the keys" if config.attention_sinks else ""
+    return f"A = softmax({scores}{score_bias} + mask){sinks}"
+
+
+def _self_formula(config: ModelConfig) -> tuple[str, ...]:
+    weights = _weights(config, SCORE_BIASES.get(config.positions, ""))
+    out = f"attention = A V W_O{biased_text(config, 'out', 'b_O')}"
+    return _projections(config, "x", rotated=True), weights, out
+
+
+def _cross_formula(config: ModelConfig) -> tuple[str, ...]:
+    projections = f"{_projections(config, 'm', rotated=False)},  m = encoder output"
+    out = f"cross = A V W_O{biased_text(config, 'out', 'b_O')}"
+    return projections, _weights(config, ""), out
+
+
+SELF_ATTENTION = Sublayer(
+    specs=attention_specs,
+    apply=self_attention,
+    product="out",
+    stored=_stored,
+    gradients=("q", "k", "v", "attention", "attended", "weights"),
+    formula=_self_formula,
+    scores=score_flops,
+    draws=True,
+    capture="attention_out",
+)
+CROSS_ATTENTION = SELF_ATTENTION._replace(
+    specs=cross_attention_specs,
+    apply=cross_attention,
+    formula=_cross_formula,
+    reads_source=True,
+    capture="cross_out",
+)

@@ -1,60 +1,72 @@
-"""The one block: attention, cross-attention if the params have it, and feed-forward, each with a
-residual connection.
-
-pre        x + f(norm(x))            sandwich   x + norm(f(norm(x)))
-post       norm(x + f(x))            output     x + norm(f(x))
+"""The one block: a mixer (self-attention), cross-attention to an encoder if there is one, and a
+feed-forward, each with a residual connection. Each is a row of the tables below.
 
 With sequential residuals each sublayer reads the sum before it; with parallel ones all read x.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Specs
-from jaxformer.config.model import ModelConfig
-from jaxformer.layers.attention import (
-    attention,
-    attention_specs,
-    cross_attention_specs,
-    keys_and_values,
-)
+from jaxformer.config.model import FeedForward, Mixer, ModelConfig
+from jaxformer.config.settings import Table
+from jaxformer.layers.attention import CROSS_ATTENTION, SELF_ATTENTION
 from jaxformer.layers.cache import LayerCache
 from jaxformer.layers.capture import NOTHING, Request
-from jaxformer.layers.ffn import ffn, ffn_specs
+from jaxformer.layers.ffn import FEED_FORWARD
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.masks import AttentionMask
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
+from jaxformer.layers.sublayer import Call, EncoderOutput, Sublayer
 
-PLACEMENTS = {  # norms before the sublayer, on its output, after the sum
-    "pre": {"before"},
-    "post": {"after"},
-    "sandwich": {"before", "output"},
-    "output": {"output"},
+MIXERS: Table[Sublayer] = Table(Mixer, {"attention": SELF_ATTENTION})
+FEED_FORWARDS: Table[Sublayer] = Table(FeedForward, {"ffn": FEED_FORWARD})
+CROSS = "cross"
+
+
+class Placement(NamedTuple):
+    """Where the norms of a sublayer f stand (before it, on its output, after the sum), and what it
+    does to the residual stream as text."""
+
+    norms: frozenset[str]
+    formula: str
+
+
+PLACEMENTS = {
+    "pre": Placement(frozenset({"before"}), "x ← x + {}(norm(x))"),
+    "post": Placement(frozenset({"after"}), "x ← norm(x + {}(x))"),
+    "sandwich": Placement(frozenset({"before", "output"}), "x ← x + norm({}(norm(x)))"),
+    "output": Placement(frozenset({"output"}), "x ← x + norm({}(x))"),
 }
 
 
-class EncoderOutput(NamedTuple):
-    """The encoder's output [B, S, D] (None if a layer cache has its keys), and the mask to it."""
+def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer]:
+    """The rows of a layer, in their order; with `cross` one that reads an encoder's output."""
+    encoder_reader = {CROSS: CROSS_ATTENTION} if cross else {}
+    return {
+        config.mixer: MIXERS[config.mixer],
+        **encoder_reader,
+        config.feed_forward: FEED_FORWARDS[config.feed_forward],
+    }
 
-    x: jax.Array | None
-    mask: AttentionMask
+
+def all_sublayers() -> dict[str, Sublayer]:
+    """The rows of every kind of layer by their names, which are those of their parameters."""
+    return {**MIXERS, CROSS: CROSS_ATTENTION, **FEED_FORWARDS}
 
 
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
-    place = PLACEMENTS[config.norm_placement]
+    """The parameters of each sublayer by its name, and of its norms beside it."""
+    norms = PLACEMENTS[config.norm_placement].norms
     specs: Specs = {}
-    sublayers = {"attention": attention_specs, "cross": cross_attention_specs, "ffn": ffn_specs}
-    if not cross:
-        del sublayers["cross"]
-    for name, make in sublayers.items():
-        if place & {"before", "after"}:
+    for name, sublayer in sublayers_of(config, cross).items():
+        if norms & {"before", "after"}:
             specs[f"{name}_norm"] = norm_specs(config)
-        specs[name] = make(config)
-        if "output" in place:
+        specs[name] = sublayer.specs(config)
+        if "output" in norms:
             specs[f"{name}_output_norm"] = norm_specs(config)
     return specs
 
@@ -72,45 +84,42 @@ def block(
 ) -> Output:
     """[B, T, D] -> [B, T, D], with the layer's cache if one is given. Dropout needs a key.
 
-    Every sublayer returns its output and an `Aux`, which holds what the request captures.
+    Every sublayer returns an `Output`, whose `Aux` holds what the request captures.
     """
-    keys = iter((None,) * 5 if key is None else jax.random.split(key, 5 if source else 3))
-    attention_key, cross_key = next(keys), next(keys) if source else None
-    written, near = layer_cache, mask._replace(window=config.window)
-
-    def attend(h: jax.Array) -> tuple[jax.Array, Aux]:
-        nonlocal written
-        own = params["attention"]
-        seen = keys_and_values(own, config, h, mask.queries)
-        if layer_cache is not None:
-            written = layer_cache.write(*seen)
-            seen = written.k, written.v
-        out, weights = attention(own, config, h, seen, near, attention_key, request)
-        return out, Aux(captures=weights)
-
-    def attend_to_source(h: jax.Array) -> tuple[jax.Array, Aux]:
-        own = params["cross"]
-        known = layer_cache.source if layer_cache is not None else None
-        encoded: Any = source  # given where the params have cross-attention
-        seen = known or keys_and_values(own, config, encoded.x, None)
-        out, weights = attention(own, config, h, seen, encoded.mask, cross_key, request, "cross")
-        return out, Aux(captures=weights)
-
-    sublayers: dict[str, Callable[[jax.Array], tuple[jax.Array, Aux]]] = {
-        "attention": attend,
-        **({"cross": attend_to_source} if "cross" in params else {}),
-        "ffn": lambda h: (ffn(params["ffn"], config, h), Aux()),
-    }
-    place, total, parts = PLACEMENTS[config.norm_placement], x, list[Aux]()
+    sublayers = sublayers_of(config, cross=source is not None)
+    norms = PLACEMENTS[config.norm_placement].norms
+    inner_keys, outer_keys = _dropout_keys(key, sublayers)
+    call = Call(mask, layer_cache, source, None, request)
+    total, parts = x, list[Aux]()
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
-        read = norm(params[f"{name}_norm"], config, read) if "before" in place else read
+        if "before" in norms:
+            read = norm(params[f"{name}_norm"], config, read)
         with jax.named_scope(name):
-            out, aux = sublayer(read)
-        out, captured = request.apply(f"{'mlp' if name == 'ffn' else name}_out", out)
+            call = call._replace(key=inner_keys[name])
+            out, cache, aux = sublayer.apply(params[name], config, read, call)
+        call = call._replace(cache=cache)
+        out, captured = request.apply(sublayer.capture or name, out)
         parts += [aux, Aux(captures=captured)]
-        out = norm(params[f"{name}_output_norm"], config, out) if "output" in place else out
-        total = total + dropout(out, config.dropout, next(keys))
-        total = norm(params[f"{name}_norm"], config, total) if "after" in place else total
+        if "output" in norms:
+            out = norm(params[f"{name}_output_norm"], config, out)
+        total = total + dropout(out, config.dropout, outer_keys[name])
+        if "after" in norms:
+            total = norm(params[f"{name}_norm"], config, total)
     total, captured = request.apply("residual", total)
-    return Output(total, written, merged([*parts, Aux(captures=captured)]))
+    return Output(total, call.cache, merged([*parts, Aux(captures=captured)]))
+
+
+Keys = dict[str, jax.Array | None]
+
+
+def _dropout_keys(key: jax.Array | None, sublayers: dict[str, Sublayer]) -> tuple[Keys, Keys]:
+    """A key for the inside of each sublayer that draws, and one for the output of each."""
+    inner: Keys = dict.fromkeys(sublayers)
+    outer: Keys = dict.fromkeys(sublayers)
+    if key is not None:
+        drawing = [name for name, sublayer in sublayers.items() if sublayer.draws]
+        keys = iter(jax.random.split(key, len(drawing) + len(sublayers)))
+        inner |= {name: next(keys) for name in drawing}
+        outer = {name: next(keys) for name in sublayers}
+    return inner, outer

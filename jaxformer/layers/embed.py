@@ -76,3 +76,16 @@ def embed(
     if config.embedding_norm:
         x = norm(params["norm"], config, x)
     return dropout(x, config.dropout, key)
+
+
+ADDED_TEXTS = {"learned": "P[position]", "sinusoidal": "sinusoids(position)"}
+
+
+def embed_formula(config: ModelConfig) -> tuple[str, ...]:
+    """The rows of x as text."""
+    text = "E[token]" + (" · √D" if config.embedding_scale == "sqrt" else "")
+    if config.positions in ADDED:
+        text += f" + {ADDED_TEXTS.get(config.positions, config.positions)}"
+    if config.token_types:
+        text += " + U[token type]"
+    return (f"x = norm({text})" if config.embedding_norm else f"x = {text}",)

@@ -12,6 +12,8 @@ from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.config.model import Activation, ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.layers.linear import INITIALIZERS, linear
+from jaxformer.layers.output import Aux, Output
+from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
 
 
 @jax.custom_jvp
@@ -37,7 +39,7 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# Activations of the hidden layer, or of the gate for the names in `config_model.GATED`.
+# Activations of the hidden layer, or of the gate for the names in `config.model.GATED`.
 ACTIVATIONS: Table[Callable[[jax.Array], jax.Array]] = Table(
     Activation,
     {
@@ -88,3 +90,45 @@ def ffn(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[
     up = linear("BTD,DF->BTF", params, "up", x)
     hidden = act(linear("BTD,DF->BTF", params, "gate", x)) * up if config.gated else act(up)
     return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", None, None))
+
+
+def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
+    return Output(ffn(params, config, x), call.cache, Aux())
+
+
+def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+    hidden = sizes.tokens * sizes.share(config.ff_width) * sizes.number
+    names = ("gate", "up", "hidden") if config.gated else ("up", "hidden")
+    return [StoredArray(name, hidden) for name in names]
+
+
+# In formulas; the others are written as they are named.
+ACTIVATION_TEXTS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "relu2": "relu²",
+}
+
+
+def _formula(config: ModelConfig) -> tuple[str, ...]:
+    act = ACTIVATION_TEXTS.get(config.activation, config.activation)
+    up = f"x W_up{biased_text(config, 'ffn')}"
+    down = f"W_down{biased_text(config, 'ffn', 'c')}"
+    if config.gated:
+        gate = f"x W_gate{biased_text(config, 'ffn', 'a')}"
+        return (f"ffn = ({act}({gate}) ⊙ ({up})) {down}",)
+    return (f"ffn = {act}({up}) {down}",)
+
+
+FEED_FORWARD = Sublayer(
+    specs=ffn_specs,
+    apply=_apply,
+    product="down",
+    stored=_stored,
+    gradients=("gate", "up", "hidden"),
+    formula=_formula,
+    capture="mlp_out",
+)

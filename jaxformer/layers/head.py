@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.layers.ffn import ACTIVATIONS
+from jaxformer.layers.ffn import ACTIVATION_TEXTS, ACTIVATIONS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
@@ -118,3 +118,33 @@ def head(
     logits = logits_of_rows(*output_layer(params, config, y))
     cap = config.logit_soft_cap
     return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+POOLED_TEXTS = {
+    "first": "x of the first token",
+    "last": "x of the last token",
+    "mean": "mean of x over the tokens",
+}
+
+
+def head_formula(config: ModelConfig) -> tuple[str, ...]:
+    """What the head makes of x, the rows of the residual stream, as text."""
+    if config.output == "none":
+        return ("out = x",)
+    lines, read = list[str](), "x"
+    if config.output == "classes":
+        lines, read = [f"p = {POOLED_TEXTS[config.pooled]}"], "p"
+        if config.pooler or config.next_sentence or config.family == "encoder":
+            lines, read = [*lines, "h = tanh(p W_h + b_h)"], "h"
+    if config.output == "masked":
+        act = ACTIVATION_TEXTS.get(config.activation, config.activation)
+        lines, read = [f"h = norm({act}(x W_h + b_h))"], "h"
+    scale = " / √D" if config.logit_scale == "rsqrt" else ""
+    over_tokens = config.output in ("language", "masked")
+    matrix = "Eᵀ" if config.tied_head and over_tokens else "W_headᵀ"
+    bias = " + b" if config.head_bias or config.output != "language" else ""
+    logits = f"{read}{scale} {matrix}{bias}"
+    if config.logit_soft_cap:
+        cap = f"{config.logit_soft_cap:g}"
+        logits = f"{cap} tanh(({logits}) / {cap})"
+    return (*lines, f"logits = {logits},  probabilities = softmax(logits)")

@@ -62,10 +62,12 @@ def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
 
 
 class NormRow(NamedTuple):
-    """A kind of norm: the specs of its leaves, its function, and what is added to stored scales."""
+    """A kind of norm: the specs of its leaves, its function, its formula (empty: its name), and
+    what is added to stored scales."""
 
     specs: Callable[[ModelConfig], Specs]
     run: Callable[[Params, ModelConfig, jax.Array], jax.Array]
+    formula: str = ""
     offset: int = 0
 
 
@@ -89,10 +91,10 @@ def _layer(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
 NORMS: Table[NormRow] = Table(
     Normalization,
     {
-        "rms": NormRow(_rms_specs, _rms),
-        "rms1p": NormRow(_rms_specs, _rms, offset=1),
-        "layer": NormRow(_layer_specs, _layer),
-        "none": NormRow(lambda config: {}, lambda params, config, x: x),
+        "rms": NormRow(_rms_specs, _rms, "y = x / √(mean(x²) + ε) · g"),
+        "rms1p": NormRow(_rms_specs, _rms, "y = x / √(mean(x²) + ε) · (1 + g)", offset=1),
+        "layer": NormRow(_layer_specs, _layer, "y = (x - mean(x)) / √(var(x) + ε) · g"),
+        "none": NormRow(lambda config: {}, lambda params, config, x: x, "y = x"),
     },
 )
 
@@ -106,3 +108,10 @@ def norm_specs(config: ModelConfig) -> Specs:
 def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """The config's norm: [..., D] -> [..., D]."""
     return NORMS[config.norm].run(params, config, x)
+
+
+def norm_formula(config: ModelConfig) -> str:
+    """The config's norm as text."""
+    row = NORMS[config.norm]
+    bias = " + b" if "bias" in row.specs(config) else ""
+    return (row.formula or f"y = {config.norm}(x)") + bias

@@ -6,8 +6,8 @@ instead of the model's. Each layer gets a config of its own, so that none reads 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxformer.config.model import ModelConfig
 
@@ -43,10 +43,22 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     return tuple(found)
 
 
-def period_of(configs: Sequence[ModelConfig]) -> int:
-    """The number of layers after which the configs repeat; all of them if they do not."""
+class Repetition(NamedTuple):
+    """How the layers of a stack repeat: `lead` layers differ from the rest, which repeats after
+    each `period` layers."""
+
+    lead: int
+    period: int
+
+
+@functools.lru_cache
+def repetition_of(configs: tuple[ModelConfig, ...]) -> Repetition:
+    """The smallest lead with which the configs repeat, and the smallest period behind it; without a
+    repetition no lead, and a period of all layers."""
     depth = len(configs)
-    for period in range(1, depth):
-        if all(configs[i] == configs[i % period] for i in range(depth)):
-            return period
-    return depth
+    for lead in range(depth):
+        rest = configs[lead:]
+        for period in range(1, len(rest)):
+            if all(rest[i] == rest[i % period] for i in range(len(rest))):
+                return Repetition(lead, period)
+    return Repetition(0, depth)

@@ -1,14 +1,64 @@
-"""Parameters and FLOPs of a model, counted from its table of parameters."""
+"""Parameters, stacks and FLOPs of a model, counted from its table of parameters and the rows of its
+sublayers."""
 
 import math
+from typing import NamedTuple
 
 from jaxformer.arrays.params import Specs, count, rows
 from jaxformer.config.model import ModelConfig
+from jaxformer.layers.block import sublayers_of
+from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.sublayer import Sublayer
 from jaxformer.models.transformer import specs
 
 
 def parameter_count(config: ModelConfig) -> int:
     return count(specs(config))
+
+
+class Stack(NamedTuple):
+    """A stack of layers on rows of so many tokens: its name, the config of each layer, whether its
+    layers read an encoder's output of `source` tokens, and whether its tokens see those before
+    alone."""
+
+    name: str
+    layers: tuple[ModelConfig, ...]
+    cross: bool
+    causal: bool
+    tokens: int
+    source: int
+
+    def sublayers(self, layer: ModelConfig) -> dict[str, Sublayer]:
+        return sublayers_of(layer, self.cross)
+
+    def keys(self, sublayer: Sublayer) -> int:
+        """The tokens that a sublayer attends to."""
+        return self.source if sublayer.reads_source else self.tokens
+
+
+def stacks(config: ModelConfig, length: int, source_length: int = 0) -> list[Stack]:
+    """The stacks of a model in the order of its forward pass, for rows of `length` tokens and
+    sources of `source_length`."""
+    layers = layer_configs(config, config.n_layers)
+    if config.family != "encoder_decoder":
+        return [Stack(config.family, layers, False, config.family == "decoder", length, 0)]
+    encoder = layer_configs(config, config.encoder_layers)
+    return [
+        Stack("encoder", encoder, False, False, source_length, 0),
+        Stack("decoder", layers, True, True, length, source_length),
+    ]
+
+
+def score_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
+    """FLOPs a token, forward and backward, that no parameter has: those of attention scores and of
+    their products with the values, masked ones included. In an encoder-decoder the token is one of
+    the target, with its share of the source."""
+    total = 0.0
+    for stack in stacks(config, length, source_length):
+        for layer in stack.layers:
+            for sublayer in stack.sublayers(layer).values():
+                total += sublayer.scores(layer, stack.keys(sublayer)) * (stack.tokens / length)
+    return 3 * total  # the backward pass has two products for each of the forward pass
 
 
 def flops_per_token(
@@ -28,12 +78,8 @@ def flops_per_token(
     """
     source_length = source_length or length
     share = source_length / length  # source tokens a target token
-    width = config.n_heads * (config.head_width + config.value_width)
-    keys = float(config.n_layers * length)  # that a token is multiplied with, in all layers
-    if config.family == "encoder_decoder":
-        keys += config.encoder_layers * source_length * share  # its own attention
-        keys += config.n_layers * source_length  # cross-attention
-    total = sum(matrix_flops(config, share, table or specs(config)).values()) + 6 * width * keys
+    total = sum(matrix_flops(config, share, table or specs(config)).values())
+    total += score_flops(config, length, source_length)
     if reference:
         total += flops_per_token(config, length, source_length) / 3
     return round(total)

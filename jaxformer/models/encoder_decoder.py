@@ -8,7 +8,6 @@ import jax
 from jaxformer.arrays.params import Params, Specs, map_specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.attention import keys_and_values
-from jaxformer.layers.block import EncoderOutput
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.embed import embed, embed_specs, token_specs
@@ -16,6 +15,7 @@ from jaxformer.layers.head import head_specs
 from jaxformer.layers.masks import AttentionMask, TokenLayout
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.sublayer import EncoderOutput
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import layers_of, run_stack, stack_specs
 

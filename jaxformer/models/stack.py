@@ -1,8 +1,9 @@
 """A stack: blocks in sequence under one attention mask, and the final norm.
 
 The parameters of the blocks are one tree of stacked leaves [L, ...]. If the tables of the layers
-differ by a pattern (`layers/pattern.py`), there is one such tree for each of its P positions, named
-"0", "1", ...: layer i is entry i // P of the tree i % P.
+differ by a pattern (`layers/pattern.py`), there is one such tree for each of the layers before the
+pattern and for each of its P positions, named "0", "1", ...: behind a lead of K layers, layer K + i
+is entry i // P of the tree K + i % P.
 """
 
 from dataclasses import replace
@@ -15,13 +16,14 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Specs, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
-from jaxformer.layers.block import EncoderOutput, block, block_specs
+from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.masks import AttentionMask, Scoring
 from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
-from jaxformer.layers.pattern import layer_configs, period_of
+from jaxformer.layers.pattern import layer_configs, repetition_of
+from jaxformer.layers.sublayer import EncoderOutput
 
 
 def compute_dtype(config: ModelConfig, on: str = "") -> Any:
@@ -45,11 +47,13 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
 
 def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
     configs = layer_configs(config, layers)
-    period = period_of(configs)
-    tables = [block_specs(of_layer, cross) for of_layer in configs[:period]]
+    lead, period = repetition_of(configs)
+    tables = [block_specs(of_layer, cross) for of_layer in configs[: lead + period]]
     if all(_shapes(table) == _shapes(tables[0]) for table in tables):
         return stack(tables[0], layers)
-    return {str(p): stack(table, len(configs[p::period])) for p, table in enumerate(tables)}
+    counts = [1] * lead + [len(configs[lead + p :: period]) for p in range(period)]
+    stacked = zip(tables, counts, strict=True)
+    return {str(p): stack(table, count) for p, (table, count) in enumerate(stacked)}
 
 
 def _shapes(table: Specs) -> dict[str, Any]:
@@ -57,8 +61,19 @@ def _shapes(table: Specs) -> dict[str, Any]:
 
 
 def stacks_of(blocks: Params) -> list[Params]:
-    """The stacked trees of the pattern's positions; one where all layers have equal tables."""
+    """The stacked trees of the leading layers and of the pattern's positions; one where all layers
+    have equal tables."""
     return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
+
+
+def _order(counts: list[int]) -> list[tuple[int, int]]:
+    """For each layer the stacked tree that holds it and its place there, from the numbers of layers
+    of the trees. The trees of one layer before a longer one lead; the others take turns."""
+    depth = sum(counts)
+    lead = next((p for p, count in enumerate(counts) if count > 1), 0)
+    period = len(counts) - lead
+    turns = [(lead + i % period, i // period) for i in range(depth - lead)]
+    return [(p, 0) for p in range(lead)] + turns
 
 
 def layers_of(blocks: Params | list[Params]) -> list[Params]:
@@ -66,8 +81,23 @@ def layers_of(blocks: Params | list[Params]) -> list[Params]:
     if isinstance(blocks, list):
         return blocks
     stacks = [unstack(stacked) for stacked in stacks_of(blocks)]
-    total, period = sum(len(layers) for layers in stacks), len(stacks)
-    return [stacks[i % period][i // period] for i in range(total)]
+    return [stacks[p][i] for p, i in _order([len(layers) for layers in stacks])]
+
+
+def stacked_as(blocks: Params | list[Params], layers: list[Params]) -> Params:
+    """Trees of all layers, stacked as the params of blocks are; a list counts as one stack."""
+    counts = [len(layers)]
+    if not isinstance(blocks, list):
+        counts = [_depth(stacked) for stacked in stacks_of(blocks)]
+    members: list[list[Params]] = [[] for _ in counts]
+    for layer, (p, _) in zip(layers, _order(counts), strict=True):
+        members[p].append(layer)
+    trees = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in members]
+    return trees[0] if len(trees) == 1 else {str(p): tree for p, tree in enumerate(trees)}
+
+
+def _depth(stacked: Params) -> int:
+    return len(jax.tree.leaves(stacked)[0])
 
 
 class StackCall(NamedTuple):
@@ -150,43 +180,55 @@ def _unrolled(
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: StackCall) -> Output:
-    """A scan over the whole periods of the pattern, then the remaining layers unrolled."""
+    """The leading layers unrolled, a scan over the whole periods of the pattern, and the remaining
+    layers unrolled."""
     stacks = stacks_of(blocks)
-    depth = sum(len(jax.tree.leaves(stacked)[0]) for stacked in stacks)
+    order = _order([_depth(stacked) for stacked in stacks])
+    depth = len(order)
     configs = layer_configs(config, depth)
-    period = period_of(configs)
-    times = depth // period
-    numbers = [range(p, times * period, period) for p in range(period)]  # of each position's layers
+    lead, period = repetition_of(configs)
+    times = (depth - lead) // period
+    end = lead + times * period
+    parts: list[Aux] = []
+
+    def one(i: int, x: jax.Array) -> jax.Array:
+        p, entry = order[i]
+        run = layer_of(configs[i], call, call.request.at((i,)))
+        x, _, aux = run(x, _entry(stacks[p], entry), i)
+        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
+        return x
+
+    for i in range(lead):
+        x = one(i, x)
+    numbers = [range(lead + p, end, period) for p in range(period)]  # of each position's layers
 
     def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
-        found = []
+        auxes = []
         for p, (layer, i) in enumerate(items):
-            run = layer_of(configs[p], call, call.request.at(numbers[p], i), scanned=True)
+            run = layer_of(configs[lead + p], call, call.request.at(numbers[p], i), scanned=True)
             x, _, aux = run(x, layer, i)
-            found.append(aux)
-        return x, found
+            auxes.append(aux)
+        return x, auxes
 
     traced = [jnp.arange(of.start, of.stop, of.step) for of in numbers]
-    layers = _periods(stacks, period, times)
+    layers = _periods(stacks, lead, period, times)
     x, stacked = jax.lax.scan(body, x, list(zip(layers, traced, strict=True)))
-    parts = [
-        _entry(replace(aux, captures=call.request.named(aux.captures, layer)), i)
-        for aux, of_position in zip(stacked, numbers, strict=True)
-        for i, layer in enumerate(of_position)
-    ]
-    for i in range(times * period, depth):
-        layer = _entry(stacks[i % len(stacks)], i // len(stacks))
-        x, _, aux = layer_of(configs[i], call, call.request.at((i,)))(x, layer, i)
-        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
+    for aux, of_position in zip(stacked, numbers, strict=True):
+        for i, layer in enumerate(of_position):
+            captures = call.request.named(aux.captures, layer)
+            parts.append(_entry(replace(aux, captures=captures), i))
+    for i in range(end, depth):
+        x = one(i, x)
     return Output(x, None, merged(parts))
 
 
-def _periods(stacks: list[Params], period: int, times: int) -> list[Params]:
+def _periods(stacks: list[Params], lead: int, period: int, times: int) -> list[Params]:
     """For each position of the pattern the params of its layers, [times, ...]."""
-    if len(stacks) == period:
-        return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks]
-    taken = [slice(p, times * period, period) for p in range(period)]
-    return [jax.tree.map(lambda leaf, part=part: leaf[part], stacks[0]) for part in taken]
+    if len(stacks) == lead + period:
+        return [jax.tree.map(lambda leaf: leaf[:times], stacked) for stacked in stacks[lead:]]
+    end = lead + times * period
+    steps = [slice(lead + p, end, period) for p in range(period)]
+    return [jax.tree.map(lambda leaf, step=step: leaf[step], stacks[0]) for step in steps]
 
 
 def _entry(stacked: Any, i: int) -> Any:

@@ -22,7 +22,7 @@ from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models import decoder
 from jaxformer.models.inputs import Inputs
-from jaxformer.models.stack import compute_dtype, layers_of, stacks_of
+from jaxformer.models.stack import compute_dtype, layers_of, stacked_as
 
 
 def refuse_encoder(config: ModelConfig) -> None:
@@ -165,10 +165,7 @@ def prefix_of(
     layers = [
         {"prefix_k": k[0], "prefix_v": v[0]} for k, v in zip(read.k, read.v, strict=True)
     ]  # [P, K, H] and [P, K, W] each
-    blocks = params["blocks"]
-    period = 1 if isinstance(blocks, list) else len(stacks_of(blocks))
-    trees = [jax.tree.map(lambda *of: jnp.stack(of), *layers[p::period]) for p in range(period)]
-    return trees[0] if period == 1 else {str(p): tree for p, tree in enumerate(trees)}
+    return stacked_as(params["blocks"], layers)
 
 
 def for_decoding(params: Params, config: ModelConfig) -> Params:

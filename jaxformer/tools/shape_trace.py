@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxformer.arrays.params import count, dotted, map_specs
 from jaxformer.config.model import ModelConfig
+from jaxformer.layers.block import all_sublayers
 from jaxformer.layers.head import head
 from jaxformer.models.inputs import check_inputs, inputs_of
 from jaxformer.models.stack import layers_of
@@ -19,7 +20,7 @@ from jaxformer.models.transformer import hidden, specs
 
 Shape = tuple[int, ...]
 # Those of `jax.named_scope`.
-TRACED_SCOPES = frozenset({"embed", "layer", "attention", "cross", "ffn", "norm", "head"})
+OUTER_SCOPES = ("embed", "layer", "norm", "head")  # beside those of sublayers
 # What changes the form of an array and none of its numbers.
 FORMS = {"reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
 
@@ -163,10 +164,11 @@ class _Group(NamedTuple):
 
 def _groups(trace: _Trace) -> Iterator[_Group]:
     """The sublayers: runs of equations within a scope that is more than that of the layer."""
+    scopes = {*OUTER_SCOPES, *all_sublayers()}
     runs: list[tuple[tuple[str, ...], list[Any]]] = []
     for eqn in trace.program.eqns:
         parts = str(eqn.source_info.name_stack).split("/")
-        scope = tuple(part for part in parts if part in TRACED_SCOPES)
+        scope = tuple(part for part in parts if part in scopes)
         scope = scope[: 2 if scope[:1] == ("layer",) else 1]  # a norm within attention is its own
         if runs and runs[-1][0] == scope:
             runs[-1][1].append(eqn)
@@ -218,7 +220,7 @@ def _rows(trace: _Trace, grouped: bool) -> Iterator[ShapeRow]:
         sizes = sum(math.prod(var.aval.shape) for var in own)
         flops = sum(map(_flops, group.eqns))
         yield _row(name, 0, reads, makes, sizes, flops)
-        if group.scope[-1] in ("attention", "cross", "ffn", "head"):
+        if group.scope[-1] in (*all_sublayers(), "head"):
             yield from _products(trace, group, name, grouped)
 
 

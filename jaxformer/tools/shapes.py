@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.block import PLACEMENTS, all_sublayers
+from jaxformer.layers.embed import embed_formula
+from jaxformer.layers.head import head_formula
+from jaxformer.layers.norm import norm_formula
 from jaxformer.tools.shape_trace import Shape, ShapeRow, traced_rows
 
 
@@ -111,3 +115,26 @@ def _same(one: list[ShapeRow], other: list[ShapeRow]) -> bool:
     if not (one[0].layers and other[0].layers):
         return False
     return list(map(without_layer, one)) == list(map(without_layer, other))
+
+
+def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
+    """The lines of the formula of a sublayer named as in the rows of `shapes_of`
+    ("decoder.0.attention"); none for a name that has none.
+
+    Rows of x are tokens: x W is the product of the rows with a matrix, and + b a bias. The last
+    line of a sublayer of a block is how its output is added to the residual stream.
+    """
+    what = name.rpartition(".")[2]
+    if what == "norm" or what.endswith("_norm"):
+        return (norm_formula(config),)
+    if what == "embed":
+        return embed_formula(config)
+    if what == "head":
+        return head_formula(config)
+    sublayer = all_sublayers().get(what)
+    if sublayer is None:
+        return ()
+    added = PLACEMENTS[config.norm_placement].formula.format(what)
+    if config.residual == "parallel":
+        added += ", with the same x for all sublayers of a block"
+    return (*sublayer.formula(config), added)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxformer.config.format import human_time
+from jaxformer.layers.block import all_sublayers
 
 # The scopes of the library's own layers, losses and step (`jax.named_scope`).
-SCOPES = ("embed", "layer", "attention", "cross", "ffn", "norm", "head", "loss", "optimizer")
+SCOPES = ("embed", "layer", *all_sublayers(), "norm", "head", "loss", "optimizer")
 OTHER = "other"
 PASSES = ("forward", "recomputed", "backward")
 # Instructions whose time is that of the instructions inside them.

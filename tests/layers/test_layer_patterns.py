@@ -14,8 +14,8 @@ from families import SIZES, alone, cached, params_of
 import jaxformer as jf
 from jaxformer.arrays.params import check_params, count, rows
 from jaxformer.layers import pattern
-from jaxformer.layers.pattern import layer_configs, period_of
-from jaxformer.models.stack import layers_of
+from jaxformer.layers.pattern import layer_configs, repetition_of
+from jaxformer.models.stack import layers_of, stacked_as
 from jaxformer.models.transformer import specs
 
 forward = jax.jit(jf.forward, static_argnums=1)
@@ -48,7 +48,7 @@ def test_each_layer_has_the_settings_of_its_letter():
         rope_factor=2.0,
     )
     each = layer_configs(jf.ModelConfig(**SIZES | bases), 5)
-    assert [layer.window for layer in each] == [3, 3, 0, 3, 3] and period_of(each) == 3
+    assert [layer.window for layer in each] == [3, 3, 0, 3, 3] and repetition_of(each) == (0, 3)
     assert [layer.rope_theta for layer in each] == [5.0, 5.0, 10_000.0, 5.0, 5.0]
     assert [layer.rope_scaling for layer in each] == ["none", "none", "linear", "none", "none"]
     assert {layer.rope_window_theta for layer in each} == {0.0}
@@ -57,7 +57,7 @@ def test_each_layer_has_the_settings_of_its_letter():
 
 @pytest.mark.parametrize("changes", [{}, {"window": 3}, {"window_pattern": "wf"}], ids=str)
 def test_layers_that_do_not_differ_have_a_period_of_1(changes):
-    assert period_of(layer_configs(jf.ModelConfig(**SIZES | changes), 4)) == 1
+    assert repetition_of(layer_configs(jf.ModelConfig(**SIZES | changes), 4)) == (0, 1)
 
 
 def test_layers_of_equal_tables_are_one_stack_whatever_their_windows():
@@ -107,6 +107,28 @@ def test_layers_of_different_tables_are_the_same_in_a_scan_and_under_a_cache(fam
 
     for a, b in zip(jax.tree.leaves(grad(scanned)), jax.tree.leaves(grad(config)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4 * max(float(jnp.abs(b).max()), 1e-3))
+
+
+def test_leading_layers_may_differ_from_the_pattern_without_unstacking_it(widths):
+    """Layers of other tables before a pattern: the pattern stays stacked, a scan and a cache give
+    the same logits, and gradients agree."""
+    changes = {"n_layers": 6, "width_pattern": "wwnnnn", "window": 0, "window_pattern": "w"}
+    config = Patterned(**SIZES | WIDE | changes)
+    assert repetition_of(layer_configs(config, 6)) == (2, 1)
+    params, batch = params_of(config), alone(config)
+    sizes = [params["blocks"][p]["ffn"]["up"].shape for p in ("0", "1", "2")]
+    assert sizes == [(1, 16, 48), (1, 16, 48), (4, 16, 24)] and len(params["blocks"]) == 3
+    assert [layer["ffn"]["up"].shape[1] for layer in layers_of(params["blocks"])] == (
+        [48, 48, 24, 24, 24, 24]
+    )
+    expected = forward(params, config, **batch)
+    scanned = dataclasses.replace(config, **SCANNED)
+    np.testing.assert_allclose(forward(params, scanned, **batch), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(functools.partial(cached, config))(batch), expected, atol=1e-4
+    )
+    stacked = stacked_as(params["blocks"], layers_of(params["blocks"]))
+    jax.tree.map(np.testing.assert_array_equal, stacked, params["blocks"])
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.layers.block import PLACEMENTS
 from jaxformer.layers.blocked import MOST_BLOCKS, QUERY_BLOCK
-from jaxformer.layers.pattern import layer_configs
+from jaxformer.layers.sublayer import Sizes, StoredArray
+from jaxformer.models.cost import Stack, stacks
 from jaxformer.models.remat import kept_points
 from jaxformer.tools.plan.planned import PlannedRun
 
@@ -25,107 +26,46 @@ LOGIT_COPIES = {"tpu": 2}
 BLOCK_ARRAYS = 12
 
 
-class StoredArray(NamedTuple):
-    """An array of a layer that its backward pass reads; `name` is that of the point in a block,
-    `bytes` those of one device."""
-
-    name: str
-    bytes: float
-
-
-class Streams(NamedTuple):
-    """The tokens of a microbatch on one device: rows of `length` queries that attend to `keys`
-    tokens each."""
-
-    rows: int
-    length: int
-    keys: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-def block_arrays(planned: PlannedRun, layer: ModelConfig, cross: bool) -> list[StoredArray]:
+def block_arrays(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[StoredArray]:
     """All arrays of a layer that its backward pass reads, stored or computed again."""
-    length = planned.length
-    if not cross and layer.family == "encoder_decoder":
-        length = planned.source_length
-    streams = Streams(planned.rows, length, length)
-    wide = streams.tokens * layer.d_model * planned.dtype_bytes  # a residual stream
-    place = PLACEMENTS[layer.norm_placement]
-    sublayers = ["attention", "cross", "ffn"] if cross else ["attention", "ffn"]
-    found = [StoredArray("input", wide)]
-    for name in sublayers:
-        last = name == sublayers[-1]
-        if "before" in place or "after" in place:
+    norms = PLACEMENTS[layer.norm_placement].norms
+    sublayers = stack.sublayers(layer)
+    tokens = planned.rows * stack.tokens
+    wide = tokens * layer.d_model * planned.dtype_bytes  # a residual stream
+    arrays = [StoredArray("input", wide)]
+    for name, sublayer in sublayers.items():
+        last = name == list(sublayers)[-1]
+        if "before" in norms or "after" in norms:
             # The input of the products after its norm, or the sum before its norm.
-            found.append(StoredArray("normed", wide))
+            arrays.append(StoredArray("normed", wide))
         # The output of a sublayer is read again by its norm, and for what the next one reads.
-        follows = not last and layer.residual == "sequential"
-        if follows or "output" in place or "after" in place:
-            found.append(StoredArray("down" if name == "ffn" else "out", wide))
-        if follows:
-            found.append(StoredArray("residual", wide))
-        if name == "ffn":
-            found += _ffn_arrays(planned, layer, streams)
-        else:
-            keys = planned.source_length if name == "cross" else length
-            found += _attention_arrays(planned, layer, streams._replace(keys=keys))
-        if layer.dropout:  # which elements are kept
-            found.append(StoredArray("dropout", streams.tokens * layer.d_model))
-    return found
+        read_by_next = not last and layer.residual == "sequential"
+        if read_by_next or "output" in norms or "after" in norms:
+            arrays.append(StoredArray(sublayer.product, wide))
+        if read_by_next:
+            arrays.append(StoredArray("residual", wide))
+        arrays += sublayer.stored(layer, sizes_of(planned, stack.tokens, stack.keys(sublayer)))
+        if layer.dropout:  # which elements are zero
+            arrays.append(StoredArray("dropout", tokens * layer.d_model))
+    return arrays
 
 
-def _attention_arrays(
-    planned: PlannedRun, layer: ModelConfig, streams: Streams
-) -> list[StoredArray]:
-    numbers, keys = planned.dtype_bytes, streams.rows * streams.keys
-    heads = layer.n_heads / _split(planned, layer.n_heads)
-    kv_heads = layer.kv_heads / _split(planned, layer.kv_heads)
-    width, value_width = (_lanes(planned, w) for w in (layer.head_width, layer.value_width))
-    q = streams.tokens * heads * width * numbers
-    k = keys * kv_heads * width * numbers
-    v = keys * kv_heads * value_width * numbers
-    out = streams.tokens * heads * value_width * numbers
-    found = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
-    if layer.query_key_norm != "none" or layer.positions == "rope":
-        found += [StoredArray("changed q", q), StoredArray("changed k", k)]
-    scores = streams.tokens * heads * streams.keys
-    if layer.attention_kernel == "xla":
-        # The weights in float32 and as the factor of the product with the values.
-        dropped = 1 + numbers if layer.dropout else 0
-        found += [StoredArray("weights", scores * (4 + numbers % 4 + dropped))]
-        return [*found, StoredArray("attended", out)]
-    # cuDNN has a log-sum-exp for each segment that a row may have.
-    sums = max(layer.max_segments, 1) if layer.attention_kernel == "cudnn" else 1
-    log_sums = streams.tokens * heads * 4 * sums
-    return [*found, StoredArray("attention", out), StoredArray("attention", log_sums)]
-
-
-def _lanes(planned: PlannedRun, width: int) -> int:
-    """The width of a head as it is stored."""
+def sizes_of(planned: PlannedRun, length: int, keys: int) -> Sizes:
+    """A microbatch on one device: its rows of `length` tokens, which attend to `keys` each."""
     lanes = LANES_OF_TPU if planned.device.platform == "tpu" else 1
-    return -(-width // lanes) * lanes
+    tensor = planned.size("tensor")
+    return Sizes(planned.rows, length, keys, planned.dtype_bytes, tensor, lanes)
 
 
-def _ffn_arrays(planned: PlannedRun, layer: ModelConfig, streams: Streams) -> list[StoredArray]:
-    split = _split(planned, layer.ff_width)
-    hidden = streams.tokens * layer.ff_width / split * planned.dtype_bytes
-    names = ("gate", "up", "hidden") if layer.gated else ("up", "hidden")
-    return [StoredArray(name, hidden) for name in names]
-
-
-def _split(planned: PlannedRun, length: int) -> int:
-    """Among how many devices an axis is divided by tensor parallelism."""
-    size = planned.size("tensor")
-    return size if length % size == 0 else 1
+def planned_stacks(planned: PlannedRun) -> list[Stack]:
+    """The stacks of the planned model, on the lengths of its rows."""
+    return stacks(planned.model, planned.length, planned.source_length)
 
 
 def array_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
-    """The names of all arrays that the backward pass of a layer reads."""
-    cross = layer.family == "encoder_decoder"
-    return frozenset(array.name for array in block_arrays(planned, layer, cross))
+    """The names of all arrays that the backward pass of a layer of the last stack reads."""
+    stack = planned_stacks(planned)[-1]
+    return frozenset(array.name for array in block_arrays(planned, layer, stack))
 
 
 def stored_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
@@ -152,65 +92,54 @@ class StackActivations(NamedTuple):
 
 def activations(planned: PlannedRun) -> list[StackActivations]:
     """What each stack of a model stores for one microbatch, in the order of the forward pass."""
-    model = planned.model
-    if model.family == "encoder_decoder":
-        encoder = _of_stack(planned, "encoder", model.encoder_layers, cross=False)
-        return [encoder, _of_stack(planned, "decoder", model.n_layers, cross=True)]
-    return [_of_stack(planned, model.family, model.n_layers, cross=False)]
+    return [_of_stack(planned, stack) for stack in planned_stacks(planned)]
 
 
-def _of_stack(planned: PlannedRun, name: str, depth: int, cross: bool) -> StackActivations:
+def _of_stack(planned: PlannedRun, stack: Stack) -> StackActivations:
     stored = recomputed = working = 0.0
-    for layer, count in Counter(layer_configs(planned.model, depth)).items():
-        arrays, names = block_arrays(planned, layer, cross), stored_names(planned, layer)
+    for layer, count in Counter(stack.layers).items():
+        arrays, names = block_arrays(planned, layer, stack), stored_names(planned, layer)
         kept = sum(array.bytes for array in arrays if array.name in names)
         stored += count * kept
         recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
-        working = max(working, backward_bytes(planned, layer, arrays, cross))
-    bias, slope = bias_bytes(planned, cross)
-    return StackActivations(name, stored + bias, recomputed, working + slope)
+        working = max(working, backward_bytes(planned, layer, arrays, stack))
+    bias, slope = bias_bytes(planned, stack)
+    return StackActivations(stack.name, stored + bias, recomputed, working + slope)
 
 
 def backward_bytes(
-    planned: PlannedRun, layer: ModelConfig, arrays: list[StoredArray], cross: bool
+    planned: PlannedRun, layer: ModelConfig, arrays: list[StoredArray], stack: Stack
 ) -> float:
-    """The gradients that are alive at once in the backward pass of a layer: those of the
-    feed-forward's arrays, or those of attention, and two residual streams."""
+    """The gradients that are alive at once in the backward pass of a layer: those of the arrays of
+    one sublayer, and two residual streams."""
     sizes: defaultdict[str, float] = defaultdict(float)
     for array in arrays:
         sizes[array.name] += array.bytes
-    ffn = sizes["gate"] + sizes["up"] + sizes["hidden"]
-    attention = sum(sizes[name] for name in ("q", "k", "v", "attention", "attended", "weights"))
-    if layer.attention_kernel == "blocked":
-        length, keys = stack_lengths(planned, cross)
-        attention += BLOCK_ARRAYS * block_scores(planned, layer, length, keys)
-    return max(ffn, attention) + 2 * sizes["input"]
-
-
-def stack_lengths(planned: PlannedRun, cross: bool) -> tuple[int, int]:
-    """Tokens of a row of a stack, and the most keys that they attend to."""
-    if planned.model.family != "encoder_decoder":
-        return planned.length, planned.length
-    source = planned.source_length
-    return (planned.length, max(planned.length, source)) if cross else (source, source)
+    largest = 0.0
+    for sublayer in stack.sublayers(layer).values():
+        gradients = sum(sizes[name] for name in sublayer.gradients)
+        if "attention" in sublayer.gradients and layer.attention_kernel == "blocked":
+            keys = max(stack.tokens, stack.source)
+            gradients += BLOCK_ARRAYS * block_scores(planned, layer, stack.tokens, keys)
+        largest = max(largest, gradients)
+    return largest + 2 * sizes["input"]
 
 
 def block_scores(planned: PlannedRun, layer: ModelConfig, length: int, keys: int) -> float:
     """Bytes of the scores, float32, of one block of queries in blocked attention."""
     block = min(max(QUERY_BLOCK, -(-length // MOST_BLOCKS)), length)
-    heads = layer.n_heads / _split(planned, layer.n_heads)
+    heads = sizes_of(planned, length, keys).share(layer.n_heads)
     return 4 * planned.rows * heads * block * keys
 
 
-def bias_bytes(planned: PlannedRun, cross: bool) -> tuple[float, float]:
+def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     """Bytes of the biases of scores that a stack has for all its layers and rows, and of their
     gradients."""
     model = planned.model
     if model.positions not in BIASED_SCORES:
         return 0.0, 0.0
-    heads = model.n_heads / _split(planned, model.n_heads)
-    length, _ = stack_lengths(planned, cross)
-    biases = 4 * heads * length**2
+    heads = sizes_of(planned, stack.tokens, stack.tokens).share(model.n_heads)
+    biases = 4 * heads * stack.tokens**2
     return biases, biases if model.positions == "t5" else 0.0
 
 
@@ -241,12 +170,12 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
     outputs = model.n_classes if model.output in ("classes", "tags") else model.vocab_size
     if model.output == "none":
         return 0.0, 0.0
-    split = _split(planned, outputs)
+    share = sizes_of(planned, planned.length, planned.length).share(outputs)
     positions = 1 if model.output == "classes" else min(tile, planned.length)
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
-    logits = planned.rows * positions * outputs / split * (4 * copies + numbers)
+    logits = planned.rows * positions * share * (4 * copies + numbers)
     tiles = math.ceil(planned.length / max(positions, 1))
-    matrix = outputs / split * model.d_model
+    matrix = share * model.d_model
     of_x = planned.rows * planned.length * model.d_model * numbers
     gathered = numbers if planned.size("fsdp") > 1 or tiles > 1 else 0
     return logits, matrix * (4 + gathered) + of_x

@@ -4,10 +4,9 @@ import math
 from typing import NamedTuple
 
 from jaxformer.arrays.params import rows
-from jaxformer.layers.pattern import layer_configs
-from jaxformer.models.cost import flops_per_token, matrix_flops
+from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops
 from jaxformer.runs.compose import counted_specs
-from jaxformer.tools.plan.activations import activations, array_names, stored_names
+from jaxformer.tools.plan.activations import activations, array_names, planned_stacks, stored_names
 from jaxformer.tools.plan.links import Collective, link_bytes
 from jaxformer.tools.plan.memory import (
     REFERENCE,
@@ -76,29 +75,23 @@ def products(planned: PlannedRun) -> Products:
 
 def attention_flops(planned: PlannedRun) -> float:
     """FLOPs a token, forward and backward, of scores and of their products with the values."""
-    model, length, source = planned.model, planned.length, planned.source_length
-    width = model.n_heads * (model.head_width + model.value_width)
-    total = float(model.n_layers * length)
-    if model.family == "encoder_decoder":
-        total += model.encoder_layers * source * source / length + model.n_layers * source
-    return 6 * width * total
+    return score_flops(planned.model, planned.length, planned.source_length)
 
 
 def skipped_flops(planned: PlannedRun) -> float:
     """FLOPs a token of the masked scores of self-attention that a fused kernel does not compute."""
-    model, length = planned.model, planned.length
-    kernel = model.attention_kernel
+    kernel = planned.model.attention_kernel
     if kernel in ("auto", "xla"):
         return 0.0
-    stacks = [(model.n_layers, length, model.family != "encoder")]
-    if model.family == "encoder_decoder":
-        stacks.append((model.encoder_layers, planned.source_length, False))
-    hidden = 0
-    for depth, tokens, causal in stacks:
-        for layer in layer_configs(model, depth):
+    total = 0.0
+    for stack in planned_stacks(planned):
+        for layer in stack.layers:
             window = layer.window if kernel in WINDOWED else 0
-            hidden += tokens**2 - visible_pairs(tokens, window, causal)
-    return 6 * model.n_heads * (model.head_width + model.value_width) * hidden / length
+            masked_pairs = stack.tokens**2 - visible_pairs(stack.tokens, window, stack.causal)
+            for sublayer in stack.sublayers(layer).values():
+                if not sublayer.reads_source:
+                    total += 3 * sublayer.scores(layer, masked_pairs)
+    return total / planned.length
 
 
 def undivided_flops(planned: PlannedRun) -> float:

@@ -20,7 +20,7 @@ from jaxformer.arrays.params import Spec, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.layers.embed import ADDED
 from jaxformer.runs.objectives import OBJECTIVES, task_of
-from jaxformer.tools.plan.activations import array_names, stored_names
+from jaxformer.tools.plan.activations import array_names, planned_stacks, stored_names
 from jaxformer.tools.plan.links import Collective
 from jaxformer.tools.plan.planned import PlannedRun
 
@@ -227,18 +227,14 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     """Sums of what the parts of a layer give, and the vocabulary."""
     model, microbatches = planned.model, planned.run.train.n_microbatches
     wide = planned.rows * model.d_model * planned.dtype_bytes  # a residual stream, a token long
-    stacks = [(model.n_layers, ["out", "down"], planned.length)]
-    if model.family == "encoder_decoder":
-        stacks = [
-            (model.n_layers, ["out", "out", "down"], planned.length),
-            (model.encoder_layers, ["out", "down"], planned.source_length),
-        ]
     again = array_names(planned, model) - stored_names(planned, model)
     outputs: list[float] = []
     repeated: list[float] = []
-    for depth, products, length in stacks:
-        outputs += [wide * length] * depth * len(products)
-        repeated += [wide * length] * depth * sum(name in again for name in products)
+    for stack in planned_stacks(planned):
+        for layer in stack.layers:
+            products = [sublayer.product for sublayer in stack.sublayers(layer).values()]
+            outputs += [wide * stack.tokens] * len(products)
+            repeated += [wide * stack.tokens] * sum(name in again for name in products)
     # All layers of a decoder add to the gradient of the encoder's output before it is summed.
     inputs = [*outputs, wide * planned.source_length] if planned.source_length else outputs
 

@@ -1,0 +1,104 @@
+"""What a sublayer of a block is: one row, which says everything that is asked of it.
+
+A block loops over rows, and what counts, plans or shows a model reads the same rows. Each file of a
+sublayer (`attention.py`, `ffn.py`) has its row at its end, and `block.py` the table of all.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jaxformer.arrays.params import Params, Specs
+from jaxformer.config.model import ModelConfig
+from jaxformer.layers.cache import LayerCache
+from jaxformer.layers.capture import Request
+from jaxformer.layers.masks import AttentionMask
+from jaxformer.layers.output import Output
+
+
+class EncoderOutput(NamedTuple):
+    """The encoder's output [B, S, D] (None if a layer cache has its keys), and the mask to it."""
+
+    x: jax.Array | None
+    mask: AttentionMask
+
+
+class Call(NamedTuple):
+    """What a block gives each sublayer besides its input: the mask of its tokens, the layer's
+    cache, the output of an encoder, the key of the sublayer's own dropout, and what is captured."""
+
+    mask: AttentionMask
+    cache: LayerCache | None
+    source: EncoderOutput | None
+    key: jax.Array | None
+    request: Request
+
+
+class Sizes(NamedTuple):
+    """A microbatch on one device: rows of `length` tokens which attend to `keys` tokens each, the
+    bytes of a number in the compute dtype, the devices among which tensor parallelism divides an
+    axis, and the lanes that the last axis of an array fills."""
+
+    rows: int
+    length: int
+    keys: int
+    number: int
+    tensor: int = 1
+    lanes: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def share(self, length: int) -> float:
+        """The part of an axis that one device has."""
+        return length / self.tensor if length % self.tensor == 0 else length
+
+    def padded(self, width: int) -> int:
+        """The width of a head as it is stored."""
+        return -(-width // self.lanes) * self.lanes
+
+
+class StoredArray(NamedTuple):
+    """An array of a layer that its backward pass reads; `name` is that of the point in a block,
+    `bytes` those of one device."""
+
+    name: str
+    bytes: float
+
+
+class Sublayer(NamedTuple):
+    """A row.
+
+    Attributes:
+      specs: config -> the table of its parameters.
+      apply: (params, config, x [B, T, D], call) -> `Output`: [B, T, D], the cache of the layer as
+        the sublayer leaves it, and captures, losses or metrics.
+      product: the name of its last product, whose output joins the residual stream; a point of
+        `model.remat`.
+      stored: (config, sizes) -> the arrays that its backward pass reads, by the names of points.
+      gradients: those of them whose gradients are alive at once in its backward pass.
+      formula: config -> lines of text, for `jaxformer shapes` and the page of attention.
+      scores: (config, keys) -> FLOPs a token of the forward pass that no parameter has, where a
+        token attends to so many keys; 0 for most.
+      draws: whether it drops out inside, and so needs a key of its own.
+      reads_source: whether its keys are those of an encoder.
+      capture: the name of its output in `Request`; by default that of the sublayer.
+    """
+
+    specs: Callable[[ModelConfig], Specs]
+    apply: Callable[[Params, ModelConfig, jax.Array, Call], Output]
+    product: str
+    stored: Callable[[ModelConfig, Sizes], list[StoredArray]]
+    gradients: tuple[str, ...]
+    formula: Callable[[ModelConfig], tuple[str, ...]]
+    scores: Callable[[ModelConfig, float], float] = lambda config, keys: 0.0
+    draws: bool = False
+    reads_source: bool = False
+    capture: str = ""
+
+
+def biased_text(config: ModelConfig, where: str, name: str = "b") -> str:
+    """The bias of a product in a formula, where the config has one."""
+    return f" + {name}" if where in config.biased else ""

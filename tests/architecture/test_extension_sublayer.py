@@ -1,0 +1,92 @@
+"""A sublayer from outside the package is one row: it trains, decodes and shards, plan counts it,
+and shapes show it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import own_sublayer
+import pytest
+
+import jaxformer as jf
+from jaxformer.config.run import DataConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.layers.block import MIXERS
+from jaxformer.models.cost import parameter_count
+from jaxformer.tools.plan.make import make_plan
+from jaxformer.tools.plan.planned import planned_run
+from jaxformer.tools.shapes import formula_of, shapes_of
+
+HERE = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "mean", own_sublayer.ROW)
+
+
+def test_it_trains() -> None:
+    losses, params = own_sublayer.losses(60)
+    assert losses[-1] < 0.5 * losses[0]
+    assert {*params["blocks"]} == {"mean", "mean_norm", "ffn", "ffn_norm"}
+
+
+def test_cached_decoding_equals_the_full_forward_pass() -> None:
+    config = jf.ModelConfig(**own_sublayer.CONFIG)
+    params = jf.init(config, jax.random.key(0))
+    tokens = own_sublayer.batch(0)["tokens"][:2, :4]
+    made = jf.generate(params, config, tokens, max_new_tokens=6, temperature=0.0)
+    for _ in range(6):
+        logits = jf.forward(params, config, tokens)
+        tokens = np.concatenate([tokens, np.argmax(logits[:, -1:], axis=-1)], axis=1)
+    np.testing.assert_array_equal(made, tokens[:, 4:])
+
+
+def test_packed_rows_equal_separate_rows() -> None:
+    config = jf.ModelConfig(**own_sublayer.CONFIG)
+    params = jf.init(config, jax.random.key(0))
+    tokens = own_sublayer.batch(0)["tokens"][:1, :12]
+    segments = np.repeat([[1, 2]], 6, axis=1)
+    packed = jf.forward(params, config, tokens, segment_ids=segments)
+    alone = jf.forward(params, config, tokens[:, 6:])
+    np.testing.assert_allclose(packed[:, 6:], alone, atol=1e-5)
+
+
+def test_plan_and_shapes_read_the_row() -> None:
+    model = jf.ModelConfig(**own_sublayer.CONFIG)
+    data, train = DataConfig(sequence_length=32), TrainConfig(batch_size=8)
+    run = jf.RunConfig(model=model, data=data, train=train)
+    planned = planned_run(run, "h100", 2, packed=False)
+    plan = make_plan(planned)
+    # The scores are 2 N H T products a token and layer, three times for both passes.
+    matrices = 6 * sum(
+        spec.size for spec in jax.tree.leaves(_shapes(run.model)) if len(spec.shape) > 1
+    )
+    scores = 3 * 2 * 4 * 8 * 32 * 2
+    assert plan.products.per_token == matrices + scores
+    rows = shapes_of(run.model, 8, 32)
+    (mixer,) = [shown for shown in rows if shown.name == "decoder.0.mean"]
+    products = [shown.name for shown in rows if shown.name.startswith("decoder.0.mean.")]
+    assert mixer.parameters == 3 * 32 * 32 and mixer.times == 2
+    assert {name.rpartition(".")[2] for name in products} >= {"value", "gate", "mix"}
+    assert sum(shown.parameters * shown.times for shown in rows) == parameter_count(run.model)
+    assert formula_of(run.model, "decoder.0.mean")[-1] == "x ← x + mean(norm(x))"
+
+
+def _shapes(config: jf.ModelConfig) -> dict:
+    table = jf.init(config, jax.random.key(0))
+    return {"blocks": table["blocks"], "head": table["head"]}
+
+
+@pytest.mark.slow
+def test_a_sharded_step_equals_the_step_of_one_device() -> None:
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, str(HERE / "own_sublayer.py")]
+    done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    numbers = np.array(done.stdout.split(), float)
+    np.testing.assert_allclose(numbers[3:], numbers[:3], rtol=1e-5)
