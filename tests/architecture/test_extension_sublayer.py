@@ -1,6 +1,7 @@
 """A sublayer from outside the package is one row: it trains, decodes and shards, plan counts it,
 and shapes show it."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import own_sublayer
 import pytest
 
 import jaxformer as jf
+from jaxformer.arrays.params import rows
 from jaxformer.config.run import DataConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.layers.block import MIXERS
@@ -24,7 +26,7 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def row(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXERS, "mean", own_sublayer.ROW)
 
 
@@ -62,23 +64,19 @@ def test_plan_and_shapes_read_the_row() -> None:
     planned = planned_run(run, "h100", 2, packed=False)
     plan = make_plan(planned)
     # The scores are 2 N H T products a token and layer, three times for both passes.
+    table = rows(jf.specs(model)).values()
     matrices = 6 * sum(
-        spec.size for spec in jax.tree.leaves(_shapes(run.model)) if len(spec.shape) > 1
+        math.prod(spec.shape) for spec in table if spec.is_matrix and not spec.lookup
     )
     scores = 3 * 2 * 4 * 8 * 32 * 2
     assert plan.products.per_token == matrices + scores
-    rows = shapes_of(run.model, 8, 32)
-    (mixer,) = [shown for shown in rows if shown.name == "decoder.0.mean"]
-    products = [shown.name for shown in rows if shown.name.startswith("decoder.0.mean.")]
+    shown_rows = shapes_of(model, 8, 32)
+    (mixer,) = [shown for shown in shown_rows if shown.name == "decoder.0.mean"]
+    products = [shown.name for shown in shown_rows if shown.name.startswith("decoder.0.mean.")]
     assert mixer.parameters == 3 * 32 * 32 and mixer.times == 2
     assert {name.rpartition(".")[2] for name in products} >= {"value", "gate", "mix"}
-    assert sum(shown.parameters * shown.times for shown in rows) == parameter_count(run.model)
-    assert formula_of(run.model, "decoder.0.mean")[-1] == "x ← x + mean(norm(x))"
-
-
-def _shapes(config: jf.ModelConfig) -> dict:
-    table = jf.init(config, jax.random.key(0))
-    return {"blocks": table["blocks"], "head": table["head"]}
+    assert sum(shown.parameters * shown.times for shown in shown_rows) == parameter_count(model)
+    assert formula_of(model, "decoder.0.mean")[-1] == "x ← x + mean(norm(x))"
 
 
 @pytest.mark.slow
