@@ -44,7 +44,7 @@ def ready(run: RunConfig) -> Ready:
     setup = make_setup(run, _quiet)
     return Ready(
         mesh=setup.mesh,
-        step=loop.compile_step(setup, setup.run.data.sequence_length, _quiet),
+        step=loop.compile_step(setup, _quiet),
         state=lambda: _state(setup),
         batch=lambda i: setup.placed(setup.batches[i]),
         tokens_per_step=setup.tokens_per_step,

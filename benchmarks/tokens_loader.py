@@ -30,8 +30,7 @@ from jaxformer.data.mixture import Mixture  # noqa: E402
 from jaxformer.runs.objectives import task_of  # noqa: E402
 
 TIMES = 20  # that of training, which the loader must give
-LENGTHENED = "stream, rows lengthened"
-WAYS = ("stream", "documents", "best_fit", LENGTHENED)
+WAYS = ("stream", "documents", "best_fit")
 MIXED = "documents, mixture of two"
 
 
@@ -57,12 +56,8 @@ def batches_of(run: jf.RunConfig) -> dict[str, data.Batches]:
     rows: dict[str, Any] = {}
     configs: dict[str, Any] = {}
     for way in WAYS:
-        packing: Any = way.partition(",")[0]
+        packing: Any = way
         configs[way] = dataclasses.replace(run.data, packing=packing)
-        if way == LENGTHENED:
-            length = run.data.sequence_length
-            lengths = f"{length // 4}; 1000000: {length}"
-            configs[way] = dataclasses.replace(configs[way], length_warmup=lengths)
         task = task_of(run.model, configs[way])
         rows[way] = data.prepare(configs[way], run.tokenizer, task, seed=run.run.seed).train
     configs[MIXED] = dataclasses.replace(configs["documents"], weights="0.7 0.3; 1000: 0.5 0.5")

@@ -12,14 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxformer.config.run import (
-    FORMER_OBJECTIVES,
-    ObjectiveName,
-    RunConfig,
-    flat,
-    named_sources,
-    suggestion,
-)
+from jaxformer.config.run import RunConfig, flat, named_sources, suggestion
 from jaxformer.config.saved import from_json
 from jaxformer.config.settings import VOLATILE, choices, step_range
 from jaxformer.files import ConfigError, read_text
@@ -77,14 +70,13 @@ def _registry() -> Any:
         allowed = choices(kinds[0])
         if int in parts:
             return _number_or(allowed)
-        former = FORMER_OBJECTIVES if kinds[0] == get_args(ObjectiveName)[0] else {}
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="{" + ",".join(allowed) + "}",
             instance_from_str=lambda words: words[0],
             is_instance=lambda value: value in allowed,
             str_from_instance=lambda value: [value],
-            choices=(*allowed, *former),
+            choices=allowed,
         )
 
     return registry
@@ -195,11 +187,6 @@ def check(config: RunConfig) -> RunConfig:
         problems.append(
             f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"
             f" train.steps={config.train.steps}: name steps of the run."
-        )
-    if config.train.on_nan == "rollback" and data.length_warmup:
-        problems.append(
-            "train.on_nan='rollback' moves batches to other steps, and data.length_warmup sets the"
-            " length of rows by the step: choose train.on_nan=skip, or no data.length_warmup."
         )
     problems += _schedule_problems(config)
     trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)

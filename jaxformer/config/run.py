@@ -7,7 +7,6 @@ The docstring below a field is its help text on the command line. Configs are ha
 import dataclasses
 import difflib
 import os
-import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -73,14 +72,6 @@ ObjectiveName = Annotated[
     Literal["auto", TextObjective, RecordObjective, PreferenceObjective],
     TableAt("jaxformer.runs.objectives.OBJECTIVES"),
 ]
-# Former names of objectives, which are still read.
-FORMER_OBJECTIVES = {
-    "masked": "mlm",
-    "spans": "span_corruption",
-    "pairs": "seq2seq",
-    "answers": "sft",
-    "tags": "token_classification",
-}
 
 OptimizerName = Annotated[
     Literal["adamw", "adafactor", "lion", "sgd", "muon"],
@@ -120,9 +111,6 @@ class DataConfig(Section):
     """Fraction of data.train that is held out if data.validation is empty."""
     sequence_length: Count = 256
     """Length of a row of a batch in tokens."""
-    length_warmup: str = ""
-    """Shorter rows at the beginning, for example '64; 500: 128; 1000: 256'. The number of tokens
-    per step stays the same."""
     packing: Packing = "stream"
     """How documents fill rows: stream cuts rows from one token stream; documents does so too, but
     separates documents by segment ids; best_fit cuts no document that fits into a row."""
@@ -174,14 +162,6 @@ class DataConfig(Section):
     first reads it, always compares all files before the first step."""
     prefetch: Volatile[Annotated[int, Bounds(0, most=1024)]] = 2
     """Number of batches prepared ahead on a thread; 0 prepares each batch when it is needed."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.objective, str) and self.objective in FORMER_OBJECTIVES:
-            name = FORMER_OBJECTIVES[self.objective]
-            message = f"data.objective={self.objective!r} is now called {name!r}."
-            warnings.warn(message, FutureWarning, stacklevel=3)
-            object.__setattr__(self, "objective", name)
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

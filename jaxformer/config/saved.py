@@ -12,6 +12,9 @@ VERSION = 2  # To be raised when a field is renamed, or an older reader would mi
 # By the version that brought the new names: {3: {"model.old_name": "model.new_name"}}.
 RENAMED: dict[int, dict[str, str]] = {}
 
+# Settings that are gone, with their defaults: a file that states another value is refused.
+REMOVED = {"data.length_warmup": ""}
+
 PREFERENCES = get_args(PreferenceObjective)
 
 
@@ -48,6 +51,13 @@ def from_json(text: str, where: str) -> RunConfig:
             if old in values:
                 values[new] = values.pop(old)
     values.pop("run.compilation_cache", None)
+    for name, default in REMOVED.items():
+        if values.pop(name, default) != default:
+            raise ConfigError(
+                f"{where} sets {name}, which this jaxformer no longer has: continue the run with"
+                " the version that began it, or begin another one without it (run.init_from takes"
+                " the parameters)."
+            )
     _keep_former_choices(values)
     known = flat(RunConfig())
     if unknown := [name for name in values if name not in known]:
@@ -64,9 +74,9 @@ def from_json(text: str, where: str) -> RunConfig:
 def _keep_former_choices(values: dict[str, Any]) -> None:
     """Adds what older files, which lack it, meant where that is not the default."""
     objective = values.get("data.objective")
-    if objective in ("sft", "answers"):
+    if objective == "sft":
         values.setdefault("data.cut", "end")
-    if objective not in ("sft", "answers", *PREFERENCES):  # whose templates write the BOS
+    if objective not in ("sft", *PREFERENCES):  # whose templates write the BOS
         values.setdefault("data.bos", "never")
     if objective in PREFERENCES and (values.get("model.dropout") or values.get("adapter.dropout")):
         values.setdefault("train.preference_dropout", "on")

@@ -3,7 +3,6 @@ batch from its step."""
 
 from jaxformer.data.batches import Batches, EvaluationBatches, RowBlocks, evaluation_batches
 from jaxformer.data.corpus import Corpus, gzip_bits_per_byte, prepare
-from jaxformer.data.phases import length_at
 from jaxformer.data.rows import NumpyBatch, RowFormat, Rows
 from jaxformer.data.sources import Source, find_source
 from jaxformer.data.store import TokenStore
@@ -28,7 +27,6 @@ __all__ = [
     "find_source",
     "find_texts",
     "gzip_bits_per_byte",
-    "length_at",
     "open_or_build",
     "prepare",
 ]

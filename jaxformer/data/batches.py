@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.phases import length_at, row_lengths
 from jaxformer.data.rows import NumpyBatch, Rows
 from jaxformer.files import ConfigError
 
@@ -42,9 +41,8 @@ class Batches:
     order of the batch, which is the same for any number of processes.
 
     Rows are shuffled anew each epoch, without end, or are windows drawn at random (data.order), and
-    what is random in them is drawn anew. While data.length_warmup makes rows shorter, a batch has
-    as many more of them. Raises ConfigError where a source cannot fill one row, or the batch cannot
-    be divided evenly.
+    what is random in them is drawn anew. Raises ConfigError where a source cannot fill one row, or
+    the batch cannot be divided evenly.
     """
 
     def __init__(
@@ -58,10 +56,10 @@ class Batches:
                     f" data.sequence_length={data.sequence_length:,} takes {part.window:,}: give"
                     f" more text, or set data.sequence_length to at most {most:,}."
                 )
-        blocks.rows(batch_size)
-        self.examples, self.lengths = len(rows), row_lengths(data)
+        self._here = blocks.rows(batch_size)
+        self.examples = len(rows)
         self.steps_per_epoch = -(-self.examples // batch_size)
-        self._prefetch, self._batch_size, self._blocks = data.prefetch, batch_size, blocks
+        self._prefetch, self._batch_size = data.prefetch, batch_size
         # Two numbers that differ between neighboring seeds: grain numbers epochs by seed + 1,
         # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
@@ -92,27 +90,9 @@ class Batches:
         return iterator
 
     def _batch(self, step: int) -> NumpyBatch:
-        """The arrays [B, T] of a step, or [B T / t, t] while its rows have t tokens.
-
-        Part c of row b becomes row c B + b. So a microbatch holds parts of the same rows as without
-        the cut.
-        """
-        size, first = self._batch_size, step * self._batch_size
-        if len(self.lengths) == 1:
-            return _stacked([self._made[first + row] for row in self._blocks.rows(size)])
-        whole: dict[int, NumpyBatch] = {}
-        cut, length, parts = [], length_at(self.lengths, step), self._parts(step)
-        for number in self._blocks.rows(parts * size):
-            part, row = divmod(number, size)
-            if row not in whole:
-                whole[row] = self._made[first + row]
-            here = slice(part * length, (part + 1) * length)
-            cut.append({name: array[here] for name, array in whole[row].items()})
-        return _stacked(cut)
-
-    def _parts(self, step: int) -> int:
-        """How many rows a whole row is cut into in the batch of a step."""
-        return self.lengths[-1][1] // length_at(self.lengths, step)
+        """The arrays [B, T] of a step."""
+        first = step * self._batch_size
+        return _stacked([self._made[first + row] for row in self._here])
 
 
 class EvaluationBatches:

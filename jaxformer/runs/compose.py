@@ -200,16 +200,6 @@ def assumed_segments(run: RunConfig, batch: AbstractBatch) -> int:
     return 1 if padded else run.model.max_segments or ASSUMED_SEGMENTS
 
 
-def with_rows_of(run: RunConfig, length: int) -> RunConfig:
-    """`run` with rows of `length` tokens, and as many tokens per step as before."""
-    if length == run.data.sequence_length:
-        return run
-    rows = run.train.batch_size * run.data.sequence_length // length
-    data = dataclasses.replace(run.data, sequence_length=length, length_warmup="")
-    train = dataclasses.replace(run.train, batch_size=rows)
-    return dataclasses.replace(run, data=data, train=train)
-
-
 def with_kernel(
     run: RunConfig, segments: int, mesh: Mesh | AbstractMesh | None = None
 ) -> tuple[RunConfig, str]:

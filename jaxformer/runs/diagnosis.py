@@ -70,7 +70,7 @@ def _bad_leaves(setup: RunSetup, finite: Any) -> str:
 
 
 def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
-    run = setup.runs[setup.length(step)]
+    run = setup.run
     pieces = run.train.n_microbatches
 
     @jax.jit
@@ -96,7 +96,7 @@ def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> s
 
 
 def _gradients(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
-    run, objective = setup.runs[setup.length(step)], setup.corpus.task.name
+    run, objective = setup.run, setup.corpus.task.name
 
     @jax.jit
     def finite(state: TrainState, batch: Any) -> Any:

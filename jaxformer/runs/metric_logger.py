@@ -88,7 +88,7 @@ class MetricLogger:
         values = as_logged(jax.device_get(dict(metrics)))
         del values["step_seconds"]
         tokens, seconds = self.setup.tokens_per_step, max(self._seconds, 1e-9)
-        flops = self.setup.flops(self._logged_to, step)
+        flops = (step - self._logged_to) * tokens * self.setup.flops_per_token
         values |= {
             "tokens": step * tokens,
             "tokens_per_second": (step - self._logged_to) * tokens / seconds,

@@ -11,9 +11,8 @@ import jax
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import FORMER_OBJECTIVES, DataConfig, ObjectiveName, PreferenceObjective
+from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
 from jaxformer.config.settings import Table
-from jaxformer.data.phases import row_lengths
 from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
 from jaxformer.data.sources.records import RecordField
@@ -52,7 +51,6 @@ class Objective(NamedTuple):
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
     shortest: the fewest tokens of a row that has room for special tokens and text.
     takes_packing: rows may hold several texts, so data.packing may be other than "stream".
-    can_be_cut: rows keep their sense when they are cut in shorter ones (data.length_warmup).
     every_token: each token of the text is predicted once, so that bits per byte mean something.
     loss: (params, config, batch, key, **options) -> Sums, what is minimized; "nats" among them is
         what is logged as the loss where that is another.
@@ -74,7 +72,6 @@ class Objective(NamedTuple):
     missing: Callable[[Tokenizer], list[str]] | str = nothing_missing
     shortest: int = 8
     takes_packing: bool = True
-    can_be_cut: bool = False
     every_token: bool = False
     loss: Callable[..., Sums] | str = head_loss
     rowwise: bool = False
@@ -106,13 +103,7 @@ OBJECTIVES: Table[Objective] = Table(
     ObjectiveName,
     {
         "causal": Objective(
-            ("decoder",),
-            "language",
-            ("text",),
-            shortest=1,
-            can_be_cut=True,
-            every_token=True,
-            rowwise=True,
+            ("decoder",), "language", ("text",), shortest=1, every_token=True, rowwise=True
         ),
         "mlm": Objective(
             ("encoder",),
@@ -241,11 +232,6 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
         from jaxformer.data.windows import check_windows
 
         check_windows(data, name, reads_plain_text(row.template, row.rows))
-    if len(row_lengths(data)) > 1 and not row.can_be_cut:
-        raise ConfigError(
-            f"data.length_warmup={data.length_warmup!r} cannot be had with data.objective={name}, "
-            "whose rows lose their sense when they are cut: leave it empty."
-        )
     if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length}, data.source_length={data.source_length}:"
@@ -292,7 +278,6 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
     Raises ConfigError for an objective that there is not, and for an option that its loss does not
     have.
     """
-    objective = FORMER_OBJECTIVES.get(objective, objective)
     if objective not in OBJECTIVES:
         raise ConfigError(
             f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."

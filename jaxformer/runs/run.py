@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
 from jaxformer.runs.compose import preference_options, with_reference
-from jaxformer.runs.directory import claim, is_begun, lock, release
+from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -37,10 +38,11 @@ from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_befo
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state, restored
-from jaxformer.runs.step_by_length import Programs, StepByLength, traced
 from jaxformer.runs.summary import summary
-from jaxformer.training.loop import Diverged, Hook, Interrupted, fit
+from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, fit
+from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState
+from jaxformer.training.step import Batch
 
 # Settings that may differ between the processes of a run, which compare the texts themselves.
 OF_A_PROCESS = {
@@ -115,12 +117,12 @@ def _train(run: RunConfig, begin: float) -> Result:
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
-                state, programs = _begin(setup, checkpoints, log)
+                state, program = _begin(setup, checkpoints, log)
                 claim(setup.asked, setup.corpus.tokenizer, setup.record)
-                if setup.reference and programs:
+                if setup.reference and program is not None:
                     setup.reference.keep()
                 with doing("between two steps; the same command continues."):
-                    state, last = _trained(setup, state, programs, checkpoints, begin)
+                    state, last = _trained(setup, state, program, checkpoints, begin)
             except OutOfMemory as error:
                 raise _of_run(error, setup, checkpoints, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
@@ -163,9 +165,9 @@ def _same_run(setup: RunSetup) -> RunSetup:
     return dataclasses.replace(setup, record=setup.record | {"run_id": exchange(drawn)[0]})
 
 
-def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Programs]:
-    """The state to start from, and the compiled step for each remaining length of rows, with its
-    kernel checked.
+def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainState, Any]:
+    """The state to start from, and the compiled step with its kernel checked; None for that where
+    all steps are done.
 
     On a CPU the step compiles while the state is made; on another device before it, because the
     compiler measures kernels on the device.
@@ -174,19 +176,15 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
-        def compile_from(first: int) -> Future[Programs]:
-            lengths = setup.lengths(first)
-            programs = thread.submit(
-                lambda: {length: compile_step(setup, length, log) for length in lengths}
-            )
+        def compiling() -> Future[Any]:
+            program = thread.submit(lambda: compile_step(setup, log))
             if platform(setup.mesh) != "cpu":
-                programs.result()
-            for length in lengths:
-                _prove_kernel(setup, length, log)
-            return programs
+                program.result()
+            _prove_kernel(setup, log)
+            return program
 
-        # The newest checkpoint may prove unreadable, so compilation starts from the oldest.
-        programs = compile_from(saved[0]) if saved[-1] < run.train.steps else None
+        # The newest checkpoint may prove unreadable, and then there are steps left.
+        program = compiling() if saved[-1] < run.train.steps else None
         with memory_of("reading the newest checkpoint"):
             state = restored(setup, checkpoints, log)
         if state is None:
@@ -198,33 +196,59 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
                 f"{run.run.dir} has completed all {int(state.step)} steps; raise train.steps to"
                 " continue."
             )
-            return state, {}
+            return state, None
         if setup.reference:
             with memory_of("reading the reference"):
                 setup.reference.load()
-        programs = programs or compile_from(int(state.step))
-        return state, programs.result()
+        program = program or compiling()
+        return state, program.result()
 
 
-def _prove_kernel(setup: RunSetup, length: int, log: Log) -> None:
-    """Checks the attention kernel for rows of a length, unless it is what kernels are compared
-    with."""
-    if setup.runs[length].model.attention_kernel == "xla":
+def _prove_kernel(setup: RunSetup, log: Log) -> None:
+    """Checks the attention kernel, unless it is what kernels are compared with."""
+    if setup.run.model.attention_kernel == "xla":
         return
     from jaxformer.runs.device import prove_kernel
 
     with memory_of("the check of the attention kernel"):
-        log(prove_kernel(setup.runs[length], setup.mesh))
+        log(prove_kernel(setup.run, setup.mesh))
+
+
+class CountedStep:
+    """The compiled step, which counts the steps that are done; `fit` calls it."""
+
+    def __init__(self, program: Any, done: int) -> None:
+        self.program, self.done = program, done
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        self.done += 1
+        return self.program(state, batch)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def traced(setup: RunSetup, step: CountedStep) -> Iterator[Advance]:
+    """The step, which traces the steps of run.profile into the run directory."""
+    run = setup.run.run
+    if not run.profile:
+        yield step
+        return
+    from jaxformer.training.profile import Profile
+
+    profile = Profile(step, run.profile, profile_dir(run.dir), program=lambda: step.program)
+    try:
+        yield profile
+    finally:
+        profile.close()
 
 
 def _trained(
-    setup: RunSetup, state: TrainState, programs: Programs, checkpoints: Checkpoints, began: float
+    setup: RunSetup, state: TrainState, program: Any, checkpoints: Checkpoints, began: float
 ) -> tuple[TrainState, Evaluation]:
     """`_steps`, and again after each rollback."""
     log: Log = _ignore if setup.run.run.progress == "none" else _print
     while True:
         try:
-            return _steps(setup, state, programs, checkpoints, began)
+            return _steps(setup, state, program, checkpoints, began)
         except Diverged as error:
             from jaxformer.runs.diverged import recovered
 
@@ -232,7 +256,7 @@ def _trained(
 
 
 def _steps(
-    setup: RunSetup, state: TrainState, programs: Programs, checkpoints: Checkpoints, began: float
+    setup: RunSetup, state: TrainState, program: Any, checkpoints: Checkpoints, began: float
 ) -> tuple[TrainState, Evaluation]:
     """Runs the remaining steps; the final state and its evaluation.
 
@@ -245,13 +269,13 @@ def _steps(
 
         hooks.append(SkipSteps(settings.nan_limit, before.skipped))
     if jax.process_index():
-        step = StepByLength(setup, first, programs, _ignore)
+        step = CountedStep(program, first)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
     with (
         ProgressBar(settings.steps, first, shown) as progress,
         MetricsLog(setup.run.run.dir, first, began, tracker_of(setup.run, first)) as metrics_log,
     ):
-        step = StepByLength(setup, first, programs, _ignore if shown == "none" else progress.log)
+        step = CountedStep(program, first)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
         hooks.append(logger)
         watch = progress.evaluation
@@ -262,7 +286,7 @@ def _steps(
 def _fit(
     setup: RunSetup,
     state: TrainState,
-    step: StepByLength,
+    step: CountedStep,
     checkpoints: Checkpoints,
     before: Evaluation,
     hooks: list[Hook],
@@ -305,21 +329,18 @@ def _fit(
         )
 
 
-def compile_step(setup: RunSetup, length: int, log: Log) -> Any:
-    """The step for rows of a length, compiled ahead of time, so that the memory that it needs is
-    logged before it runs."""
+def compile_step(setup: RunSetup, log: Log) -> Any:
+    """The step compiled ahead of time, so that the memory that it needs is logged before it
+    runs."""
     begin = time.perf_counter()
-    first = next(first for first, tokens in setup.batches.lengths if tokens == length)
-    batch = place_batch(setup.batches[first], setup.mesh)
+    batch = place_batch(setup.batches[0], setup.mesh)
     batch = with_reference(batch, setup.run, setup.mesh)
     with memory_of("compiling the step"):
-        compiled = setup.step(length).lower(setup.target, batch).compile()
+        compiled = setup.step.lower(setup.target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    took = human_time(time.perf_counter() - begin)
-    rows = f" for rows of {length} tokens" if len(setup.runs) > 1 else ""
     log(
-        f"Compiled the step{rows} in {took}; it needs {human_bytes(temporary)} per device besides"
-        " its state."
+        f"Compiled the step in {human_time(time.perf_counter() - begin)}; it needs"
+        f" {human_bytes(temporary)} per device besides its state."
     )
     return compiled
 

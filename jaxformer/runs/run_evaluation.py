@@ -134,7 +134,7 @@ def _on_text(
     if text:
         named = dataclasses.replace(settings, validation=text)
         data.find_texts(named, "data.validation", task_of(run.model, named).fields)
-        settings = dataclasses.replace(named, train=text, weights="", epochs="", length_warmup="")
+        settings = dataclasses.replace(named, train=text, weights="", epochs="")
     from jaxformer.runs.loading import text_directory
 
     file = str(tokenizer_file(text_directory(path)))

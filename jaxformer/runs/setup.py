@@ -29,7 +29,6 @@ from jaxformer.runs.compose import (
     run_specs,
     step_of,
     with_kernel,
-    with_rows_of,
 )
 from jaxformer.runs.directory import as_begun, check_data
 from jaxformer.runs.evaluation import corpus_of
@@ -47,15 +46,13 @@ if TYPE_CHECKING:
 class RunSetup:
     """A run that is ready to start. In `run` every automatic choice is made.
 
-    `runs` is the run with each length of its rows, of which data.length_warmup makes several, and
-    `kernels` a sentence about the attention kernel of each. `peak` is the published peak FLOP/s of
-    a device, None if it is unknown. `undivided` are the lines of `check_split`.
+    `kernel` is a sentence about the attention kernel. `peak` is the published peak FLOP/s of a
+    device, None if it is unknown. `undivided` are the lines of `check_split`.
     `asked` is the run before automatic choices, and `record` a fingerprint of its data: what
     config.json and data.json hold. `base` is the model below an adapter (`runs.adapter.Base`).
     """
 
     run: RunConfig
-    runs: dict[int, RunConfig]
     corpus: data.Corpus
     batches: data.Batches
     heldout: data.EvaluationBatches | None
@@ -64,7 +61,7 @@ class RunSetup:
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
     peak: float | None
-    kernels: dict[int, str]
+    kernel: str
     undivided: list[str]
     asked: RunConfig
     record: dict[str, Any]
@@ -86,30 +83,12 @@ class RunSetup:
         return Reference(run.run.init_from, run.model, run.run.dir, self.mesh)
 
     @functools.cached_property
-    def flops_per_token(self) -> dict[int, int]:
-        """By the length of the rows."""
-        sources = {n: encoded_length(run, run.model.max_segments) for n, run in self.runs.items()}
-        compared = OBJECTIVES[self.corpus.task.name].reference
-        table = counted_specs(self.run, self.base.learned if self.base else ())
-        return {
-            n: flops_per_token(run.model, n, sources[n], table, compared)
-            for n, run in self.runs.items()
-        }
-
-    def length(self, step: int) -> int:
-        """Tokens of a row in the batch of a step, counted from 0."""
-        return data.length_at(self.batches.lengths, step)
-
-    def lengths(self, first: int) -> list[int]:
-        """The lengths of rows in the steps from `first` to the end."""
-        stop = self.run.train.steps
-        later = [length for step, length in self.batches.lengths if first < step < stop]
-        return list(dict.fromkeys([self.length(first), *later]))
-
-    def flops(self, first: int, stop: int) -> int:
-        """FLOPs of the steps from `first` to `stop`, excluding `stop`."""
-        per_token = (self.flops_per_token[self.length(step)] for step in range(first, stop))
-        return self.tokens_per_step * sum(per_token)
+    def flops_per_token(self) -> int:
+        run, length = self.run, self.run.data.sequence_length
+        source = encoded_length(run, run.model.max_segments)
+        table = counted_specs(run, self.base.learned if self.base else ())
+        has_reference = OBJECTIVES[self.corpus.task.name].reference
+        return flops_per_token(run.model, length, source, table, has_reference)
 
     @property
     def target(self) -> TrainState:
@@ -127,10 +106,10 @@ class RunSetup:
         """A batch on the devices, scored by the reference where there is one."""
         return self.reference(batch) if self.reference else place_batch(batch, self.mesh)
 
-    def step(self, length: int) -> Step:
-        """The train step for rows of this many tokens."""
-        run, objective = self.runs[length], self.corpus.task.name
-        return step_of(run, objective, self.optimizer, self.schedule)
+    @property
+    def step(self) -> Step:
+        """The train step."""
+        return step_of(self.run, self.corpus.task.name, self.optimizer, self.schedule)
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
@@ -162,13 +141,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     split = check_split(specs, mesh)
     packed = "segment_ids" in batches[0]
     segments = most_segments(texts) if packed else 0
-    lengths = dict(batches.lengths).values()
-    chosen = {n: with_kernel(with_rows_of(run, n), segments, mesh) for n in lengths}
-    runs = {length: ready for length, (ready, _) in chosen.items()}
+    composed, kernel = with_kernel(run, segments, mesh)
     fingerprints = fingerprints_of(run, corpus)
     return RunSetup(
-        run=runs[run.data.sequence_length],
-        runs=runs,
+        run=composed,
         corpus=corpus,
         batches=batches,
         heldout=heldout,
@@ -177,7 +153,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         schedule=schedule,
         optimizer=make_optimizer(run.optimizer, schedule, specs),
         peak=published_peak(run, mesh),
-        kernels={length: reason for length, (_, reason) in chosen.items()},
+        kernel=kernel,
         undivided=split,
         asked=run,
         record=check_data(run, corpus.tokenizer, fingerprints, corpus.labels, base and base.record),

@@ -20,12 +20,10 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     """The banner of a run: what it computes, on which devices, and from which data."""
     run, model, device = setup.run, setup.run.model, jax.devices()[0]
     state = sum(map(_bytes_per_device, jax.tree.leaves(setup.target)))
-    flops = human_count(setup.flops_per_token[run.data.sequence_length])
+    flops = human_count(setup.flops_per_token)
     held = sum(map(_bytes_per_device, jax.tree.leaves(setup.target.params)))
     compared = f", and {human_bytes(held)} of those of the reference" if setup.reference else ""
     groups = decay_groups(run.optimizer, setup.specs).items()
-    kernels = [f"rows of {length}: {reason}" for length, reason in setup.kernels.items()]
-    same_kernel = len({*setup.kernels.values()}) == 1
     mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
     return {
         "device": (
@@ -45,7 +43,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         ),
         "memory": f"{human_bytes(state)} of parameters and optimizer state per device{compared}",
         "FLOPs": f"{flops} per token, forward and backward{' and reference' if compared else ''}",
-        "attention": setup.kernels[run.data.sequence_length] if same_kernel else kernels,
+        "attention": setup.kernel,
         **_dropout(setup),
         **_data(setup),
         "run directory": run.run.dir,
@@ -87,8 +85,9 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
             f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
             for drawn in shares
         ]
-    if rows := _rows(setup):
-        found["rows"] = rows
+    filled = setup.corpus.train.filled
+    if filled < 1:
+        found["rows"] = f"{filled:.2%} filled"
     if (count := settings.n_microbatches) > 1:
         found["microbatches"] = f"{count} of {settings.batch_size // count:,} sequences"
     rate = train.bytes / max(train.tokens, 1)
@@ -109,17 +108,6 @@ def beginning_text(corpus: Corpus, bos: str) -> str:
         return ""
     shown = " ".join(map(corpus.tokenizer.shown, stores[0].beginning))
     return f"begin with {shown}, which is no target (data.bos={bos})"
-
-
-def _rows(setup: RunSetup) -> str:
-    """The lengths of the rows, if there are several, and how full they are, if not entirely."""
-    lines = [
-        f"{setup.runs[length].train.batch_size:,} of {length} tokens"
-        f" {f'after step {step:,}' if step else 'at first'}"
-        for step, length in setup.batches.lengths
-    ]
-    filled = setup.corpus.train.filled
-    return "; ".join(lines * (len(lines) > 1) + [f"{filled:.2%} filled"] * (filled < 1))
 
 
 def _dropout(setup: RunSetup) -> dict[str, str]:

@@ -54,7 +54,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
         return
     yield Finding("ok", "settings and data", _data(setup))
     yield disk(setup)
-    yield from kernels(setup)
+    yield from kernel(setup)
     yield from dry_run(setup)
 
 
@@ -155,25 +155,22 @@ def disk(setup: RunSetup) -> Finding:
     return Finding("ok", "disk space", text)
 
 
-def kernels(setup: RunSetup) -> Iterator[Finding]:
-    """The attention kernel for each length of rows, and its errors against float32."""
-    for length, run in setup.runs.items():
-        name = f"attention, rows of {length}" if len(setup.runs) > 1 else "attention"
-        try:
-            with memory_of("the check of the attention kernel"):
-                proof = prove_kernel(run, setup.mesh)
-        except (RuntimeError, ConfigError) as error:
-            yield Finding("problem", name, str(error))
-            continue
-        yield Finding("ok", name, f"{setup.kernels[length]} {proof}".strip())
+def kernel(setup: RunSetup) -> Iterator[Finding]:
+    """The attention kernel, and its errors against float32."""
+    try:
+        with memory_of("the check of the attention kernel"):
+            proof = prove_kernel(setup.run, setup.mesh)
+    except (RuntimeError, ConfigError) as error:
+        yield Finding("problem", "attention", str(error))
+        return
+    yield Finding("ok", "attention", f"{setup.kernel} {proof}".strip())
 
 
 def dry_run(setup: RunSetup) -> Iterator[Finding]:
     """Compiles the first step and runs it twice."""
     lines: list[str] = []
-    length = setup.length(0)
     try:
-        program = compile_step(setup, length, lines.append)
+        program = compile_step(setup, lines.append)
         state = first_state(setup, lines.append)
         batch = setup.placed(setup.batches[0])
         with memory_of("the first step"):

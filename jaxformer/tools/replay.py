@@ -103,21 +103,17 @@ def replay(
         )
     state = _state_before(setup, step, log)
     begun = int(state.step)
-    programs, batches = dict[int, Any](), batches_of(setup)
+    program, batches = compile_step(setup, log), batches_of(setup)
 
-    def advance(state: TrainState, number: int, batch: Batch) -> tuple[TrainState, Any]:
-        length = setup.length(number)
-        if length not in programs:
-            programs[length] = compile_step(setup, length, log)
-        placed = setup.placed(batch)
-        return programs[length](state, placed)  # type: ignore[no-any-return]
+    def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        return program(state, setup.placed(batch))  # type: ignore[no-any-return]
 
     for number in range(begun, step - 1):
-        state, _ = advance(state, number, batches[number])
+        state, _ = advance(state, batches[number])
     batch = batches[step - 1]
     norms = gradient_norms(setup, state, batch)  # before the step, which donates the state
     nats = _nats(setup, state, batch)
-    _, metrics = advance(state, step - 1, batch)
+    _, metrics = advance(state, batch)
     lines = read_metrics(folder)
     logged = [line for line in lines if line["step"] == step and "loss" in line]
     numbers = as_logged(jax.device_get(metrics))
@@ -151,7 +147,7 @@ def _layered(specs: Specs) -> set[str]:
 def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:
     """The Euclidean norm of the gradient of a step by leaf, for a leaf of several layers of each.
     The gradient is the one before it is clipped."""
-    run, objective = setup.runs[setup.length(int(state.step))], setup.corpus.task.name
+    run, objective = setup.run, setup.corpus.task.name
     loss, pieces = run_loss(run, objective), run.train.n_microbatches
     rowwise = is_rowwise(run, objective)
     layered = _layered(setup.specs)
@@ -173,7 +169,7 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
 
 def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None:
     """The cross-entropy of each target of a batch, with the dropout of the step."""
-    run = setup.runs[setup.length(int(state.step))]
+    run = setup.run
     if OBJECTIVES[setup.corpus.task.name].loss is not head_loss:
         return None
     pieces, nats = run.train.n_microbatches, np.zeros(batch["targets"].shape, np.float32)

@@ -95,9 +95,5 @@ def test_a_field_without_a_setting_is_named_where_it_is_missing(run: RunConfig) 
 
 
 def test_what_its_rows_are_not_made_for_is_refused(run: RunConfig) -> None:
-    with pytest.raises(
-        ConfigError, match=r"length_warmup=.* cannot be had with data\.objective=pref"
-    ):
-        task_of(ModelConfig(), DataConfig(length_warmup="64; 10: 256"))
     with pytest.raises(ConfigError, match=r"data\.objective=preferences takes at least 8 tokens"):
         task_of(ModelConfig(), DataConfig(sequence_length=7))

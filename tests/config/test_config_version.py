@@ -8,8 +8,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.config import saved as config_json
-from jaxformer.config.config_file import parse_fields
-from jaxformer.config.run import FORMER_OBJECTIVES, DataConfig, RunConfig, RunSettings
+from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.config.saved import VERSION, from_json, to_json
 from jaxformer.files import ConfigError
 
@@ -86,23 +85,13 @@ def test_what_is_no_config_is_refused_in_words(text: str, said: str) -> None:
     assert str(raised.value).startswith(said)
 
 
-@pytest.mark.parametrize("former", FORMER_OBJECTIVES)
-def test_the_former_name_of_an_objective_is_read_and_said(former: str, tmp_path: Path) -> None:
-    name = FORMER_OBJECTIVES[former]
-    file = tmp_path / "own.py"
-    file.write_text("from jaxformer.config.run import RunConfig\nconfig = RunConfig()\n")
-    old = to_json(RunConfig(data=DataConfig(objective=name))).replace(f'"{name}"', f'"{former}"')
-    reads = {
-        "in Python": lambda: RunConfig(data=DataConfig(objective=former)),
-        "config.json": lambda: from_json(old, "here"),
-        "the command line": lambda: jf.load_config(file, [f"data.objective={former}"]),
-        "arguments": lambda: parse_fields(RunConfig(), ["--data.objective", former], "train.py"),
-    }
-    for where, read in reads.items():
-        with pytest.warns(FutureWarning, match=rf"{former}' is now called '{name}'"):
-            assert read().data.objective == name, where
-    config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
-    assert jf.loss_of(former, config).__wrapped__ is jf.loss_of(name, config).__wrapped__
+def test_a_setting_that_is_gone_is_read_by_default_and_else_refused_by_name() -> None:
+    record = json.loads(to_json(RUN))
+    record["data"]["length_warmup"] = ""
+    assert from_json(json.dumps(record), "here") == RUN
+    record["data"]["length_warmup"] = "64; 500: 128"
+    with pytest.raises(ConfigError, match=r"here sets data\.length_warmup, which .*init_from"):
+        from_json(json.dumps(record), "here")
 
 
 def test_the_compilation_cache_of_a_config_json_is_not_used(tmp_path: Path) -> None:

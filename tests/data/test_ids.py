@@ -133,10 +133,10 @@ def test_a_bin_file_of_a_large_vocabulary_is_uint32(tmp_path: Path) -> None:
     assert corpus.train[0]["tokens"].tolist() == list(range(69_000, 69_016))
 
 
-def test_ids_are_mixed_with_text_and_their_rows_are_cut(made: Path, tmp_path: Path) -> None:
-    lengths = {"length_warmup": "4; 2: 16", "epochs": "2 1"}
-    text = run_of(made, f"{made}/many.txt; {made}/one.txt", tmp_path / "text", **lengths)
-    run = run_of(made, f"{made}/many.npy; {made}/one.txt", tmp_path / "ids", **lengths)
+def test_ids_are_mixed_with_text(made: Path, tmp_path: Path) -> None:
+    twice = {"epochs": "2 1"}
+    text = run_of(made, f"{made}/many.txt; {made}/one.txt", tmp_path / "text", **twice)
+    run = run_of(made, f"{made}/many.npy; {made}/one.txt", tmp_path / "ids", **twice)
     assert_same_batches(prepare(run), prepare(text), run.data)
 
 

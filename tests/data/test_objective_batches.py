@@ -181,12 +181,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"packing": "best_fit"},
         r"packing=best_fit cannot .*=span_corruption",
     ),
-    "shorter rows of spans": (
-        "encoder_decoder",
-        {},
-        {"length_warmup": "64; 10: 256"},
-        r"length_warmup='64; 10: 256' cannot .*=span_corruption",
-    ),
     "sentences of documents": (
         "encoder",
         {"next_sentence": True},

@@ -371,9 +371,6 @@ def test_what_is_no_pair_is_one_message(tmp_path):
     table.write_text("prompt\tchosen\trejected\n" + "q\tyes\tno\n" * 9)
     run = records(tmp_path, PAIRS)
     assert prepare(replace(run, data=replace(run.data, train=str(table)))).train.documents > 5
-    warmed = replace(run.data, length_warmup="8; 10: 16")
-    with pytest.raises(jf.ConfigError, match=r"length_warmup=.* cannot be had with .*=dpo"):
-        prepare(replace(run, data=warmed))
     with pytest.raises(jf.ConfigError, match=r"dpo needs model\.family decoder"):
         prepare(replace(run, model=jf.ModelConfig(family="encoder")))
 
