@@ -25,10 +25,9 @@ from pairing import Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.arrays.hardware import DEVICES, GIB
 from jaxformer.files import ConfigError
-from jaxformer.tools.plan.collectives import collectives_of
+from jaxformer.tools.plan.collectives import collectives_of, sent_bytes
 from jaxformer.tools.plan.compiled import compile_on, compiled_report
 from jaxformer.tools.plan.compiler_report import CompiledReport
-from jaxformer.tools.plan.links import sent_bytes
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run
 from jaxformer.tools.plan.targets import parse_target

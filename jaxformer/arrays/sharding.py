@@ -18,7 +18,7 @@ BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
 # The rows of a batch that one replica of the parameters has, and a device's part of their width.
 PARTS = {"replica": ("data",), "column": ("fsdp",)}
-ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), **PARTS, **BOTH}
+ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), "sequence": (), **PARTS, **BOTH}
 
 
 def partition(

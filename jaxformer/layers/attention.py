@@ -5,18 +5,23 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, scaled, zeros
+from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.capture import NOTHING, Captures, Request
 from jaxformer.layers.dot_product import attention_weights, plain, weighted_values
+from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout
 from jaxformer.layers.norm import rms_norm, scale_of, scale_spec
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.positions import rotate
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer, biased_text
+
+KeysAndValues = tuple[jax.Array, jax.Array]
 
 
 def attention_specs(config: ModelConfig) -> Specs:
@@ -94,8 +99,6 @@ def attention(
     if mask.relative:
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
     if mask.prefix:
-        from jaxformer.layers.prefix import with_prefix  # only where there are virtual tokens
-
         seen = with_prefix(params, seen)
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
     scoring = Scoring(scale, soft_cap, mask.scoring.bias, params.get("sinks"))
@@ -109,10 +112,21 @@ def attention(
     elif config.attention_kernel in ("auto", "xla"):
         out = plain(q, *seen, mask)
     else:
-        from jaxformer.layers.kernels import attend  # only where a fused kernel is chosen
-
         out = attend(config.attention_kernel, q, *seen, mask)
-    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", None, None)), captures
+    return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
+
+
+def with_prefix(params: Params, seen: KeysAndValues) -> KeysAndValues:
+    """Keys and values [B, S, K, H] and [B, S, K, W] behind those of a layer's virtual tokens,
+    `prefix_k` [P, K, H] and `prefix_v` [P, K, W], which are the same for all rows: [B, P + S, ...].
+    """
+    return _behind(params["prefix_k"], seen[0]), _behind(params["prefix_v"], seen[1])
+
+
+def _behind(prefix: jax.Array, x: jax.Array) -> jax.Array:
+    rows = jnp.broadcast_to(prefix.astype(x.dtype), (x.shape[0], *prefix.shape))
+    rows = constrain(rows, ("batch", "sequence", "kv_heads", None))
+    return jnp.concatenate([rows, x], axis=1)
 
 
 def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:

@@ -80,7 +80,7 @@ def _t5(
 ) -> jax.Array:
     buckets, far = config.relative_buckets, config.relative_distance
     bucket = relative_bucket(distance, not causal, buckets, far)
-    rows = lookup(table, bucket, ("batch", None, None, "heads"))  # type: ignore[arg-type]
+    rows = lookup(table, bucket, ("batch", "sequence", None, "heads"))  # type: ignore[arg-type]
     return jnp.moveaxis(rows, -1, 1)
 
 

@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.layers.masks import AttentionMask
-from jaxformer.layers.segments import lengths_and_starts, sees_any, segment_ids
+from jaxformer.layers.masks import AttentionMask, lengths_and_starts, sees_any, segment_ids
 
 KNOWN = ((0, 10), (0, 12))  # the first and last version of JAX whose entry for packed rows is known
 GROUPED = (0, 12)  # the first whose entry for packed rows takes fewer key heads than query heads

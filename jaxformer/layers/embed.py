@@ -15,7 +15,7 @@ from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
 
 Tokens = Int[Array | np.ndarray, "B T"]
-WHOLE = ("batch", None, None)  # each row whole on the device of its token
+WHOLE = ("batch", "sequence", None)  # each row whole on the device of its token
 
 
 def token_specs(config: ModelConfig) -> Specs:

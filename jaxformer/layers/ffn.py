@@ -89,7 +89,7 @@ def ffn(params: Params, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[
     act = ACTIVATIONS[config.activation]
     up = linear("BTD,DF->BTF", params, "up", x)
     hidden = act(linear("BTD,DF->BTF", params, "gate", x)) * up if config.gated else act(up)
-    return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", None, None))
+    return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None))
 
 
 def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:

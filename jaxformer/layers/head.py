@@ -103,7 +103,9 @@ def output_layer(
 
 def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = None) -> jax.Array:
     """rows matrix^T + bias, float32: [B, T, D], [V, D], [V] -> [B, T, V]."""
-    logits = contract("BTD,VD->BTV", rows, matrix, to=("batch", None, "vocab"), dtype=jnp.float32)
+    logits = contract(
+        "BTD,VD->BTV", rows, matrix, to=("batch", "sequence", "vocab"), dtype=jnp.float32
+    )
     return logits if bias is None else logits + bias
 
 

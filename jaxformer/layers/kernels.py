@@ -239,7 +239,7 @@ def _on_each_device(
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return run(q, k, v, mask)
-    place = activation(q.shape, ("batch", None, "heads", None))
+    place = activation(q.shape, ("batch", "sequence", "heads", None))
     batch, _, heads, _ = place
     if heads is not None:  # query heads are divided; each part needs the key heads of its groups
         split = axes[heads]

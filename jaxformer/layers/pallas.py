@@ -12,8 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.arrays.hardware import name_of
 from jaxformer.arrays.sharding import platform
-from jaxformer.layers.masks import AttentionMask
-from jaxformer.layers.segments import sees_any, segment_ids
+from jaxformer.layers.masks import AttentionMask, sees_any, segment_ids
 
 LANES = 128  # lengths are multiples of it, so rows are padded to the next one
 

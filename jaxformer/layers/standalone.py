@@ -11,6 +11,7 @@ from jaxformer.arrays.params import Params, check_params
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.attention import attention, attention_specs, keys_and_values
+from jaxformer.layers.biases import score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 
@@ -82,6 +83,4 @@ def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -
     mask = AttentionMask(layout, layout, causal=config.family == "decoder")
     if config.positions not in BIASED_SCORES:
         return mask
-    from jaxformer.layers.biases import score_bias  # ALiBi's, which has no params
-
     return mask._replace(scoring=Scoring(bias=score_bias(None, config, mask)))

@@ -18,6 +18,7 @@ from jaxformer.layers.pattern import layer_configs
 from jaxformer.layers.sublayer import EncoderOutput
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import layers_of, run_stack, stack_specs
+from jaxformer.models.virtual import with_virtual
 
 
 def specs(config: ModelConfig) -> Specs:
@@ -52,8 +53,6 @@ def encode(
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
     """The cache with each layer's keys and values of the source, encoded once."""
     if "virtual" in params:
-        from jaxformer.models.virtual import with_virtual  # only where there are virtual tokens
-
         params, inputs = with_virtual(params, config, inputs, cache)
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
     each = zip(layers, layer_configs(config, len(layers)), strict=True)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxformer.arrays.params import Params, Specs, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.layers.biases import relative_bias_specs, score_bias
 from jaxformer.layers.block import block, block_specs
 from jaxformer.layers.cache import KVCache, LayerCache
 from jaxformer.layers.capture import NOTHING, Request
@@ -24,6 +25,7 @@ from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.output import Aux, Output, merged
 from jaxformer.layers.pattern import layer_configs, repetition_of
 from jaxformer.layers.sublayer import EncoderOutput
+from jaxformer.models.remat import recomputed
 
 
 def compute_dtype(config: ModelConfig, on: str = "") -> Any:
@@ -39,8 +41,6 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
     blocks = _blocks_specs(config, layers, cross)
     table = {"blocks": blocks, "final_norm": final}
     if config.positions in BIASED_SCORES:
-        from jaxformer.layers.biases import relative_bias_specs
-
         table = {"blocks": blocks, **relative_bias_specs(config), "final_norm": final}
     return {name: rows for name, rows in table.items() if rows}
 
@@ -124,8 +124,6 @@ def run_stack(
     x = x.astype(compute_dtype(config))
     bias = None
     if config.positions in BIASED_SCORES:
-        from jaxformer.layers.biases import score_bias  # only where scores have one
-
         bias = score_bias(params.get("relative_bias"), config, mask)
     call = StackCall(mask._replace(scoring=Scoring(bias=bias)), source, key, request)
     if cache is None and config.layer_loop == "scan":
@@ -151,8 +149,6 @@ def layer_of(
 
     layer = run
     if layer_cache is None and (config.remat != "none" or platform() != "cpu"):
-        from jaxformer.models.remat import recomputed  # a forward pass on a CPU needs none of it
-
         layer = recomputed(run, config, scanned)
 
     def numbered(x: jax.Array, params: Params, i: Any) -> Output:

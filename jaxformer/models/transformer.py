@@ -1,7 +1,6 @@
 """A model of any family as pure functions: the table of parameters, initial values, logits."""
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -15,30 +14,25 @@ from jaxformer.layers.cache import KVCache
 from jaxformer.layers.capture import NOTHING, Request
 from jaxformer.layers.head import head
 from jaxformer.layers.output import Aux, Output
-from jaxformer.models import decoder
+from jaxformer.models import decoder, encoder, encoder_decoder
 from jaxformer.models.inputs import Inputs, check_inputs, inputs_of
+from jaxformer.models.virtual import checked, with_virtual
 
-# The module of each family, with its functions `specs` and `hidden`; by name where only models of
-# the family import it.
+# The module of each family, with its functions `specs` and `hidden`.
 MODEL_FAMILIES: dict[str, Any] = {
     "decoder": decoder,
-    "encoder": "jaxformer.models.encoder",
-    "encoder_decoder": "jaxformer.models.encoder_decoder",
+    "encoder": encoder,
+    "encoder_decoder": encoder_decoder,
 }
 OptionalTokens = Int[Array | np.ndarray, "B T"] | None
 OptionalSource = Int[Array | np.ndarray, "B S"] | None
-
-
-def _family(config: ModelConfig) -> Any:
-    entry = MODEL_FAMILIES[config.family]
-    return importlib.import_module(entry) if isinstance(entry, str) else entry
 
 
 def specs(config: ModelConfig) -> Specs:
     """The table of parameters. Raises ConfigError if the number of tokens or classes is 0."""
     if not config.vocab_size:
         raise ConfigError("model.vocab_size=0 needs a tokenizer: give the number of tokens here.")
-    table: Specs = _family(config).specs(config)
+    table: Specs = MODEL_FAMILIES[config.family].specs(config)
     return {name: rows for name, rows in table.items() if rows}
 
 
@@ -48,8 +42,6 @@ _table = functools.lru_cache(specs)  # only read
 def check_model(params: Params, config: ModelConfig) -> None:
     """Raises ConfigError naming every leaf of `params` whose shape does not fit the config."""
     if isinstance(params, dict) and "virtual" in params:
-        from jaxformer.models.virtual import checked  # only where there are virtual tokens
-
         params = checked(params, config, _table(config))
     check_params(_table(config), params)
 
@@ -70,10 +62,8 @@ def hidden(
     """The residual stream before the head [B, T, D], the cache with these tokens if one is given,
     and an `Aux`: sums to add to the loss, metrics, and captures."""
     if "virtual" in params:
-        from jaxformer.models.virtual import with_virtual  # only where there are virtual tokens
-
         params, inputs = with_virtual(params, config, inputs, cache, key)
-    out: Output = _family(config).hidden(params, config, inputs, cache, key, request)
+    out: Output = MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
     return out
 
 

@@ -218,7 +218,7 @@ def _with_prompt(
     segments = _segments_of_source(config, layout.segments)
     places = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
     positions, ids = (
-        constrain(jnp.broadcast_to(of, (rows, len(places))), ("batch", None))
+        constrain(jnp.broadcast_to(of, (rows, len(places))), ("batch", "sequence"))
         for of in (places, places - tokens)
     )
     numbers = None

@@ -106,7 +106,7 @@ def _errors(
     `arrays` and `segments` are those of `_case`; the arrays are placed as a step places them.
     Scores have what the model's have: a scale, a cap, sinks, a bias.
     """
-    arrays = [constrain(array, ("batch", None, "heads", None)) for array in arrays]
+    arrays = [constrain(array, ("batch", "sequence", "heads", None)) for array in arrays]
     queries, keys = (
         layout_of(array[:, :, 0, 0], None, ids)
         for array, ids in zip(arrays[:2], segments, strict=True)

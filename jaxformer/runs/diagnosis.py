@@ -1,4 +1,5 @@
-"""What is not finite in a step: its rows, activations by layer and gradients by leaf."""
+"""What is not finite in a step (its rows, activations by layer, gradients by leaf), and what a run
+does then, as train.on_nan says."""
 
 from typing import Any
 
@@ -7,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.arrays.params import dotted, rows
+from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.settings import Log
 from jaxformer.files import first_of
 from jaxformer.layers.capture import Request
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.runs.compose import run_loss
-from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, shift
+from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, roll_back, shift
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
@@ -111,3 +114,15 @@ def _gradients(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str
     return (
         f"gradients: the same batch gives finite ones with the parameters of step {int(state.step)}"
     )
+
+
+def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:
+    """The state to train on from where train.on_nan is "rollback" and train.nan_limit permits it.
+    Raises Diverged otherwise, with a diagnosis of the step."""
+    settings, why = setup.run.train, ""
+    if settings.on_nan == "rollback":
+        done = len(read_rollbacks(setup.run.run.dir))
+        if done < settings.nan_limit:
+            return roll_back(setup, error, checkpoints, log)
+        why = f"\n  the run was rolled back {done} times before, which is train.nan_limit"
+    raise Diverged(f"{error}{diagnosis(setup, error)}{why}", error.step) from None

@@ -250,7 +250,7 @@ def _trained(
         try:
             return _steps(setup, state, program, checkpoints, began)
         except Diverged as error:
-            from jaxformer.runs.diverged import recovered
+            from jaxformer.runs.diagnosis import recovered
 
             state = recovered(setup, error, checkpoints, log)
 

@@ -22,6 +22,7 @@ from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.models.cost import flops_per_token
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.compose import (
+    check_split,
     check_start,
     compares_with_start,
     counted_specs,
@@ -33,7 +34,6 @@ from jaxformer.runs.compose import (
 from jaxformer.runs.directory import as_begun, check_data
 from jaxformer.runs.evaluation import corpus_of
 from jaxformer.runs.objectives import OBJECTIVES
-from jaxformer.runs.split import check_split
 from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.program import Step
 from jaxformer.training.state import TrainState, abstract_state

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import MESH_AXES, parameter_sharding, place_batch
-from jaxformer.runs.split import check_split
+from jaxformer.runs.compose import check_split
 
 pytestmark = pytest.mark.fast
 

@@ -6,8 +6,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.models.cost import parameter_count
-from jaxformer.tools.plan.collectives import collectives_of
-from jaxformer.tools.plan.links import Collective, sent_bytes
+from jaxformer.tools.plan.collectives import Collective, collectives_of, sent_bytes
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import PlannedRun, planned_run
 from jaxformer.tools.plan.report import parameters_by_part

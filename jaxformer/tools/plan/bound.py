@@ -4,10 +4,10 @@ import math
 from typing import NamedTuple
 
 from jaxformer.arrays.params import rows
-from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops
+from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops, visible_pairs
 from jaxformer.runs.compose import counted_specs
 from jaxformer.tools.plan.activations import activations, array_names, planned_stacks, stored_names
-from jaxformer.tools.plan.links import Collective, link_bytes
+from jaxformer.tools.plan.collectives import Collective, link_bytes
 from jaxformer.tools.plan.memory import (
     REFERENCE,
     MemoryPlan,
@@ -16,7 +16,6 @@ from jaxformer.tools.plan.memory import (
     tile_length,
 )
 from jaxformer.tools.plan.planned import PlannedRun
-from jaxformer.tools.plan.scores import visible_pairs
 from jaxformer.tools.plan.undivided import REPEATED_AXES, undivided_axes
 
 # Kernels that leave out the keys beyond a window; the others compute them and mask their scores.

@@ -21,11 +21,46 @@ from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.layers.embed import ADDED
 from jaxformer.runs.objectives import OBJECTIVES, task_of
 from jaxformer.tools.plan.activations import array_names, planned_stacks, stored_names
-from jaxformer.tools.plan.links import Collective
 from jaxformer.tools.plan.planned import PlannedRun
 
 # A loop over more devices than these sends two shards that it does not use.
 UNROLLED = 4
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind and purpose in a step.
+
+    `bytes` is the size of the array that one device has whole: the result of an all-gather, the
+    operand of the others; of all `times` together. `devices` is the size of a group.
+    """
+
+    kind: str
+    purpose: str
+    axis: str
+    times: int
+    bytes: float
+    devices: int
+
+    def sent(self, platform: str) -> float:
+        """The bytes that each device sends at least."""
+        return sent_bytes(self.kind, self.bytes, self.devices, platform)
+
+
+def sent_bytes(kind: str, size: float, devices: int, platform: str) -> float:
+    """The least bytes that each device of a group sends for a collective of `size` bytes, as in a
+    ring (Patarasuk and Yuan 2009); the switches between GPUs can sum, so that each sends its
+    operand of an all-reduce once. A collective-permute sends its operand."""
+    if kind == "collective-permute":
+        return size
+    share = (devices - 1) / devices
+    if kind != "all-reduce":
+        return size * share
+    return size if platform == "gpu" else 2 * share * size
+
+
+def link_bytes(collectives: list[Collective], platform: str) -> float:
+    """The least bytes that a device sends in a step."""
+    return sum(collective.sent(platform) for collective in collectives)
 
 
 def collectives_of(planned: PlannedRun) -> list[Collective]:

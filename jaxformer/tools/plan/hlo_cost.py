@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxformer.models.cost import visible_pairs
 from jaxformer.tools.plan.hlo import Computation, Instruction, Program
-from jaxformer.tools.plan.scores import visible_pairs
 
 # Instructions that move nothing by themselves: those that only name or hand on values, and those
 # whose computations are counted in their place.

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from jaxformer.tools.plan.bound import Bound, Products, bound, mfu_at_most, products
 from jaxformer.tools.plan.changes import Change, smallest_changes
-from jaxformer.tools.plan.collectives import collectives_of
-from jaxformer.tools.plan.links import Collective
+from jaxformer.tools.plan.collectives import Collective, collectives_of
 from jaxformer.tools.plan.memory import MemoryPlan, cache_bytes, memory_plan
 from jaxformer.tools.plan.planned import PlannedRun
 from jaxformer.tools.plan.undivided import UndividedAxis, undivided_axes

@@ -19,13 +19,13 @@ from jaxformer.files import ConfigError
 from jaxformer.runs.compose import (
     abstract_batch,
     assumed_segments,
+    check_split,
     compares_with_start,
     encoded_length,
     run_specs,
     with_kernel,
 )
 from jaxformer.runs.objectives import OBJECTIVES, Objective, objective_of
-from jaxformer.runs.split import check_split
 from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.state import TrainState, abstract_state
 
