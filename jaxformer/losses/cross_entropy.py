@@ -1,19 +1,40 @@
-"""Cross-entropy as sums over tokens, which only the train step divides.
+"""Cross-entropy of hidden states and an output layer, as sums over tokens, which only the train
+step divides, or over each row.
 
-Few logits are computed at once, for every transform. Many are computed one tile of tokens at a
-time, with the gradients of the hidden states and the output layer in the same pass, so that the
-logits of all tokens are never in memory together.
+Few logits are computed at once, for every transform. Many are computed one tile of positions at a
+time, of all rows, so that the logits of all tokens are never in memory together:
+
+            positions 0 ... T
+    row 0   [tile 0 | tile 1 | tile 2]
+    row 1   [       |        |       ]
+
+The sum over all tokens is one scalar, so its gradients by the hidden states and the output layer
+are made in the same pass, where the logits of a tile [B, tile, V] are at hand, and the backward
+pass only scales them. The sums over rows have a slope for each row, which only the backward pass
+knows: it computes the tiles a second time, with their gradients.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxformer.arrays.params import CustomLeaf
-from jaxformer.arrays.sharding import free_axes, platform
-from jaxformer.losses.logits import Extras, ObjectiveAndNats, logits_of, sums_of_logits
-from jaxformer.losses.tiled import tiled
+from jaxformer.arrays.params import CustomLeaf, contract, is_custom
+from jaxformer.arrays.sharding import (
+    ACTIVATION_RULES,
+    PARAMETERS,
+    explicit_axes,
+    free_axes,
+    platform,
+)
+from jaxformer.layers.head import logits_of_rows
+from jaxformer.losses.logits import Extras, gathered, logits_gradient, summed, sums_of_logits
 
 DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
 # Beyond that, the tokens of a tile on each device: enough that the products of a tile take longer
@@ -21,6 +42,35 @@ DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
 TILE_ROWS = {"cpu": 512}
 TILE_ROWS_ELSEWHERE = 8192
 TILE_LOGITS = 2**27  # half a GiB in float32
+
+Bias = jax.Array | None
+ObjectiveAndNats = tuple[jax.Array, jax.Array]
+
+
+class TokenRows(NamedTuple):
+    """What belongs to each row: x [B, T, D], targets and weights [B, T]."""
+
+    x: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+    def tiles(self, tile: int) -> "TokenRows":
+        """[B, T, ...] to [tiles, B, tile, ...], padded with zeros; their weight is 0."""
+
+        def split(a: jax.Array) -> jax.Array:
+            padded = jnp.pad(a, ((0, 0), (0, -a.shape[1] % tile)) + ((0, 0),) * (a.ndim - 2))
+            return jnp.moveaxis(padded.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
+
+        return TokenRows(*map(split, self))
+
+
+class Gradients(NamedTuple):
+    """The gradients of the objective by x [B, T, D], by each leaf of the head (None: it does not
+    learn) and by the bias [V]; all None in a pass without gradients."""
+
+    x: Any = None
+    head: Any = None
+    bias: Any = None
 
 
 @jax.named_scope("loss")
@@ -44,16 +94,30 @@ def cross_entropy(
     if the logits are few. In tiles, the gradient is one of reverse mode only, and each device
     computes the tiles of its own rows.
     """
-    more = Extras(**{name: float(value) for name, value in extras.items()})
-    if tile is None:
-        tile = tile_length(targets.shape[0], targets.shape[1], head.shape[0])
-    elif tile >= targets.shape[1]:
-        tile = 0
-    if not tile:
-        objective, nats, _ = sums_of_logits(logits_of(x, head, bias), targets, weights, more)
-    else:
-        objective, nats = tiled(x, head, bias, targets, weights, more, tile)
+    options = Extras(*map(float, Extras(**extras)))
+    objective, nats = _sums(TokenRows(x, targets, weights), head, bias, options, tile, by_row=False)
     return objective, jax.lax.stop_gradient(nats)
+
+
+@jax.named_scope("loss")
+def row_nats(
+    x: Float[Array, "B T D"],
+    head: Float[Array, "V D"] | CustomLeaf,
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    *,
+    bias: Float[Array, "V"] | None = None,
+    soft_cap: float = 0.0,
+    tile: int | None = None,
+) -> Float[Array, "B"]:
+    """The nats of each row, sum over t of w (lse - logit_y), for losses that are no sum over
+    tokens: [B, T, D], [V, D], int [B, T], float32 [B, T] -> float32 [B].
+
+    `soft_cap` and `tile` are those of `cross_entropy`. In tiles, the gradient is one of reverse
+    mode only, which computes the logits a second time.
+    """
+    options = Extras(soft_cap=float(soft_cap))
+    return _sums(TokenRows(x, targets, weights), head, bias, options, tile, by_row=True)[0]
 
 
 def tile_length(rows: int, length: int, vocab: int) -> int:
@@ -65,3 +129,185 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
     rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
     most = max(rows_of_tile * devices // rows, 1)
     return -(-length // -(-length // most))
+
+
+def _sums(
+    rows: TokenRows, head: Any, bias: Bias, extras: Extras, tile: int | None, by_row: bool
+) -> ObjectiveAndNats:
+    """(objective, nats): scalars, or [B] by row."""
+    length = rows.targets.shape[1]
+    if tile is None:
+        tile = tile_length(len(rows.x), length, head.shape[0])
+    elif tile >= length:
+        tile = 0
+    if tile:
+        return _tiled(rows, head, bias, extras, tile, by_row)  # type: ignore[no-any-return]
+    logits = logits_of_rows(rows.x, head, bias)
+    return sums_of_logits(logits, *rows[1:], extras, by_row=by_row)[:2]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _tiled(
+    rows: TokenRows, head: Any, bias: Bias, extras: Extras, tile: int, by_row: bool
+) -> ObjectiveAndNats:
+    target_logits = _target_logits()
+
+    def sums_of(rows: TokenRows, matrix: Any, bias: Bias) -> Any:
+        def add(totals: ObjectiveAndNats, piece: TokenRows) -> tuple[ObjectiveAndNats, None]:
+            logits = logits_of_rows(piece.x, matrix, bias)
+            objective, nats, _ = sums_of_logits(logits, *piece[1:], extras, target_logits, by_row)
+            return (totals[0] + objective, totals[1] + nats), None
+
+        zero = jnp.zeros(len(rows.x) if by_row else (), jnp.float32)
+        return jax.lax.scan(add, (zero, zero), rows.tiles(tile))[0], Gradients()
+
+    cast = head.astype(rows.x.dtype)
+    return _by_device(sums_of, rows, cast, bias, by_row)[0]  # type: ignore[no-any-return]
+
+
+def _forward(
+    rows: Any, head: Any, bias: Any, extras: Extras, tile: int, by_row: bool
+) -> tuple[ObjectiveAndNats, Any]:
+    # Only the leaves that something is differentiated by: an output layer that does not learn, as
+    # below an adapter, has no gradient.
+    learning = jax.tree.map(lambda leaf: leaf.value if leaf.perturbed else None, head)
+    rows, head, bias = custom_vjp_primal_tree_values((rows, head, bias))
+    if by_row:
+        return _tiled(rows, head, bias, extras, tile, by_row), (rows, head, bias, learning)
+    sums, gradients = _sums_and_gradients(rows, head, bias, learning, extras, tile)
+    return sums, (gradients, learning, bias)
+
+
+def _backward(
+    extras: Extras, tile: int, by_row: bool, saved: Any, slopes: tuple[Any, Any]
+) -> tuple[Any, ...]:
+    slope = slopes[0]  # nats has no gradient
+    if isinstance(slope, SymbolicZero):  # the objective is not used
+        slope = jnp.zeros(slope.shape, slope.dtype)
+    if by_row:
+        # With g_b the slope of row b, the gradient of sum g_b objective_b is that of the sum over
+        # all tokens with the weights g_b w_bt.
+        rows, head, bias, learning = saved
+        rows = rows._replace(weights=slope[:, None] * rows.weights)
+        _, gradients = _sums_and_gradients(rows, head, bias, learning, extras, tile)
+        slope = jnp.float32(1)
+    else:
+        gradients, learning, bias = saved
+    primals = (gradients.x, learning, bias)  # for their dtypes
+    d_x, d_head, d_bias = jax.tree.map(
+        lambda gradient, primal: (slope * gradient).astype(primal.dtype), tuple(gradients), primals
+    )
+    return TokenRows(d_x, None, None), d_head, d_bias  # type: ignore[arg-type]
+
+
+_tiled.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _sums_and_gradients(
+    rows: TokenRows, head: Any, bias: Bias, learning: Any, extras: Extras, tile: int
+) -> tuple[ObjectiveAndNats, Gradients]:
+    """The sums over all tokens, and the gradients of the objective, from one set of logits per
+    tile. `learning` is the head with None for each leaf that does not learn."""
+    target_logits = _target_logits()
+    if not is_custom(head):
+        head = head.astype(rows.x.dtype)
+
+    def gradients_of(rows: TokenRows, head: Any, bias: Bias) -> Any:
+        local = jax.tree.map(lambda leaf, learns: None if learns is None else leaf, head, learning)
+
+        def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
+            logits, pull = _logits_and_pull(piece.x, head, local)
+            logits = logits if bias is None else logits + bias
+            *sums, softmax = sums_of_logits(logits, *piece[1:], extras, target_logits)
+            d_logits = logits_gradient(softmax, *piece[1:], extras)
+            d_x, d_head = pull(d_logits.astype(piece.x.dtype))
+            d_bias = None if bias is None else d_logits.sum((0, 1))
+            return jax.tree.map(jnp.add, totals, (*sums, d_head, d_bias)), d_x
+
+        # The carry holds the sums and the gradients of head and bias in float32, which every tile
+        # adds to; the gradient of x is one piece per tile, [tiles, B, tile, D] -> [B, T, D].
+        zeros = jax.tree.map(lambda a: jnp.zeros(jnp.shape(a), jnp.float32), (0, 0, local, bias))
+        (*sums, d_head, d_bias), d_x = jax.lax.scan(add, zeros, rows.tiles(tile))
+        batch, length, width = rows.x.shape
+        d_x = jnp.moveaxis(d_x, 0, 1).reshape(batch, -1, width)[:, :length]
+        return tuple(sums), Gradients(d_x, d_head, d_bias)
+
+    return _by_device(gradients_of, rows, head, bias)  # type: ignore[no-any-return]
+
+
+def _logits_and_pull(x: jax.Array, head: Any, learning: Any) -> tuple[jax.Array, Any]:
+    """The logits of a tile without bias, and the function from their gradient to those of x and, in
+    float32, of the leaves that learn."""
+    if not is_custom(head) and learning is not None:
+        return logits_of_rows(x, head), functools.partial(_pull_of_matrix, x, head)
+
+    def logits_of(x: jax.Array, learning: Any) -> jax.Array:
+        merged = jax.tree.map(lambda leaf, new: leaf if new is None else new, head, learning)
+        return logits_of_rows(x, merged.astype(x.dtype))
+
+    def pull(d_logits: jax.Array) -> tuple[jax.Array, Any]:
+        d_x, d_head = back(d_logits.astype(jnp.float32))
+        return d_x, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), d_head)
+
+    logits, back = jax.vjp(logits_of, x, learning)
+    return logits, pull
+
+
+def _pull_of_matrix(
+    x: jax.Array, matrix: jax.Array, d_logits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Products of operands in x's dtype, 16 bits or 32, of which that over the tokens is float32:
+    [B, tile, D], [V, D], [B, tile, V] -> [B, tile, D], [V, D]."""
+    d_x = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
+    flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (x, d_logits))
+    over_tokens, dtype = (((0,), (0,)), ((), ())), jnp.float32
+    return d_x, jax.lax.dot_general(d_flat, flat, over_tokens, preferred_element_type=dtype)
+
+
+def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A gather, unless the mesh in force splits the vocabulary."""
+    sizes = free_axes()
+    split = explicit_axes() or any(sizes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
+    return summed if split else gathered
+
+
+def _by_device(
+    run: Callable[..., Any], rows: TokenRows, head: Any, bias: Bias, by_row: bool = False
+) -> Any:
+    """`run(rows, head, bias)` -> (sums, gradients), by each device for the rows that it has.
+
+    So the head is gathered once, and its gradients are added up over the devices once, not in every
+    tile.
+    """
+    sizes = free_axes()
+    axes = tuple(name for name in ACTIVATION_RULES["batch"] if sizes.get(name, 1) > 1)
+    devices = math.prod(sizes[name] for name in axes)
+    if explicit_axes() or devices == 1 or rows.x.shape[0] % devices:
+        return run(rows, head, bias)
+
+    # The gradient of the matrix [V, D] goes to where the parameter is, which is split along D.
+    columns = tuple(axis for axis in axes if axis in PARAMETERS["embed"])
+    fits = columns and not is_custom(head) and head.shape[1] % sizes[columns[0]] == 0
+
+    def of_device(rows: TokenRows, head: Any, bias: Bias) -> Any:
+        sums, (d_x, d_head, d_bias) = run(rows, head, bias)
+        if fits and d_head is not None:
+            shard = jax.lax.psum_scatter(d_head, columns[0], scatter_dimension=1, tiled=True)
+            # The step goes on when the sum is made, and not with the gradient of all columns in
+            # memory until its end; some TPU topologies sum all of it and slice the sum.
+            d_x, shard = jax.lax.optimization_barrier((d_x, shard))
+            d_head = jax.lax.psum(shard, tuple(axis for axis in axes if axis not in columns))
+        else:
+            d_head = jax.lax.psum(d_head, axes)
+        sums = sums if by_row else jax.lax.psum(sums, axes)
+        return sums, Gradients(d_x, d_head, jax.lax.psum(d_bias, axes))
+
+    replicated, split = PartitionSpec(), PartitionSpec(axes)
+    of_matrix = PartitionSpec(None, columns) if fits else replicated
+    return jax.shard_map(
+        of_device,
+        in_specs=(split, replicated, replicated),
+        out_specs=(split if by_row else replicated, Gradients(split, of_matrix, replicated)),
+        axis_names=set(axes),
+        check_vma=False,
+    )(rows, head, bias)

@@ -50,8 +50,8 @@ def head_loss(
         # Added to the sum over tokens; the weights are the tokens that a pair of sentences counts.
         targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
         objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
-    for total, own in aux.losses.values():
-        objective += weight * total / own  # so that their means are added to the mean over tokens
+    for total, count in aux.losses.values():
+        objective += weight * total / count  # so that their means are added to the mean over tokens
     sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
     if label_smoothing or z_loss or config.next_sentence or aux.losses:
         sums["nats"] = (nats, weight)

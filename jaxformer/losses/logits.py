@@ -1,38 +1,88 @@
-"""The sums of a cross-entropy from logits of some tokens, and their derivative by the logits."""
+"""The cross-entropy of logits: its sums over tokens, and its derivative by the logits. With l the
+logits of a token, y its target and w its weight:
+
+    lse       = log sum exp l, and p = exp(l - lse)
+    nats      = w (lse - l_y)
+    objective = w ((1 - e) (lse - l_y) + e (lse - mean l) + z lse^2)
+
+e is the label smoothing (arXiv:1512.00567) and z the weight of the z-loss (arXiv:2204.02311); with
+a soft cap c, l is c tanh(l / c) of what the output layer gives.
+"""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
-from jaxformer.arrays.params import contract
-
-ObjectiveAndNats = tuple[jax.Array, jax.Array]
+from jaxformer.files import ConfigError
 
 
 class Extras(NamedTuple):
-    """Options of `cross_entropy`."""
+    """Options of a cross-entropy; 0 is without."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     soft_cap: float = 0.0
 
 
-class Shares(NamedTuple):
-    """exp(logits - top) [B, T, V], lse [B, T, 1], lse - top [B, T, 1], and the derivative of the
-    soft cap [B, T, V], None without one."""
+class Softmax(NamedTuple):
+    """p as powers exp(-log_total): powers = exp(l - top) [..., V], lse [..., 1], log_total =
+    lse - top [..., 1], and the derivative of the soft cap [..., V], None without one."""
 
     powers: jax.Array
     lse: jax.Array
     log_total: jax.Array
-    slope: jax.Array | None
+    cap_slope: jax.Array | None
 
 
-def logits_of(x: jax.Array, head: Any, bias: jax.Array | None) -> jax.Array:
-    """[B, T, D] -> float32 [B, T, V], not yet capped."""
-    logits = contract("BTD,VD->BTV", x, head, to=("batch", None, "vocab"), dtype=jnp.float32)
-    return logits if bias is None else logits + bias
+def softmax_cross_entropy(
+    logits: Float[Array, "... V"],
+    targets: Int[Array | np.ndarray, "..."],
+    weights: Float[Array | np.ndarray, "..."] | None = None,
+    **extras: float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The cross-entropy of logits as (sum, weight), an entry of what a loss returns: [..., V] of
+    any float dtype, int [...], float [...] -> two float32 scalars; their quotient is the mean.
+
+    The sum is that of w (lse - logit_y), in nats, with lse = log sum exp of the logits of a token,
+    y its target in 0 .. V - 1 and w its weight (default: 1); the weight is the sum of w. The
+    largest logit is subtracted before the exponential, so that no finite logit overflows. `extras`
+    are label_smoothing (arXiv:1512.00567), z_loss (arXiv:2204.02311) and soft_cap, as in
+    `losses.cross_entropy.cross_entropy`, which does not hold all logits in memory. Raises
+    ConfigError for shapes that do not fit, and TypeError for another name.
+    """
+    rows = logits.shape[:-1]
+    if targets.shape != rows or (weights is not None and weights.shape != rows):
+        raise ConfigError(
+            f"logits {list(logits.shape)} do not fit targets {list(targets.shape)}"
+            f"{'' if weights is None else f' and weights {list(weights.shape)}'}: give a"
+            f" target, and a weight, for each row of logits: {list(rows)}."
+        )
+    each = jnp.ones(rows) if weights is None else jnp.asarray(weights, jnp.float32)
+    options = Extras(*map(float, Extras(**extras)))
+    total, _, _ = sums_of_logits(logits.astype(jnp.float32), jnp.asarray(targets), each, options)
+    return total, jnp.sum(each)
+
+
+def summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logits of the targets [..., 1] by a sum, which a vocabulary that is sharded over devices
+    and a gradient of any mode take well."""
+    is_target = _is_target(targets, logits.shape[-1])
+    return jnp.sum(jnp.where(is_target, logits, 0), axis=-1, keepdims=True)
+
+
+def gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logits of the targets [..., 1] by a gather, which does not read the others."""
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)
+
+
+def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
+    """bool [..., V], by comparison: a gather from a vocabulary that is sharded over devices would
+    need communication."""
+    return targets[..., None] == jnp.arange(vocab)
 
 
 def sums_of_logits(
@@ -40,10 +90,11 @@ def sums_of_logits(
     targets: jax.Array,
     weights: jax.Array,
     extras: Extras,
-    taken: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array, Shares]:
-    """(objective, nats, what the gradient needs) of all tokens at once, from their logits
-    [B, T, V]. `taken` gives the logit of each target [B, T, 1]."""
+    target_logits: Callable[[jax.Array, jax.Array], jax.Array] = summed,
+    by_row: bool = False,
+) -> tuple[jax.Array, jax.Array, Softmax]:
+    """(objective, nats, what `logits_gradient` needs) of logits [..., V], targets and weights
+    [...]: scalars, or by row [B] of logits [B, T, V]."""
     if extras.soft_cap:
         logits = extras.soft_cap * jnp.tanh(logits / extras.soft_cap)
     # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
@@ -52,47 +103,32 @@ def sums_of_logits(
     powers = jnp.exp(logits - top)
     log_total = jnp.log(jnp.sum(powers, axis=-1, keepdims=True))
     lse = top + log_total
-    nats = lse - (taken or summed)(logits, targets)
-    loss = nats
+    nats = lse - target_logits(logits, targets)
+    objective = nats
     if extras.label_smoothing:
         # Cross-entropy is linear in the targets: (1 - e) that of onehot plus e that of 1 / V.
         even = lse - jnp.mean(logits, axis=-1, keepdims=True)
-        loss = (1 - extras.label_smoothing) * nats + extras.label_smoothing * even
+        objective = (1 - extras.label_smoothing) * nats + extras.label_smoothing * even
     if extras.z_loss:
-        loss = loss + extras.z_loss * jnp.square(lse)
-    each = weights[..., None]
-    slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
-    return jnp.sum(each * loss), jnp.sum(each * nats), Shares(powers, lse, log_total, slope)
+        objective = objective + extras.z_loss * jnp.square(lse)
+    cap_slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
+    each, axes = weights[..., None], (1, 2) if by_row else None
+    softmax = Softmax(powers, lse, log_total, cap_slope)
+    return jnp.sum(each * objective, axes), jnp.sum(each * nats, axes), softmax
 
 
-def summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [B, T, 1] by a sum, which a vocabulary that is sharded over devices
-    and a gradient of any mode take well."""
-    is_target = _is_target(targets, logits.shape[-1])
-    return jnp.sum(jnp.where(is_target, logits, 0), axis=-1, keepdims=True)
+def logits_gradient(
+    softmax: Softmax, targets: jax.Array, weights: jax.Array, extras: Extras
+) -> jax.Array:
+    """d objective / d logits [..., V] before the cap, float32.
 
-
-def gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [B, T, 1] by a gather, which does not read the others."""
-    return jnp.take_along_axis(logits, targets[..., None], axis=-1)
-
-
-def _is_target(targets: jax.Array, vocab: int) -> jax.Array:
-    """bool [B, T, V], by comparison: a gather from a vocabulary that is sharded over devices would
-    need communication."""
-    return targets[..., None] == jnp.arange(vocab)
-
-
-def slope_of(shares: Shares, target: jax.Array, weight: jax.Array, extras: Extras) -> jax.Array:
-    """d objective / d logits [B, T, V] before the cap, float32.
-
-    With p = softmax(logits) = powers exp(-log_total), the derivative of lse is p, that of
-    z_loss lse^2 is 2 z_loss lse p, and that of the targets' part is the smoothed onehot.
+    The derivative of lse is p, that of z lse^2 is 2 z lse p, and that of the targets' terms is the
+    smoothed onehot.
     """
     smoothing, z_loss, _ = extras
-    vocab, each = shares.powers.shape[-1], weight[..., None]
-    onehot = jnp.where(_is_target(target, vocab), each * (1 - smoothing), 0)
-    toward = onehot + each * (smoothing / vocab)
-    of_lse = each * (1 + 2 * z_loss * shares.lse) * jnp.exp(-shares.log_total)
-    slope = shares.powers * of_lse - toward
-    return slope if shares.slope is None else slope * shares.slope
+    vocab, each = softmax.powers.shape[-1], weights[..., None]
+    onehot = jnp.where(_is_target(targets, vocab), each * (1 - smoothing), 0)
+    of_targets = onehot + each * (smoothing / vocab)
+    of_lse = each * (1 + 2 * z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
+    gradient = softmax.powers * of_lse - of_targets
+    return gradient if softmax.cap_slope is None else gradient * softmax.cap_slope

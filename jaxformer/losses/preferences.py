@@ -20,7 +20,7 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.head import output_layer, readout
 from jaxformer.layers.output import Aux
-from jaxformer.losses.rows import row_nats
+from jaxformer.losses.cross_entropy import row_nats
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.training.step import Batch, Sums

@@ -7,8 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxformer.adapters.low_rank import LowRank
-from jaxformer.losses.cross_entropy import cross_entropy
-from jaxformer.losses.rows import row_nats
+from jaxformer.losses.cross_entropy import cross_entropy, row_nats
 
 B, T, D, V = 3, 10, 8, 23
 EXTRAS = [

@@ -21,7 +21,7 @@ from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowFormat, evaluation_batches
 from jaxformer.data.preference_template import PreferenceTemplate
-from jaxformer.losses.rows import row_nats
+from jaxformer.losses.cross_entropy import row_nats
 from jaxformer.runs.compose import is_rowwise, preference_options, run_loss, with_kernel
 from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.evaluation import make_evaluation
