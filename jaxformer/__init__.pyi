@@ -15,8 +15,8 @@ from .interop.peft_read import read_adapter
 from .interop.peft_write import save_adapter
 from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
-from .losses.preferences import reference_log_probs
 from .losses.logits import softmax_cross_entropy
+from .losses.preferences import reference_log_probs
 from .models.adapt import adapt
 from .models.quantize import quantize
 from .models.transformer import forward, init, specs

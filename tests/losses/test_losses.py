@@ -81,10 +81,10 @@ def test_a_bias_is_added_to_the_logits_and_has_its_gradient(tile, extras):
     def apart(x, head, bias):
         return 3 * cross_entropy(x, head, targets, weights, bias=bias, tile=tile, **extras)[0]
 
-    found, expected = (
+    actual, expected = (
         jax.value_and_grad(f, argnums=(0, 1, 2))(x, head, bias) for f in (apart, by_column)
     )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -145,13 +145,13 @@ def test_half_precision_tiles_keep_float32_sums():
 
 def products_of(jaxpr):
     """The dtypes of the operands of every product in a program."""
-    found = []
+    dtypes = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            found.append({str(operand.aval.dtype) for operand in eqn.invars})
+            dtypes.append({str(operand.aval.dtype) for operand in eqn.invars})
         for inner in jaxprs_in_params(eqn.params):
-            found += products_of(inner)
-    return found
+            dtypes += products_of(inner)
+    return dtypes
 
 
 HEADS = {
@@ -174,8 +174,8 @@ def test_an_output_layer_of_16_bits_has_no_float32_product(loss, kind, tile):
         return loss(x, HEADS[kind](head), targets, weights, tile=tile).sum()
 
     gradient = jax.grad(total, argnums=(0, 1))
-    found = products_of(jax.make_jaxpr(gradient)(x, head).jaxpr)
-    assert found and set(map(frozenset, found)) == {frozenset({"bfloat16"})}
+    dtypes = products_of(jax.make_jaxpr(gradient)(x, head).jaxpr)
+    assert dtypes and set(map(frozenset, dtypes)) == {frozenset({"bfloat16"})}
     exact = gradient(x.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32))
     for grad, wanted in zip(gradient(x, head), exact, strict=True):
         np.testing.assert_allclose(grad.astype(jnp.float32), wanted, rtol=0.05, atol=0.05)
