@@ -1,16 +1,16 @@
 """The tensors of a model directory, read from one safetensors file or from shards with an index.
 
-Tensors are read one by one, with pread and not through a memory map, whose pages would stay
-resident.
+The safetensors library reads them, one tensor or some rows of it at a time, with pread and not
+through a memory map, whose pages would stay resident. Here are what it leaves open: the index of a
+sharded model, the dtypes that a model may have, and what to do about a file that it refuses.
 """
 
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,8 @@ DTYPES = {
     "F16": np.dtype("f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-REFUSED = {  # other files of weights: why they are not read, and what converts them
+# Other files of weights: why they are not read, and what converts them.
+REFUSED = {
     "*.bin *.pt *.pth *.ckpt *.pkl": ("reading a pickle runs code that lies in it", "transformers"),
     "*.h5 *.msgpack": (
         "only safetensors are read",
@@ -34,7 +35,10 @@ REFUSED = {  # other files of weights: why they are not read, and what converts 
     ),
 }
 POINTER = b"version https://git-lfs"
+LENGTH_BYTES = 8  # at the start of a file, the length of its header
 HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
+# How the library's message ends where a header is valid and the data have another length.
+UNCOVERED = "file not fully covered"
 
 
 @dataclass(frozen=True)
@@ -55,26 +59,29 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path, only: str = "") -> None:
-        self.directory = directory
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory} is not a directory: give one with config.json and *.safetensors."
             )
+        self.directory = directory
+        self.entries: dict[str, Entry] = {}
         index = directory / INDEX
-        single = only or (directory / SINGLE).is_file() or not index.is_file()
-        placed = None if single else _read_index(index)
-        files = [_only_file(directory, only)] if placed is None else sorted(set(placed.values()))
-        self.listing = files[0] if placed is None else INDEX
-        if missing := [file for file in files if not (directory / file).is_file()]:
+        if only or (directory / SINGLE).is_file() or not index.is_file():
+            self.listing = _single_file(directory, only)
+            self.entries |= _read_header(directory / self.listing)
+            return
+        self.listing = INDEX
+        shard_of = _read_index(index)
+        shards = sorted({*shard_of.values()})
+        missing = [shard for shard in shards if not (directory / shard).is_file()]
+        if missing:
             raise ConfigError(
                 f"{directory} lacks {', '.join(missing)}, which {INDEX} names: download the"
                 " missing files."
             )
-        found = {file: _read_header(directory / file) for file in files}
-        if placed is not None:
-            _compare(index, placed, found)
-        self.entries: dict[str, Entry] = {}
-        for entries in found.values():
+        headers = {shard: _read_header(directory / shard) for shard in shards}
+        _check_index(index, shard_of, headers)
+        for entries in headers.values():
             self.entries |= entries
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -90,7 +97,7 @@ class TensorFiles:
                 " Quantized weights are not supported: save the model unquantized."
             )
         with _opened(path) as file:
-            if not entry.shape:
+            if rows == slice(None):
                 return np.asarray(file.get_tensor(name))
             start, stop, _ = rows.indices(entry.shape[0])
             if start >= stop:  # the library refuses empty slices
@@ -105,7 +112,7 @@ def has_tensors(directory: Path) -> bool:
     if (directory / SINGLE).is_file() or not index.is_file():
         files = [*directory.glob("*.safetensors")]
     else:
-        files = [directory / name for name in set(_read_index(index).values())]
+        files = [directory / shard for shard in {*_read_index(index).values()}]
     return bool(files) and all(file.is_file() and not _is_pointer(file) for file in files)
 
 
@@ -116,61 +123,71 @@ def names_in_index(directory: Path) -> list[str] | None:
     return [*_read_index(index)] if index.is_file() and not _is_pointer(index) else None
 
 
-def _only_file(directory: Path, only: str) -> str:
+def _single_file(directory: Path, only: str) -> str:
     """The file of weights in a directory without an index."""
     if (directory / (only or SINGLE)).is_file():
         return only or SINGLE
-    found = [] if only else sorted(path.name for path in directory.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    candidates = [] if only else sorted(path.name for path in directory.glob("*.safetensors"))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
         raise ConfigError(
-            f"{directory} has several files of weights ({', '.join(found)}) and no {INDEX}: add the"
-            " index."
+            f"{directory} has several files of weights ({', '.join(candidates)}) and no {INDEX}:"
+            " add the index."
         )
-    for patterns, (why, remedy) in REFUSED.items():
-        others = [path.name for each in patterns.split() for path in directory.glob(each)]
-        if others:
+    for patterns, (reason, converter) in REFUSED.items():
+        names = [path.name for each in patterns.split() for path in directory.glob(each)]
+        if names:
             raise ConfigError(
-                f"{directory} has weights only in {', '.join(sorted(others))}, which are not read:"
-                f" {why}. Convert them once, in an environment you trust, with {remedy}:"
+                f"{directory} has weights only in {', '.join(sorted(names))}, which are not read:"
+                f" {reason}. Convert them once, in an environment you trust, with {converter}:"
                 " from_pretrained, then save_pretrained, writes safetensors."
             )
-    wanted = f"no {only}" if only else f"neither {SINGLE}, nor {INDEX} and its shards"
-    raise ConfigError(f"{directory} has no weights: {wanted}.")
+    if only:
+        raise ConfigError(f"{directory} has no weights: no {only}.")
+    raise ConfigError(f"{directory} has no weights: neither {SINGLE}, nor {INDEX} and its shards.")
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """The shard of each tensor."""
     try:
-        placed = read_object(path, "download it again").get("weight_map")
+        shard_of = read_object(path, "download it again").get("weight_map")
     except ConfigError:
         _refuse_pointer(path)
         raise
-    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+    if not isinstance(shard_of, dict) or not all(isinstance(f, str) for f in shard_of.values()):
         raise ConfigError(
             f"{path} has no weight_map from tensor names to file names: download it again."
         )
-    if outside := [f"{name} in {f!r}" for name, f in placed.items() if not SHARD_NAME.fullmatch(f)]:
+    outside = [
+        f"{name} in {shard!r}"
+        for name, shard in shard_of.items()
+        if not SHARD_NAME.fullmatch(shard)
+    ]
+    if outside:
         raise ConfigError(
             f"{path} places tensors elsewhere than in a *.safetensors beside it:"
             f" {first_of(outside, between=', ')}."
         )
-    return placed
+    return shard_of
 
 
-def _compare(index: Path, placed: dict[str, str], found: dict[str, dict[str, Entry]]) -> None:
+def _check_index(
+    index: Path, shard_of: Mapping[str, str], headers: Mapping[str, Mapping[str, Entry]]
+) -> None:
+    """ConfigError where a tensor is not in the shard that the index names for it, in another one
+    too, or not in the index."""
     problems = [
-        f"{name}: not in {file}, as the index says"
-        for name, file in placed.items()
-        if name not in found[file]
+        f"{name}: not in {shard}, as the index says"
+        for name, shard in shard_of.items()
+        if name not in headers[shard]
     ]
-    for file, entries in found.items():
+    for shard, entries in headers.items():
         for name in entries:
-            if name not in placed:
-                problems.append(f"{name}: in {file}, but the index does not name it")
-            elif placed[name] != file:
-                problems.append(f"{name}: in {file}, but the index places it in {placed[name]}")
+            if name not in shard_of:
+                problems.append(f"{name}: in {shard}, but the index does not name it")
+            elif shard_of[name] != shard:
+                problems.append(f"{name}: in {shard}, but the index places it in {shard_of[name]}")
     if problems:
         raise ConfigError(
             f"{index} does not match its files; download all again from one source:\n  "
@@ -179,7 +196,7 @@ def _compare(index: Path, placed: dict[str, str], found: dict[str, dict[str, Ent
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[safe_open]:
     """A file of the safetensors library; its errors become ConfigErrors that say what is wrong."""
     try:
         with safe_open(path, "numpy", backend="pread") as file:
@@ -200,27 +217,28 @@ def _read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _diagnosis(path: Path, error: Exception) -> str:
-    """Why the library refused a file, from the file's size and header."""
+def _diagnosis(path: Path, error: SafetensorError) -> str:
+    """Why the library refused a file. Of one that was cut, as by a download that stopped, it says
+    only that the header is invalid or that the file is not covered; sizes and names are added."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= HEADER_LIMIT else b""
     if size == 0:
         return "is empty"
-    if size < 8 + length <= 8 + HEADER_LIMIT:
-        return f"is truncated: its {size:,} bytes end within the header"
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        ends = sorted((8 + length + int(row["data_offsets"][1]), n) for n, row in header.items())
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        ends = []
-    if not ends or ends[-1][0] == size:
-        return f"is not a valid safetensors file ({error})"
-    cut = [name for end, name in ends if end > size]
-    first = f"; the first incomplete tensor is {cut[0]}" if cut else ""
-    return f"is damaged: it has {size:,} bytes where its header promises {ends[-1][0]:,}{first}"
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        data_begin = LENGTH_BYTES + header_bytes
+        if size < data_begin and header_bytes <= HEADER_LIMIT:
+            return f"is truncated: its {size:,} bytes end within the header"
+        if not str(error).endswith(UNCOVERED):
+            return f"is not a valid safetensors file ({error})"
+        rows = json.loads(file.read(header_bytes))  # which the library has found valid
+    rows.pop("__metadata__", None)
+    ends = sorted((data_begin + row["data_offsets"][1], name) for name, row in rows.items())
+    promised = ends[-1][0] if ends else data_begin
+    problem = f"is damaged: it has {size:,} bytes where its header promises {promised:,}"
+    incomplete = [name for end, name in ends if end > size]
+    if not incomplete:
+        return problem
+    return f"{problem}; the first incomplete tensor is {incomplete[0]}"
 
 
 def _is_pointer(path: Path) -> bool:

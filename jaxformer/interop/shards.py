@@ -34,30 +34,31 @@ def write_tensors(
     ConfigError where a tensor does not have its shape in `shapes`, a dtype is not floating-point,
     or writing fails.
     """
-    dtypes = [*DTYPES.values()]
-    if wrong := [f"{name}: {dtype}" for name, (_, dtype) in shapes.items() if dtype not in dtypes]:
-        allowed = ", ".join(map(str, dtypes))
-        raise ConfigError(f"weights are saved as {allowed}, not {first_of(wrong, between='; ')}.")
+    allowed = [*DTYPES.values()]
+    refused = [f"{name}: {dtype}" for name, (_, dtype) in shapes.items() if dtype not in allowed]
+    if refused:
+        raise ConfigError(
+            f"weights are saved as {', '.join(map(str, allowed))}, not"
+            f" {first_of(refused, between='; ')}."
+        )
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes} must be at least 1.")
     shards = _shards(shapes, shard_bytes)
     files = [*shards, INDEX] if len(shards) > 1 else [*shards]
-    folder, drafts = directory / DRAFTS, dict[str, Path]()
+    drafts: dict[str, Path] = {}
     try:
-        places = _places(directory, files)
-        shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
-        folder.mkdir(parents=True)
-        for file, place in places.items():
-            linked = place != directory / file  # maybe to another file system
-            name = f"{place.name}.{uuid.uuid4().hex}.tmp"
-            drafts[file] = place.with_name(name) if linked else folder / file
+        targets = _targets(directory, files)
+        shutil.rmtree(directory / DRAFTS, ignore_errors=True)  # of a save that was killed
+        (directory / DRAFTS).mkdir(parents=True)
+        for file, target in targets.items():
+            drafts[file] = _draft_of(directory, file, target)
             drafts[file].parent.mkdir(parents=True, exist_ok=True)
         for file, names in shards.items():
             # Without the metadata transformers refuses a file.
             save_file(_cast(names, shapes, tensor), drafts[file], {"format": "pt"})
         if INDEX in drafts:
             drafts[INDEX].write_text(_index_of(shapes, shards), encoding="utf-8")
-        _replace(directory, drafts, places)
+        _replace(directory, drafts, targets)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error  # of an OSError
         raise ConfigError(
@@ -68,17 +69,16 @@ def write_tensors(
         with contextlib.suppress(OSError):
             for draft in drafts.values():
                 draft.unlink(missing_ok=True)
-            folder.rmdir()
+            (directory / DRAFTS).rmdir()
     return [directory / file for file in sorted(files)]
 
 
-def _places(directory: Path, files: list[str]) -> dict[str, Path]:
-    """Where each file is written. Raises ConfigError where a name that is written or removed is
-    that of something else."""
+def _targets(directory: Path, files: list[str]) -> dict[str, Path]:
+    """Where each file is written: where a link of its name leads, else in the directory. Raises
+    ConfigError where a name that is written or removed is that of something else."""
     advice = "move it away, or choose another directory"
     drafts = directory / DRAFTS
-    found = [*directory.iterdir()] if directory.is_dir() else []
-    for path in found:
+    for path in directory.iterdir() if directory.is_dir() else ():
         if WRITTEN.fullmatch(path.name):
             place_of(path, advice)
     if drafts.is_symlink() or (drafts.exists() and not drafts.is_dir()):
@@ -88,27 +88,38 @@ def _places(directory: Path, files: list[str]) -> dict[str, Path]:
     return {file: place_of(directory / file, advice) for file in files}
 
 
+def _draft_of(directory: Path, file: str, target: Path) -> Path:
+    """Where a file is written first: in the directory of drafts, or beside its target where a link
+    leads to that, since only names on one file system can be replaced."""
+    if target == directory / file:
+        return directory / DRAFTS / file
+    return target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+
+
 def _shards(shapes: TensorShapes, limit: int) -> dict[str, list[str]]:
-    """The names of the tensors in each file, filled in order."""
-    groups: list[list[str]] = [[]]
-    space = limit
+    """The names of the tensors in each file, filled in order, which is that of the calls."""
+    shards: list[list[str]] = [[]]
+    room = limit
     for name, (shape, dtype) in shapes.items():
         size = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size > space:
-            groups.append([])
-            space = limit
-        groups[-1].append(name)
-        space -= size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
+        if shards[-1] and size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
 
 
 def _cast(
     names: list[str], shapes: TensorShapes, tensor: Callable[[str], np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The tensors of one shard as they are stored: contiguous, in their dtype."""
-    held = {}
+    tensors = {}
     for name in names:
         value, (shape, dtype) = tensor(name), shapes[name]
         if value.shape != shape:
@@ -118,29 +129,29 @@ def _cast(
             )
         try:
             with np.errstate(over="raise"):
-                held[name] = value.astype(dtype, order="C", copy=False)
+                tensors[name] = value.astype(dtype, order="C", copy=False)
         except FloatingPointError:
             raise ConfigError(
                 f"{name} has values beyond the range of {dtype}: save it as bfloat16 or float32."
             ) from None
-    return held
+    return tensors
 
 
 def _index_of(shapes: TensorShapes, shards: dict[str, list[str]]) -> str:
-    placed = {name: file for file, names in shards.items() for name in names}
+    shard_of = {name: file for file, names in shards.items() for name in names}
     total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
     return json.dumps(index, indent=2)
 
 
-def _replace(directory: Path, drafts: dict[str, Path], places: dict[str, Path]) -> None:
+def _replace(directory: Path, drafts: dict[str, Path], targets: dict[str, Path]) -> None:
     """Gives the drafts their names once they are on the disk, and removes an earlier model."""
     sync(*drafts.values())
-    if INDEX in places:
-        places[INDEX].unlink(missing_ok=True)  # never an old index beside new shards
+    if INDEX in targets:
+        targets[INDEX].unlink(missing_ok=True)  # never an old index beside new shards
     for file, draft in drafts.items():
-        os.replace(draft, places[file])
+        os.replace(draft, targets[file])
     for path in directory.iterdir():
-        if path.name not in places and WRITTEN.fullmatch(path.name):
+        if path.name not in targets and WRITTEN.fullmatch(path.name):
             path.unlink()
-    sync(*{place.parent for place in places.values()})
+    sync(*{target.parent for target in targets.values()})

@@ -2,6 +2,7 @@
 file and by tensor."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: raw(p, {"a": row("x", "y")}, 8),
         "not a valid safetensors file",
     ),  # type: ignore[arg-type]
+    "a place beyond all numbers": (
+        lambda p: raw(p, {"a": row(0, 8) | {"data_offsets": [0, 10**400]}}, 8),
+        "not a valid safetensors file",
+    ),
+    "an infinite place": (
+        lambda p: raw(p, {"a": row(0, 8) | {"data_offsets": [0, math.inf]}}, 8),
+        "not a valid safetensors file",
+    ),
+    "a header without tensors": (
+        lambda p: raw(p, {}, 8),
+        "{p} is damaged: it has 18 bytes where its header promises 10",
+    ),
     "an unknown dtype": (
         lambda p: raw(p, {"a": row(0, 8, dtype="Q9")}, 8),
         "not a valid safetensors file",
