@@ -34,7 +34,7 @@ from pairing import (
     verdict,
 )
 
-from jaxformer.interop.shards import write_tensors
+from jaxformer.interop.tensor_files import write_tensors
 
 SIZES = {
     "hidden_size": 2048,

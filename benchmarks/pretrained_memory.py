@@ -73,7 +73,7 @@ def make_model(folder: Path, sizes: dict[str, int], dtype: str) -> None:
     import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
     import numpy as np
 
-    from jaxformer.interop.shards import write_tensors
+    from jaxformer.interop.tensor_files import write_tensors
 
     width, inner, vocab = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}

@@ -11,8 +11,8 @@ from .config.run import RunConfig
 from .files import ConfigError
 from .generation.beam import beam_search
 from .generation.decode import generate
-from .interop.peft_read import read_adapter
-from .interop.peft_write import save_adapter
+from .interop.peft_reading import read_adapter
+from .interop.peft_writing import save_adapter
 from .interop.pretrained import save_pretrained
 from .layers.standalone import multi_head_attention, transformer_block
 from .losses.logits import softmax_cross_entropy

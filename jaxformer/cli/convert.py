@@ -68,8 +68,8 @@ def run(arguments: Sequence[str]) -> int:
     asked = parse(ConvertArguments, "convert", arguments)
     limit = _bytes(asked.shard_size)
     from jaxformer.interop.hf_config import is_pretrained
+    from jaxformer.interop.logit_parity import require_transformers
     from jaxformer.interop.peft_config import is_adapter
-    from jaxformer.interop.verify import require_transformers
     from jaxformer.runs.loading import load
 
     if asked.verify:
@@ -155,7 +155,7 @@ def _merged(model: "Loaded", asked: ConvertArguments) -> "Loaded":
 
 
 def _write_adapter(model: "Loaded", asked: ConvertArguments) -> None:
-    from jaxformer.interop.peft_write import save_adapter
+    from jaxformer.interop.peft_writing import save_adapter
 
     base = Path(model.base).absolute() if model.base else ""
     save_adapter(
@@ -218,7 +218,7 @@ def _bytes(text: str) -> int:
 def _verified(model: "Loaded", directory: Path, asked: ConvertArguments) -> int:
     """Prints how far both models differ; returns 1 if float32 logits differ by more than
     rounding."""
-    from jaxformer.interop.verify import compare
+    from jaxformer.interop.logit_parity import compare
 
     found = compare(directory, model.params, model.config)
     relative = found.largest / found.deviation

@@ -5,7 +5,7 @@ from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import ConfigFields, KeyMapping, Keys
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.table import AS_ROW, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import AS_ROW, TensorRow, linear, norm
 
 STACKS = ("encoder", "decoder")
 

@@ -4,7 +4,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
 from jaxformer.interop.family import Copies, Copy, Family
 from jaxformer.interop.fields import KeyMapping
-from jaxformer.interop.table import TensorRow, linear, norm, output
+from jaxformer.interop.tensor_table import TensorRow, linear, norm, output
 
 
 def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:

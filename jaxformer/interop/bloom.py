@@ -2,7 +2,7 @@
 
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import Constant, Dropout, FixedKey, IgnoredKeys, Key, tied
-from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
     Constant(

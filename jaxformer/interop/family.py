@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.interop.compare import differences, resolved
+from jaxformer.interop.config_equivalence import differences, resolved
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
-from jaxformer.interop.table import Tensor, TensorRow, tensors, unplaced
+from jaxformer.interop.tensor_table import Tensor, TensorRow, tensors, unplaced
 from jaxformer.models.transformer import specs as model_specs
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.compare import bias_named
+from jaxformer.interop.config_equivalence import bias_named
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.pattern import layer_configs
 

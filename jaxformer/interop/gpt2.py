@@ -2,7 +2,7 @@
 
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.table import CONV, QKV, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import CONV, QKV, TensorRow, linear, norm
 
 FIELDS = (
     fields.Constant(norm="layer", bias="all", positions="learned"),

@@ -4,7 +4,7 @@ from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.llama import ATTENTION, INV_FREQ
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.table import BY_HEAD, QKV, TensorRow, linear, norm
+from jaxformer.interop.tensor_table import BY_HEAD, QKV, TensorRow, linear, norm
 
 FIELDS = (
     fields.Constant(norm="layer"),

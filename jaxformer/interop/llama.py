@@ -7,7 +7,7 @@ from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
 from jaxformer.interop.fields import KeyMapping
 from jaxformer.interop.rope import Length, Rope
-from jaxformer.interop.table import TensorRow, linear, norm
+from jaxformer.interop.tensor_table import TensorRow, linear, norm
 
 ATTENTION, FFN = frozenset({"qkv", "out"}), frozenset({"ffn"})
 LAYER = "model.layers.{}."

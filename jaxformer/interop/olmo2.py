@@ -3,7 +3,7 @@
 from jaxformer.interop.fields import Constant, tied
 from jaxformer.interop.llama import ATTENTION_BIAS, LAYER, SILU, TRUNK, llama_like, sizes
 from jaxformer.interop.rope import Rope
-from jaxformer.interop.table import norm
+from jaxformer.interop.tensor_table import norm
 
 ROWS = (
     *TRUNK,

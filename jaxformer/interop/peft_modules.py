@@ -1,9 +1,9 @@
 """The modules of transformers' classes that peft adapts, and how the two matrices of an adapter lie
 in peft's tensors.
 
-A module is a tensor of the family's table (`interop.table`) that is a matrix: a linear layer, or
-the table of an embedding. Where queries, keys and values are one module, it has one lora_A for the
-three leaves, and its lora_B has their rows in the order of that module's own weight.
+A module is a tensor of the table of a family (`tensor_table`) that is a matrix: a linear layer,
+or the table of an embedding. Where queries, keys and values are one module, it has one lora_A for
+the three leaves, and its lora_B has their rows in the order of that module's own weight.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import architecture_of
 from jaxformer.interop.family import Copy, Family
-from jaxformer.interop.table import BY_HEAD, CONV, LINEAR, SAME, Tensor, Transform
+from jaxformer.interop.tensor_table import BY_HEAD, CONV, LINEAR, SAME, Tensor, Transform
 from jaxformer.models.transformer import specs as model_specs
 
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors

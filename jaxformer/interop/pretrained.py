@@ -24,9 +24,8 @@ from jaxformer.files import ConfigError, first_of, write_text
 from jaxformer.interop.architectures import architecture_of, stated_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.hf_config import HFConfig, check_dtype, is_pretrained, read_config_json
-from jaxformer.interop.safetensors import TensorFiles, has_tensors, names_in_index
-from jaxformer.interop.shards import write_tensors
-from jaxformer.interop.table import PIECE, Tensor, leaf_reader, matched, tensor_of
+from jaxformer.interop.tensor_files import TensorFiles, has_tensors, names_in_index, write_tensors
+from jaxformer.interop.tensor_table import PIECE, Tensor, leaf_reader, matched, tensor_of
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
 

@@ -6,7 +6,7 @@ from jaxformer.interop.bert import BUFFERS, OLD_NORMS, masked_copies, placed, sh
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import ConfigFields, Constant, FixedKey, KeyMapping, Keys, Present
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.table import TensorRow, linear, norm, output
+from jaxformer.interop.tensor_table import TensorRow, linear, norm, output
 
 
 class OffsetPositions(KeyMapping):

@@ -14,7 +14,7 @@ from jaxformer.interop.fields import (
     by_hf_name,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.table import LINEAR, TensorRow
+from jaxformer.interop.tensor_table import LINEAR, TensorRow
 
 FEED_FORWARD = by_hf_name(
     {

@@ -104,7 +104,7 @@ def _load_adapter(
     quantize: Quantization | None,
     base: str | Path | None,
 ) -> Loaded:
-    from jaxformer.interop.peft_read import adapted_config, learned_of, read_adapter
+    from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
 
     if step is not None:
         raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
@@ -216,7 +216,7 @@ def labels_of(path: str | Path) -> tuple[str, ...]:
 def _model_of(folder: Path, weights: bool) -> ModelConfig | None:
     """The config of a model that says nothing of its training; None for a run."""
     if is_adapter(folder):
-        from jaxformer.interop.peft_read import adapted_config
+        from jaxformer.interop.peft_reading import adapted_config
 
         return adapted_config(folder, run_of(base_of(folder), weights).model)
     if not is_pretrained(folder):
@@ -232,7 +232,7 @@ def lacks_weights(path: str | Path) -> bool:
     folder = Path(path)
     if is_adapter(folder):
         return lacks_weights(base_of(folder))
-    from jaxformer.interop.safetensors import has_tensors
+    from jaxformer.interop.tensor_files import has_tensors
 
     return is_pretrained(folder) and not has_tensors(folder)
 

@@ -212,9 +212,11 @@ def test_a_signal_in_convert(
 ) -> None:
     expected, _ = reference(tmp_path_factory)
     target = tmp_path / "model"
-    slow = "import time; from jaxformer.interop import shards; write = shards.save_file\n"
+    slow = (
+        "import time; from jaxformer.interop import tensor_files; write = tensor_files.save_file\n"
+    )
     slow += "def save(*a): write(*a); time.sleep(60)\n"
-    slow += "shards.save_file = save\n"
+    slow += "tensor_files.save_file = save\n"
     run = "import sys; from jaxformer.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["convert", str(expected), str(target)]
 

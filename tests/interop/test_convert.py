@@ -15,7 +15,7 @@ from warm_starts import leaves, run
 
 import jaxformer as jf
 from jaxformer.cli import convert, main
-from jaxformer.interop import verify
+from jaxformer.interop import logit_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("convert")]
 
@@ -115,7 +115,7 @@ def test_verify_tells_sides_that_are_not_equal(base, monkeypatch, capsys):
     _, there = made(base, "decoder")
     model = jf.load(there)
     moved = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
-    found = verify.compare(there, moved, model.config)
+    found = logit_parity.compare(there, moved, model.config)
     assert found.largest > 1e-3 * found.deviation and found.kl.max() > 1e-9
     monkeypatch.setattr(
         "jaxformer.runs.loading.load", lambda path, step: jf.Loaded(moved, model.config, None)
@@ -135,7 +135,7 @@ def test_rounded_weights_are_told_apart_from_wrong_ones(base):
 
 def test_verify_without_transformers_says_what_to_install(base, monkeypatch):
     here, _ = made(base, "decoder")
-    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    monkeypatch.setattr(logit_parity, "find_spec", lambda name: None)
     assert "pip install torch transformers" in told(
         "convert", here, base / "never", "--verify", status=2
     )

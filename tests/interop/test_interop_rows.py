@@ -12,9 +12,9 @@ import transformers as tf
 from transformers.models.auto import configuration_auto
 
 import jaxformer as jf
-from jaxformer.interop import table
+from jaxformer.interop import tensor_table
 from jaxformer.interop.architectures import ARCHITECTURES, BASES, HF_FAMILIES, stated_architecture
-from jaxformer.interop.compare import resolved
+from jaxformer.interop.config_equivalence import resolved
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
 from jaxformer.interop.pretrained import load_pretrained
 from jaxformer.models.transformer import specs
@@ -340,7 +340,7 @@ CUTS = [slice(None), slice(2, 6), slice(3, 4)]
 def test_a_part_of_a_leaf_is_that_part_of_its_tensors_read_in_pieces(piece, monkeypatch):
     """As each device of a mesh asks for its own: of a table, a matrix of the head, a vector, and
     layers."""
-    monkeypatch.setattr(table, "PIECE", piece)
+    monkeypatch.setattr(tensor_table, "PIECE", piece)
     config = jf.ModelConfig(
         **dict(
             vocab_size=7,
@@ -372,15 +372,15 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors_read_in_pieces(piece, monk
         for path, leaf in leaves.items()
     }
     plan = FAMILY["bert"].tensors(config)
-    stored = {tensor.name: table.tensor_of(tensor, leaves) for tensor in plan}
+    stored = {tensor.name: tensor_table.tensor_of(tensor, leaves) for tensor in plan}
     asked = []
 
     def read_rows(name, rows):
         asked.append((name, stored[name][rows].size))
         return stored[name][rows]
 
-    part = table.leaf_reader(plan, {name: name for name in stored}, read_rows)
-    assert not table.unplaced(plan, specs(config))
+    part = tensor_table.leaf_reader(plan, {name: name for name in stored}, read_rows)
+    assert not tensor_table.unplaced(plan, specs(config))
     for path, leaf in leaves.items():
         for cut in CUTS:
             for index in (

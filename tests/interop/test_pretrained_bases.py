@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.interop.verify import compare
+from jaxformer.interop.logit_parity import compare
 
 ENCODERS = {
     "bert": (tf.BertModel, BERT, {}),

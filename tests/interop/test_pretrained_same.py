@@ -4,7 +4,7 @@ refuse."""
 import pytest
 
 import jaxformer as jf
-from jaxformer.interop.compare import differences
+from jaxformer.interop.config_equivalence import differences
 
 ENCODER = dict(
     vocab_size=9,

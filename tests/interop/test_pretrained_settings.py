@@ -18,7 +18,7 @@ from jaxformer.cli import convert
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import to_json
-from jaxformer.interop import verify
+from jaxformer.interop import logit_parity
 from jaxformer.layers import rope
 from jaxformer.layers.head import head, output_layer, pooled, readout
 from jaxformer.layers.masks import TokenLayout
@@ -349,7 +349,9 @@ def test_only_weights_that_were_rounded_may_be_apart(
     dtype, inward, largest, status, monkeypatch, capsys
 ):
     """What is read is as it lies there, whatever dtype was asked for."""
-    monkeypatch.setattr(verify, "compare", lambda *_: verify.Comparison(largest, 1.0, np.zeros(3)))
+    monkeypatch.setattr(
+        logit_parity, "compare", lambda *_: logit_parity.Comparison(largest, 1.0, np.zeros(3))
+    )
     asked = convert.ConvertArguments(Path("source"), Path("target"), dtype=dtype)
     model = jf.Loaded({}, ModelConfig(**SMALL), None)
     assert convert._verified(model, asked.source if inward else asked.target, asked) == status
@@ -389,7 +391,7 @@ def test_both_sides_are_compared_by_the_kl_of_ours_from_theirs_where_no_padding_
     real = np.array([[True, True, False], [True, False, False]])
     p, q = (np.exp(side) / np.exp(side).sum(-1, keepdims=True) for side in (hf, ours))
     kl = (p * np.log(p / q)).sum(-1)
-    found = verify._compared(ours, hf, real)
+    found = logit_parity._compared(ours, hf, real)
     np.testing.assert_allclose(found.kl, [kl[:, 0].max(), kl[0, 1], 0], atol=1e-6)
     assert found.largest == np.abs(ours - hf)[real].max() and found.deviation == hf[real].std()
 
@@ -399,5 +401,5 @@ def test_a_model_whose_positions_follow_the_padding_token_is_verified_without_th
         **BERT | dict(token_types=1, position_offset=2, max_length=40, tied_head=True)
     )
     place = written(tmp_path / "model", config, architecture="RobertaForMaskedLM")
-    found = verify.compare(place, jf.load(place).params, config)
+    found = logit_parity.compare(place, jf.load(place).params, config)
     assert found.largest < convert.CLOSE * found.deviation

@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxformer.files import ConfigError
-from jaxformer.interop.safetensors import INDEX, SINGLE, TensorFiles
-from jaxformer.interop.shards import write_tensors
+from jaxformer.interop.tensor_files import INDEX, SINGLE, TensorFiles, write_tensors
 
 
 def write(folder: Path, *names: str, limit: int = 1 << 20) -> None:

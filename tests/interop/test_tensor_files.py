@@ -23,9 +23,8 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from jaxformer.files import ConfigError
-from jaxformer.interop import safetensors
-from jaxformer.interop.safetensors import INDEX, SINGLE, TensorFiles
-from jaxformer.interop.shards import write_tensors
+from jaxformer.interop import tensor_files
+from jaxformer.interop.tensor_files import INDEX, SINGLE, TensorFiles, write_tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Tensors = dict[str, np.ndarray]
@@ -103,7 +102,7 @@ def test_every_tensor_lies_at_a_multiple_of_its_width(tmp_path: Path) -> None:
     del header["__metadata__"]
     assert length % 8 == 0
     assert all(
-        row["data_offsets"][0] % safetensors.DTYPES[row["dtype"]].itemsize == 0
+        row["data_offsets"][0] % tensor_files.DTYPES[row["dtype"]].itemsize == 0
         for row in header.values()
     )
 
@@ -217,7 +216,7 @@ def test_one_shard_at_a_time_is_held_and_each_tensor_is_asked_for_once_in_order(
 def test_no_page_of_a_file_stays_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"large": np.ones((1 << 10, 1 << 13), np.float32)})  # 32 MiB
     files, resident = TensorFiles(tmp_path), []
-    opened = safetensors._opened
+    opened = tensor_files._opened
 
     def file_pages() -> int:
         status = Path("/proc/self/status").read_text()
@@ -230,7 +229,7 @@ def test_no_page_of_a_file_stays_resident(tmp_path: Path, monkeypatch: pytest.Mo
             yield file
             resident.append(file_pages() - before)
 
-    monkeypatch.setattr(safetensors, "_opened", watched)
+    monkeypatch.setattr(tensor_files, "_opened", watched)
     files.read("large")
     files.read("large", slice(9, 900))
     assert len(resident) == 2 and max(resident) < 1 << 20

@@ -11,7 +11,7 @@ from pretrained_variants import VARIANTS
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.interop.pretrained import pretrained_config
-from jaxformer.interop.safetensors import INDEX, POINTER, SINGLE
+from jaxformer.interop.tensor_files import INDEX, POINTER, SINGLE
 from jaxformer.tokenizer.make import train_bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]

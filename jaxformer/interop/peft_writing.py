@@ -30,7 +30,8 @@ from jaxformer.interop.peft_modules import (
     layout_of,
     part_names,
 )
-from jaxformer.interop.table import Tensor, tensor_of
+from jaxformer.interop.tensor_files import as_stored
+from jaxformer.interop.tensor_table import Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
 
 TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}  # with a language head
@@ -99,7 +100,9 @@ def save_adapter(
     for name, module in modules.items():
         for end, value in zip(part_names(module.tensor), module[1:3], strict=True):
             tensors[f"{PREFIX}{name}.{end}"] = value
-    written = {name: _cast(name, value, dtype) for name, value in sorted(tensors.items())}
+    written = {
+        name: as_stored(name, value, jnp.dtype(dtype)) for name, value in sorted(tensors.items())
+    }
     settings = _settings(config, layout, modules, whole)
     settings["base_model_name_or_path"] = str(base) or None
     settings["lora_dropout"] = max(
@@ -110,16 +113,6 @@ def save_adapter(
     text = json.dumps(settings, indent=2, sort_keys=True)
     write_text(directory / ADAPTER_CONFIG, text + "\n")
     return [directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS]
-
-
-def _cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
-    try:
-        with np.errstate(over="raise"):
-            return value.astype(jnp.dtype(dtype), order="C")
-    except FloatingPointError:
-        raise ConfigError(
-            f"{name} has values beyond the range of {dtype}: save it as bfloat16 or float32."
-        ) from None
 
 
 def _modules_of(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, PeftModule]:
