@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, first_of
 from jaxformer.interop.bart import BART
 from jaxformer.interop.bert import BERT
 from jaxformer.interop.bloom import BLOOM
@@ -33,59 +33,76 @@ NEAREST_SHOWN, OBSTACLES_SHOWN = 3, 6
 def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
     """The architecture as which a model is read, from the keys of its config.json. Raises
     ConfigError where there is none, or model_type is that of another one."""
-    kind, named = values.get("model_type"), values.get("architectures") or []
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        told = "and must be a list of names: download the file again"
-        raise ConfigError(f"{path}: architectures is {json.dumps(named)[:80]}, {told}.")
-    alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
-    known = [BASES.get(name, name) for name in named or alike if name in (*ARCHITECTURES, *BASES)]
-    if known and (named or len(known) == 1):
-        family = ARCHITECTURES[known[0]]
-        if kind not in (None, family.model_type):
-            raise ConfigError(_disagreement(path, kind, named, family.model_type))
-        return family, known[0]
-    if named:
-        stated, way = f"architectures={json.dumps(named)}", ""
-        if alike:
-            way = (
-                " If transformers loads the directory as one of these, what that model's"
-                " save_pretrained writes is read here."
-            )
-    else:
-        stated = f'no "architectures", and model_type={json.dumps(kind)}'
-        way = ' Name the one that the model is in "architectures".' if alike else ""
-    raise ConfigError(
-        f"{path} has {stated}, which is not a supported architecture: {_supported(kind)}.{way}"
-    )
+    model_type, stated = values.get("model_type"), values.get("architectures") or []
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        raise ConfigError(
+            f"{path}: architectures is {json.dumps(stated)[:80]}, and must be a list of names:"
+            " download the file again."
+        )
+    of_type = _of_type(model_type)
+    supported = [
+        BASES.get(name, name)
+        for name in stated or of_type
+        if name in ARCHITECTURES or name in BASES
+    ]
+    if not supported or (len(supported) > 1 and not stated):
+        raise _unsupported(path, model_type, stated)
+    family = ARCHITECTURES[supported[0]]
+    if model_type not in (None, family.model_type):
+        # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
+        # nothing later would notice.
+        raise ConfigError(
+            f"{path} has model_type={json.dumps(model_type)} and"
+            f" architectures={json.dumps(stated)}, a class of"
+            f" model_type={json.dumps(family.model_type)}: the model would be computed as another"
+            f" than it is. Download config.json again, without edits; {_supported(model_type)}."
+        )
+    return family, supported[0]
 
 
-def _supported(kind: Any) -> str:
+def _of_type(model_type: Any) -> list[str]:
+    """The supported architectures of a model_type."""
+    return [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
+
+
+def _supported(model_type: Any) -> str:
     """The architectures of a model_type, or else the supported model types."""
-    alike = [name for name, family in ARCHITECTURES.items() if family.model_type == kind]
-    if alike:
-        return f"{kind} has {', '.join(alike)}"
-    kinds = [f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES]
-    return f"supported model types are {', '.join(kinds)}"
+    of_type = _of_type(model_type)
+    if of_type:
+        return f"{model_type} has {', '.join(of_type)}"
+    types = [f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES]
+    return f"supported model types are {', '.join(types)}"
 
 
-def _disagreement(path: Path, kind: Any, named: list[str], expected: str) -> str:
-    """What is said where a config.json names a class of another model_type than its own. The
-    tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so nothing
-    later would notice."""
-    return (
-        f"{path} has model_type={json.dumps(kind)} and architectures={json.dumps(named)}, a class"
-        f" of model_type={json.dumps(expected)}: the model would be computed as another than it"
-        f" is. Download config.json again, without edits; {_supported(kind)}."
+def _unsupported(path: Path, model_type: Any, stated: list[str]) -> ConfigError:
+    """The error for a config.json that states no supported architecture, or that states none and
+    whose model_type has several."""
+    supported, has_type = _supported(model_type), bool(_of_type(model_type))
+    if stated:
+        remedy = (
+            " If transformers loads the directory as one of these, what that model's"
+            " save_pretrained writes is read here."
+        )
+        return ConfigError(
+            f"{path} has architectures={json.dumps(stated)}, which is not a supported architecture:"
+            f" {supported}.{remedy if has_type else ''}"
+        )
+    remedy = ' Name the one that the model is in "architectures".'
+    return ConfigError(
+        f'{path} has no "architectures", and model_type={json.dumps(model_type)}, which is not a'
+        f" supported architecture: {supported}.{remedy if has_type else ''}"
     )
 
 
-def architecture_of(config: ModelConfig, wanted: str | None = None) -> tuple[Family, str]:
-    """The first architecture that is exactly this config, or the `wanted` one. Raises ConfigError
+def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:
+    """The first architecture that is exactly this config, or the one named. Raises ConfigError
     where none is."""
-    if wanted is not None and wanted not in ARCHITECTURES:
-        raise ConfigError(f"architecture={wanted!r} is not one of {', '.join(ARCHITECTURES)}.")
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."
+        )
     obstacles: dict[str, list[str]] = {}
-    for name in ARCHITECTURES if wanted is None else [wanted]:
+    for name in ARCHITECTURES if architecture is None else [architecture]:
         obstacles[name] = ARCHITECTURES[name].obstacles(config, name)
         if not obstacles[name]:
             return ARCHITECTURES[name], name
@@ -93,7 +110,7 @@ def architecture_of(config: ModelConfig, wanted: str | None = None) -> tuple[Fam
     lines = [f"{name}: {', '.join(obstacles[name][:OBSTACLES_SHOWN])}" for name in nearest]
     raise ConfigError(
         "no Hugging Face architecture is exactly this model; the nearest, and how they differ:\n  "
-        + "\n  ".join(lines)
+        f"{first_of(lines)}"
     )
 
 

@@ -16,12 +16,12 @@ class SharedSizes(KeyMapping):
     keys = (("ffn_dim", "d_ff", 4096), ("attention_heads", "n_heads", 16))
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        found = {}
+        sizes = {}
         for name, field, default in self.keys:
-            found[field] = hf.number(f"encoder_{name}", default)
-            if hf.get(f"decoder_{name}", default) != found[field]:
-                hf.only(f"decoder_{name}", (found[field],))
-        return found
+            sizes[field] = hf.number(f"encoder_{name}", default)
+            if hf.get(f"decoder_{name}", default) != sizes[field]:
+                hf.only(f"decoder_{name}", (sizes[field],))
+        return sizes
 
     def write(self, config: ModelConfig) -> Keys:
         sizes = {name: getattr(config, field) for name, field, _ in self.keys}
@@ -59,17 +59,17 @@ def shared_fields(vocab_size: int) -> tuple[KeyMapping, ...]:
 def stack(side: str, prefix: str) -> tuple[TensorRow, ...]:
     """The rows of one stack; `prefix` begins its paths in the params."""
     layer = f"model.{side}.layers.{{}}."
-    parts = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
+    projections = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
     sublayers = {"self_attn": "attention", "encoder_attn": "cross"}
     if side == "encoder":
         del sublayers["encoder_attn"]
-    found: list[TensorRow] = []
+    attention: list[TensorRow] = []
     for name, block in sublayers.items():
-        for part, leaf in parts.items():
-            found += linear(f"{layer}{name}.{part}", f"{prefix}blocks.{block}.{leaf}")
-        found += norm(f"{layer}{name}_layer_norm", f"{prefix}blocks.{block}_norm")
+        for projection, leaf in projections.items():
+            attention += linear(f"{layer}{name}.{projection}", f"{prefix}blocks.{block}.{leaf}")
+        attention += norm(f"{layer}{name}_layer_norm", f"{prefix}blocks.{block}_norm")
     return (
-        *found,
+        *attention,
         *linear(layer + "fc1", f"{prefix}blocks.ffn.up"),
         *linear(layer + "fc2", f"{prefix}blocks.ffn.down"),
         *norm(layer + "final_layer_norm", f"{prefix}blocks.ffn_norm"),

@@ -52,11 +52,13 @@ def trunk(base: str) -> tuple[TensorRow, ...]:
     )
 
 
-def placed(base: str, config: ModelConfig, found: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
+def named_in_class(
+    base: str, config: ModelConfig, tensor_rows: tuple[TensorRow, ...]
+) -> tuple[TensorRow, ...]:
     """The rows as a class with a head names them; without a head, as the base model does."""
     if config.output != "none":
-        return found
-    return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in found)
+        return tensor_rows
+    return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in tensor_rows)
 
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -74,7 +76,7 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     classes = output("classifier", "head")
     head = {"masked": masked, "classes": classes, "tags": classes}.get(config.output, ())
     pooler = linear("bert.pooler.dense", "pooler.dense")
-    return placed("bert", config, (*trunk("bert"), *pooler, *head))
+    return named_in_class("bert", config, (*trunk("bert"), *pooler, *head))
 
 
 def masked_copies(head: str, embedding: str) -> Copies:

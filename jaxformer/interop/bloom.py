@@ -17,7 +17,8 @@ FIELDS = (
     FixedKey("apply_residual_connection_post_layernorm", (False,)),
     tied(True),
     Dropout("hidden_dropout attention_dropout"),
-    FixedKey("slow_but_exact", (False,)),  # would leave out biases with pretraining_tp > 1
+    # It would leave out biases with pretraining_tp > 1.
+    FixedKey("slow_but_exact", (False,)),
     IgnoredKeys("attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"),
     IgnoredKeys("pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
 )

@@ -15,7 +15,8 @@ def bias_named(parts: frozenset[str]) -> str:
     it match too.
     """
     exact = [name for name, biased in BIASED.items() if biased == parts]
-    return (exact or [name for name, biased in BIASED.items() if biased - {"norm"} == parts])[0]
+    but_for_norms = [name for name, biased in BIASED.items() if biased - {"norm"} == parts]
+    return (exact or but_for_norms)[0]
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
@@ -56,7 +57,7 @@ def _window_pattern(config: ModelConfig) -> str:
 def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
     """The fields that do not change the logits of this config."""
     scaling, output = config.rope_scaling, config.output
-    used = {
+    matters = {
         "dropout init dtype layer_loop remat attention_kernel": False,
         "max_length": config.positions == "learned",
         "n_classes": output in ("classes", "tags"),
@@ -67,14 +68,17 @@ def _unused(config: ModelConfig, has_windows: bool) -> list[str]:
         "rope_low_frequency rope_high_frequency": scaling == "llama3",
         "rope_original_length": scaling != "none",
     }
-    found = " ".join(names for names, matters in used.items() if not matters).split()
+    unused = [name for names, is_used in matters.items() if not is_used for name in names.split()]
     prefixes = {"rope_": "rope", "relative_": "t5", "sinusoid_": "sinusoidal"}
-    other = tuple(prefix for prefix, positions in prefixes.items() if positions != config.positions)
-    return found + [e.name for e in dataclasses.fields(config) if e.name.startswith(other)]
+    unused_prefixes = tuple(
+        prefix for prefix, positions in prefixes.items() if positions != config.positions
+    )
+    names = [entry.name for entry in dataclasses.fields(config)]
+    return unused + [name for name in names if name.startswith(unused_prefixes)]
 
 
-def differences(asked: ModelConfig, stated: ModelConfig) -> list[str]:
-    """The fields in which two configs are not the same function, as "model.activation='relu2'
-    (there 'swiglu')"."""
-    a, b = (dataclasses.asdict(resolved(config)) for config in (asked, stated))
+def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
+    """The fields in which a config and that of a config.json are not the same function, as
+    "model.activation='relu2' (there 'swiglu')"."""
+    a, b = (dataclasses.asdict(resolved(side)) for side in (config, stated))
     return [f"model.{name}={a[name]!r} (there {b[name]!r})" for name in a if a[name] != b[name]]

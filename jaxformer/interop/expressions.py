@@ -38,11 +38,11 @@ def fits(expressions: Sequence[Expression], names: Sequence[str], path: Path) ->
     try:
         answer = process.ask([expressions, names])
     except OutOfBounds as error:
-        keys = ", ".join(dict.fromkeys(expression.key for expression in expressions))
-        shown = ", ".join(_shown(expression) for expression in expressions)[:300]
+        keys = dict.fromkeys(expression.key for expression in expressions)
+        texts = ", ".join(_shown(expression) for expression in expressions)
         raise ConfigError(
-            f"{path}: fitting the regular expressions of {keys} to the names of the modules"
-            f" {error}: {shown}. Write the names of the modules there."
+            f"{path}: fitting the regular expressions of {', '.join(keys)} to the names of the"
+            f" modules {error}: {texts[:300]}. Write the names of the modules there."
         ) from None
     finally:
         process.close()
@@ -61,8 +61,8 @@ def _shown(expression: Expression) -> str:
 
 
 def _answer(question: tuple[list[list[Any]], list[str]]) -> dict[str, Any]:
-    """The answer of the process: the places of the expressions that fit, each with its name and
-    groups, or the place of one that is none."""
+    """The answer of the process: (index of an expression, name, groups) of each pair that fits, or
+    the index of one that is no expression."""
     expressions, names = question
     fitting = []
     for at, (_, _, text, entire) in enumerate(expressions):

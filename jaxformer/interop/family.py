@@ -11,7 +11,7 @@ from jaxformer.files import ConfigError
 from jaxformer.interop.config_equivalence import differences, resolved
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping
 from jaxformer.interop.hf_config import REQUIRED, HFConfig
-from jaxformer.interop.tensor_table import Tensor, TensorRow, tensors, unplaced
+from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
 from jaxformer.models.transformer import specs as model_specs
 
 
@@ -61,13 +61,13 @@ class Family:
         for key, allowed in REQUIRED.items():
             if key in hf.values:
                 hf.only(key, allowed)
-        found: ConfigFields = {}
+        config_fields: ConfigFields = {}
         for row in self.fields:
-            found |= row.read(hf)
-        found |= self.architectures[architecture]
-        if found.get("head") not in ("classes", "tags"):
-            found.pop("n_classes", None)
-        return ModelConfig(**found)
+            config_fields |= row.read(hf)
+        config_fields |= self.architectures[architecture]
+        if config_fields.get("head") not in ("classes", "tags"):
+            config_fields.pop("n_classes", None)
+        return ModelConfig(**config_fields)
 
     def keys(self) -> dict[str, str]:
         """The key of each field that has one key."""
@@ -75,9 +75,11 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """The keys of a config."""
-        # ConfigFields that change no logit, or only in training, are written as they are.
-        kept = {name: getattr(config, name) for name in ("dropout", "max_length", "tied_head")}
-        complete = dataclasses.replace(resolved(config), **kept)
+        # Fields that change no logit, or only in training, are written as they are.
+        unresolved = ("dropout", "max_length", "tied_head")
+        complete = dataclasses.replace(
+            resolved(config), **{name: getattr(config, name) for name in unresolved}
+        )
         keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:
             keys |= row.write(complete)
@@ -93,12 +95,12 @@ class Family:
             stated = self.read(HFConfig(self.write(config, architecture), names), architecture)
         except ConfigError as error:
             return [str(error)]
-        left = unplaced(plan, model_specs(config))
-        return differences(config, stated) or [f"no tensor for {path}" for path in left]
+        paths = paths_without_tensor(plan, model_specs(config))
+        return differences(config, stated) or [f"no tensor for {path}" for path in paths]
 
     def named(self, names: Iterable[str]) -> set[str]:
         """Names as they are, and as the class with a head has them."""
-        return {name for found in names for name in (found, self.prefix + found)}
+        return {alias for name in names for alias in (name, self.prefix + name)}
 
     def tensors(self, config: ModelConfig) -> list[Tensor]:
         return tensors(self.rows(config), model_specs(config))

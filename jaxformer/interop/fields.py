@@ -72,8 +72,8 @@ class Key(KeyMapping):
             if self.default is not None and self.hf in hf.values and not self.may_be_null:
                 raise hf.unsupported(self.hf, None, [self.default])
             return {}
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return {self.field: float(value) if TYPES[self.field] is float and whole else value}
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return {self.field: float(value) if TYPES[self.field] is float and is_integer else value}
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: getattr(config, self.field)}
@@ -104,9 +104,9 @@ class Choice(KeyMapping):
         return {self.field: self.values[value]}
 
     def write(self, config: ModelConfig) -> Keys:
-        wanted = getattr(config, self.field)
-        named = [key for key, value in self.values.items() if value == wanted]
-        return {self.hf: self.default if self.default in named or not named else named[0]}
+        setting = getattr(config, self.field)
+        names = [name for name, value in self.values.items() if value == setting]
+        return {self.hf: self.default if self.default in names or not names else names[0]}
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class IgnoredKeys(KeyMapping):
     keys: str
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        hf.asked.update(self.keys.split())
+        hf.keys_read.update(self.keys.split())
         return {}
 
 
@@ -191,8 +191,8 @@ class Biases(KeyMapping):
     always: frozenset[str] = frozenset()
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        on = [parts for key, (parts, default) in self.flags.items() if hf.flag(key, default)]
-        return {"bias": bias_named(self.always.union(*on))}
+        biased = [parts for key, (parts, default) in self.flags.items() if hf.flag(key, default)]
+        return {"bias": bias_named(self.always.union(*biased))}
 
     def write(self, config: ModelConfig) -> Keys:
         return {key: parts <= config.biased for key, (parts, _) in self.flags.items()}
@@ -228,8 +228,8 @@ class Present(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         if hf.names is not None:
             return {self.field: self.tensor in hf.names}
-        named = hf.get("architectures") or []
-        return {self.field: any(architecture in self.of for architecture in named)}
+        stated = hf.get("architectures") or []
+        return {self.field: any(architecture in self.of for architecture in stated)}
 
 
 @dataclass(frozen=True)
@@ -278,14 +278,15 @@ class Windows(KeyMapping):
         every = hf.number(self.period, self.every) if self.period else self.every
         first = hf.number("max_window_layers", 28) if self.switch else 0
         if kinds is None:
-            full = [i < first or (every and (i + 1) % every == 0) for i in range(layers)]
+            is_full = [i < first or (every and (i + 1) % every == 0) for i in range(layers)]
         elif len(kinds) == layers and {*kinds} <= {FULL, SLIDING}:
-            full = [kind == FULL for kind in kinds]
+            is_full = [kind == FULL for kind in kinds]
         else:
             raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
-        if not window or all(full):
+        if not window or all(is_full):
             return {}
-        return {"window": window, "window_pattern": "".join("f" if f else "w" for f in full)}
+        pattern = "".join("f" if full else "w" for full in is_full)
+        return {"window": window, "window_pattern": pattern}
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)

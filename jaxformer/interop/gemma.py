@@ -53,7 +53,8 @@ GEMMA3 = llama_like(
         *sizes(vocab_size=262208, max_position_embeddings=131072, **SIZES),
         *COMMON,
         fields.Constant(query_key_norm="head"),
-        fields.FixedKey("attn_logit_softcapping", (None,)),  # transformers does not apply it
+        # transformers does not apply it.
+        fields.FixedKey("attn_logit_softcapping", (None,)),
         fields.OptionalKey("final_logit_softcapping", "logit_soft_cap"),
         Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         fields.Windows(LAYERS, every=6, period="sliding_window_pattern"),

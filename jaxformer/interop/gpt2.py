@@ -18,7 +18,8 @@ FIELDS = (
     fields.FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
     fields.tied(True),
     fields.Dropout("resid_pdrop embd_pdrop attn_pdrop"),
-    fields.AliasKey("n_ctx", "n_positions", "max_length"),  # read by llama.cpp's converter
+    # Read by llama.cpp's converter.
+    fields.AliasKey("n_ctx", "n_positions", "max_length"),
     fields.IgnoredKeys("reorder_and_upcast_attn summary_type summary_use_proj summary_activation"),
     fields.IgnoredKeys("summary_proj_to_labels summary_first_dropout"),
 )

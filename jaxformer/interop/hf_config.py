@@ -45,24 +45,25 @@ Dtype = Literal["float32", "bfloat16", "float16"]  # of weights that are stored 
 @dataclass
 class HFConfig:
     """The keys of one config.json; `names` are the tensors beside it, which some settings depend
-    on (None: not known, because the files are not there), and `asked` the keys read so far."""
+    on (None: not known, because the files are not there), and `keys_read` the keys that were read
+    so far."""
 
     values: Mapping[str, Any]
     names: Collection[str] | None = ()
-    asked: set[str] = field(default_factory=set)
+    keys_read: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         value = self.values.get(key, default)
         if type(value) is int and abs(value) > LARGEST:
             raise self.unsupported(key, value, [f"-{LARGEST} to {LARGEST}"])
         return value
 
-    def number(self, key: str, default: float) -> Any:
+    def number(self, key: str, default: float) -> int | float:
         """The number of a key. ConfigError for null, and for what is none."""
         return self.checked_number(key, self.get(key, default))
 
-    def checked_number(self, key: str, value: Any) -> Any:
+    def checked_number(self, key: str, value: Any) -> int | float:
         """`value`, read from a key or from an entry of it. ConfigError where it is no number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
             raise self.unsupported(key, value, ["a number"])
@@ -72,7 +73,8 @@ class HFConfig:
         """ConfigError where the value of a key is not one of `allowed`, of which the first is the
         default."""
         value = self.get(key, allowed[0])
-        if not any(  # True == 1, but one is not allowed for the other
+        # True == 1, but one is not allowed for the other.
+        if not any(
             value == option and isinstance(value, bool) == isinstance(option, bool)
             for option in allowed
         ):
@@ -89,17 +91,20 @@ class HFConfig:
         return value
 
     def unsupported(self, key: str, value: Any, allowed: Collection[Any]) -> ConfigError:
-        named = self.values.get("architectures") or [self.values.get("model_type", "this model")]
-        shown = ", ".join(map(json.dumps, allowed))
+        names = self.values.get("architectures") or [self.values.get("model_type", "this model")]
         return ConfigError(
-            f"{key}={json.dumps(value)} is not supported for {named[0]}; supported: {shown}."
+            f"{key}={json.dumps(value)} is not supported for {names[0]}; supported:"
+            f" {', '.join(map(json.dumps, allowed))}."
         )
 
     def unknown(self) -> list[str]:
         """The keys with a value that were not read and are not known to be neutral."""
-        known = self.asked | {*NEUTRAL.split()} | REQUIRED.keys()
-        values = self.values.items()
-        return sorted(k for k, v in values if k not in known and v not in (None, False, [], {}))
+        neutral = self.keys_read | {*NEUTRAL.split()} | REQUIRED.keys()
+        return sorted(
+            key
+            for key, value in self.values.items()
+            if key not in neutral and value not in (None, False, [], {})
+        )
 
 
 def check_dtype(name: str) -> None:

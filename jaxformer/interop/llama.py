@@ -33,7 +33,8 @@ ROWS = (
     *norm(LAYER + "post_attention_layernorm", "blocks.ffn_norm"),
 )
 
-SIZE_KEYS = (  # key, field, and the default of Llama
+# Key, field, and the default of Llama.
+SIZE_KEYS = (
     ("vocab_size", "vocab_size", 32000),
     ("hidden_size", "d_model", 4096),
     ("num_hidden_layers", "n_layers", 32),
@@ -63,7 +64,7 @@ def llama_like(
     model_type: str,
     name: str,
     rows: tuple[TensorRow, ...],
-    found: Sequence[KeyMapping],
+    mappings: Sequence[KeyMapping],
     base: str = "",
 ) -> Family:
     """A family of decoders with the tensors of Llama but for the norms; `name` begins the names of
@@ -71,7 +72,7 @@ def llama_like(
     return Family(
         model_type,
         {f"{name}ForCausalLM": {}},
-        found,
+        mappings,
         lambda config: rows,
         prefix="model.",
         bases=(base or f"{name}Model",),

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from jaxformer.interop.architectures import stated_architecture
 from jaxformer.interop.hf_config import read_config_json
 from jaxformer.models.transformer import forward
 
-LENGTH = 64  # positions compared
+LENGTH = 64  # positions that are compared
 # The outputs of transformers that ours are compared with; the first that a model has.
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
@@ -53,32 +52,36 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     padding = keys.get("pad_token_id") or 0
-    words = np.setdiff1d(np.arange(config.vocab_size), [padding])
-    tokens = np.random.default_rng(0).choice(words, (2, min(LENGTH, config.max_length)))
-    real = np.ones_like(tokens)
-    real[1, tokens.shape[1] * 3 // 4 :] = 0
-    tokens = np.where(real, tokens, padding)
-    given: dict[str, Any] = {"input_ids": tokens, "attention_mask": real}
+    # tokens and mask [2, T]: random ids but that of padding, which ends the second row.
+    ids = np.setdiff1d(np.arange(config.vocab_size), [padding])
+    tokens = np.random.default_rng(0).choice(ids, (2, min(LENGTH, config.max_length)))
+    mask = np.ones_like(tokens)
+    mask[1, tokens.shape[1] * 3 // 4 :] = 0
+    tokens = np.where(mask, tokens, padding)
+    inputs = {"input_ids": tokens, "attention_mask": mask}
     if config.family == "encoder_decoder":
-        target = given["decoder_input_ids"] = tokens[:, : tokens.shape[1] // 2]
-        ours = forward(params, config, target, source=tokens, source_segment_ids=real)
-        real = np.ones_like(target)
+        target = inputs["decoder_input_ids"] = tokens[:, : tokens.shape[1] // 2]
+        ours = forward(params, config, target, source=tokens, source_segment_ids=mask)
+        mask = np.ones_like(target)
     else:
-        ours = forward(params, config, tokens, segment_ids=real)
+        ours = forward(params, config, tokens, segment_ids=mask)
     with torch.no_grad():
-        found = model.eval()(**{name: torch.tensor(array) for name, array in given.items()})
-    hf = next(found[name] for name in OUTPUTS if name in found).float().numpy()
-    return _compared(np.asarray(ours, np.float32), hf, real.astype(bool))
+        outputs = model.eval()(**{name: torch.tensor(array) for name, array in inputs.items()})
+    hf = next(outputs[name] for name in OUTPUTS if name in outputs).float().numpy()
+    return _compared(np.asarray(ours, np.float32), hf, mask.astype(bool))
 
 
 def _compared(ours: np.ndarray, hf: np.ndarray, real: np.ndarray) -> Comparison:
     """Of logits [B, T, V] where `real` [B, T] is True, or of the classes [B, C] of each row."""
     if ours.ndim == 2:
+        # One position a row: [B, 1, C].
         ours, hf, real = ours[:, None], hf[:, None], np.ones((len(ours), 1), bool)
+    # KL(p || q) = sum_v p_v (log p_v - log q_v) at each position, p of transformers, in float64.
     log_p, log_q = (
-        side - np.logaddexp.reduce(side, axis=-1, keepdims=True)
-        for side in (hf.astype(float), ours.astype(float))
+        logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        for logits in (hf.astype(float), ours.astype(float))
     )
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    # The sum may round to below 0; padded positions count as 0.
     worst = np.where(real, np.maximum(kl, 0), 0).max(axis=0)
     return Comparison(float(np.abs(ours - hf)[real].max()), float(hf[real].std()), worst)

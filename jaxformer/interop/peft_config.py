@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxformer.files import ConfigError, read_object
 from jaxformer.interop.expressions import Expression, Fits, fits
@@ -28,6 +28,9 @@ qalora_group_size loftq_config eva_config corda_config lora_ga_config ensure_wei
 """
 # Initial values for which peft changes the weights of the base too, each time that it loads it.
 CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Number = TypeVar("Number", int, float)
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -71,9 +74,9 @@ class PeftSettings:
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
     def is_saved(self, module: str) -> bool:
-        """Whether a module is saved whole: it or one that it is a part of is in modules_to_save."""
-        parts = module.split(".")
-        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        """Whether a module is saved whole: it, or one that contains it, is in modules_to_save."""
+        names = module.split(".")
+        around = [".".join(names[:count]) for count in range(1, len(names) + 1)]
         return any(name.endswith(saved) for name in around for saved in self.saved)
 
 
@@ -129,8 +132,8 @@ class ModuleSettings:
         if not settings.layers_pattern:
             match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
             return match is not None and int(match[1]) in settings.layers
-        groups = (self.fitting.get((_of_layer(name), module)) for name in settings.layers_pattern)
-        number = next((found[0] for found in groups if found), "")
+        fitting = (self.fitting.get((_of_layer(name), module)) for name in settings.layers_pattern)
+        number = next((groups[0] for groups in fitting if groups), "")
         if number is None or not re.fullmatch(r"\d*", number):
             raise ConfigError(
                 f"{settings.path}: layers_pattern={[*settings.layers_pattern]} has a group (...):"
@@ -139,11 +142,15 @@ class ModuleSettings:
         return bool(number) and int(number) in settings.layers
 
     def _first(
-        self, expressions: Iterable[Expression], values: Mapping[str, Any], module: str, other: Any
-    ) -> Any:
-        """The value of the first expression that fits a module, `other` where none does."""
+        self,
+        expressions: Iterable[Expression],
+        values: Mapping[str, Number],
+        module: str,
+        default: Number,
+    ) -> Number:
+        """The value of the first expression that fits a module, the default where none does."""
         pairs = zip(expressions, values.values(), strict=True)
-        return next((value for one, value in pairs if (one, module) in self.fitting), other)
+        return next((value for one, value in pairs if (one, module) in self.fitting), default)
 
 
 def _is_end(names: Sequence[str], module: str) -> bool:
@@ -181,26 +188,20 @@ def read_settings(directory: Path) -> PeftSettings:
     get = _PeftValues(path, values)
     saved = get.names("modules_to_save")
     task = get.one_of("task_type", str, "the name of a task, or null")
-    layers = values.get("layers_to_transform")
-    layers = [layers] if isinstance(layers, int) else layers
-    if layers is not None and not (
-        isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    ):
-        raise get.wrong("layers_to_transform", "the numbers of layers, or null")
     settings = PeftSettings(
         path=path,
         task=task,
         base=get.one_of("base_model_name_or_path", str, "a directory, or the id of a model"),
-        rank=get.number("r", 8, whole=True),
+        rank=get.number("r", 8, integer=True),
         alpha=get.number("lora_alpha", 8),
         dropout=get.number("lora_dropout", 0.0),
         rslora=get.one_of("use_rslora", bool, "true or false") or False,
-        ranks=get.numbers("rank_pattern", whole=True),
+        ranks=get.numbers("rank_pattern", integer=True),
         alphas=get.numbers("alpha_pattern"),
         targets=get.targets("target_modules"),
         excluded=get.targets("exclude_modules") or (),
         saved=saved + (HEAD_MODULES if task in TASKS_WITH_HEAD else ()),
-        layers=None if layers is None else tuple(layers),
+        layers=get.layers("layers_to_transform"),
         layers_pattern=get.names("layers_pattern"),
     )
     if not 0 <= settings.dropout < 1:
@@ -212,21 +213,21 @@ def _refuse_options(path: Path, values: Mapping[str, Any]) -> None:
     """ConfigError for what is no LoRA, and for an option of LoRA that changes what it computes."""
 
     def refused(key: str, allowed: str) -> ConfigError:
-        shown = json.dumps(values.get(key))[:80]
-        return ConfigError(f"{path}: {key}={shown} is not supported; supported: {allowed}.")
+        value = json.dumps(values.get(key))[:80]
+        return ConfigError(f"{path}: {key}={value} is not supported; supported: {allowed}.")
 
     if values.get("peft_type") != "LORA":
         raise refused("peft_type", '"LORA"')
     if values.get("bias", "none") not in ("none", None):
         raise refused("bias", '"none"')
-    known = {*READ_KEYS.split(), *UNREAD_KEYS.split()}
+    supported = {*READ_KEYS.split(), *UNREAD_KEYS.split()}
     for key, value in values.items():
-        if key not in known and value not in (None, False, {}, []):
+        if key not in supported and value not in (None, False, {}, []):
             raise refused(key, "false" if value is True else "null")
-    start = str(values.get("init_lora_weights", True)).lower()
-    if start.startswith(CHANGE_THE_BASE):
+    initial = str(values.get("init_lora_weights", True)).lower()
+    if initial.startswith(CHANGE_THE_BASE):
         raise ConfigError(
-            f"{path}: init_lora_weights={start!r} changes the weights of the base as well, so the"
+            f"{path}: init_lora_weights={initial!r} changes the weights of the base as well, so the"
             " saved tensors alone do not give the model. Save it from peft as a plain adapter:"
             " save_pretrained(..., path_initial_model_for_weight_conversion=...), or the whole"
             " model after merge_and_unload()."
@@ -240,8 +241,8 @@ class _PeftValues:
         self.path, self.values = path, values
 
     def wrong(self, key: str, allowed: str) -> ConfigError:
-        shown = json.dumps(self.values.get(key))[:80]
-        return ConfigError(f"{self.path}: {key}={shown} must be {allowed}.")
+        value = json.dumps(self.values.get(key))[:80]
+        return ConfigError(f"{self.path}: {key}={value} must be {allowed}.")
 
     def one_of(self, key: str, kind: type, allowed: str) -> Any:
         value = self.values.get(key)
@@ -249,19 +250,29 @@ class _PeftValues:
             raise self.wrong(key, allowed)
         return value
 
-    def number(self, key: str, default: float, whole: bool = False) -> Any:
+    def number(self, key: str, default: float, integer: bool = False) -> Any:
         value = self.values.get(key, default)
-        if not _is_number(value, whole):
-            raise self.wrong(key, "a whole number of at least 1" if whole else "a number")
+        if not _is_number(value, integer):
+            raise self.wrong(key, "a whole number of at least 1" if integer else "a number")
         return value
 
-    def numbers(self, key: str, whole: bool = False) -> dict[str, Any]:
+    def numbers(self, key: str, integer: bool = False) -> dict[str, Any]:
         """A number for each expression."""
         table = self.values.get(key) or {}
-        if not isinstance(table, dict) or not all(_is_number(v, whole) for v in table.values()):
-            numbers = "whole numbers of at least 1" if whole else "numbers"
+        if not isinstance(table, dict) or not all(_is_number(v, integer) for v in table.values()):
+            numbers = "whole numbers of at least 1" if integer else "numbers"
             raise self.wrong(key, f"an object of {numbers} by the names of modules")
         return table
+
+    def layers(self, key: str) -> tuple[int, ...] | None:
+        """The numbers of layers, of which one may stand alone; None where the key is null."""
+        value = self.values.get(key)
+        numbers = [value] if isinstance(value, int) else value
+        if numbers is None:
+            return None
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise self.wrong(key, "the numbers of layers, or null")
+        return tuple(numbers)
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.values.get(key) or []
@@ -278,10 +289,11 @@ class _PeftValues:
         return self.names(key)
 
 
-def _is_number(value: Any, whole: bool) -> bool:
-    if whole:
+def _is_number(value: Any, integer: bool) -> bool:
+    if integer:
         return type(value) is int and value >= 1
-    return type(value) in (int, float) and abs(value) < math.inf  # of any size, and not NaN
+    # Of any size, and not NaN.
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def base_of(directory: Path, base: str | Path | None = None) -> Path:
@@ -290,23 +302,27 @@ def base_of(directory: Path, base: str | Path | None = None) -> Path:
 
     Raises ConfigError where there is none, or where it holds an adapter itself.
     """
-    named = str(base) if base is not None else read_settings(directory).base
-    remedy = f"jf.load({str(directory)!r}, base=PATH)"
+    name = str(base) if base is not None else read_settings(directory).base
+    call = f"jf.load({str(directory)!r}, base=PATH)"
     key = f'"base_model_name_or_path" in {directory / ADAPTER_CONFIG}'
-    if not named:
-        raise ConfigError(f"{directory} names no base model: name one, as in {remedy}, or as {key}")
-    places = [Path(named)] if base is not None else [Path(named), directory / named]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", named) and base is None
-        get = f"download it (hf download {named} --local-dir PATH) and " if hub else ""
+    if not name:
+        raise ConfigError(f"{directory} names no base model: name one, as in {call}, or as {key}")
+    candidates = [Path(name)] if base is not None else [Path(name), directory / name]
+    base_directory = next((path for path in candidates if path.is_dir()), None)
+    if base_directory is None and base is None and HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"the base model of {directory}, {named!r}, is no directory here: {get}name its"
-            f" directory, as in {remedy}, or as {key}."
+            f"the base model of {directory}, {name!r}, is no directory here: download it (hf"
+            f" download {name} --local-dir PATH) and name its directory, as in {call}, or as {key}."
         )
-    if is_adapter(found):
+    if base_directory is None:
         raise ConfigError(
-            f"the base of {directory}, {found}, is an adapter itself: merge that one first"
-            f" (jaxformer convert {found} MERGED --merge), and name the result, as in {remedy}."
+            f"the base model of {directory}, {name!r}, is no directory here: name its directory, as"
+            f" in {call}, or as {key}."
         )
-    return found
+    if is_adapter(base_directory):
+        raise ConfigError(
+            f"the base of {directory}, {base_directory}, is an adapter itself: merge that one first"
+            f" (jaxformer convert {base_directory} MERGED --merge), and name the result, as in"
+            f" {call}."
+        )
+    return base_directory

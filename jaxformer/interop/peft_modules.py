@@ -50,17 +50,14 @@ class Layout:
         """Whether the model is a decoder with a class head, whose output layer has no bias."""
         return f"{SCORE}.weight" in self.tensors
 
-    def same_as(self, tensor: Tensor) -> list[str]:
-        """The other places where the model uses a tensor."""
-        return [copy.name for copy in self.copies if copy.of == tensor.name]
-
     def obstacle(self, tensor: Tensor) -> str:
         """Why peft cannot adapt a module as it is adapted here; empty where it can."""
         path = tensor.paths[0]
-        if others := self.same_as(tensor):
+        uses = [tensor.name, *(copy.name for copy in self.copies if copy.of == tensor.name)]
+        if len(uses) > 1:
             return (
-                f"{path} is used in {1 + len(others)} places ({tensor.name}, {', '.join(others)}),"
-                " all of which an adapter of it changes here, and in peft only one"
+                f"{path} is used in {len(uses)} places ({', '.join(uses)}), all of which an adapter"
+                " of it changes here, and in peft only one"
             )
         if tensor.name.endswith("embed_positions.weight"):
             return f"peft looks its adapter up by the tokens, and {path} by their positions"
@@ -86,21 +83,22 @@ def _of_classes(config: ModelConfig, architecture: str | None) -> Layout:
         )
     plain = dataclasses.replace(config, head="language", tied_head=False)
     family, _ = architecture_of(plain, architecture)
-    trunk = [one for one in family.tensors(plain) if not one.paths[0].startswith("head.")]
+    plan = family.tensors(plain)
+    trunk = [tensor for tensor in plan if not tensor.paths[0].startswith("head.")]
     weight = rows(model_specs(config))["head.weight"]
     score = Tensor(f"{SCORE}.weight", ("head.weight",), None, (weight,), SAME)
     return _layout(family, [*trunk, score], ())
 
 
 def _layout(family: Family, tensors: Sequence[Tensor], copies: tuple[Copy, ...]) -> Layout:
-    named = {_in_class(tensor.name): tensor for tensor in tensors}
+    by_name = {_in_class(tensor.name): tensor for tensor in tensors}
     modules = {
         name.removesuffix(".weight"): tensor
-        for name, tensor in named.items()
+        for name, tensor in by_name.items()
         if tensor.specs[0].is_matrix and name.endswith(".weight")
     }
     copies = tuple(copy._replace(name=_in_class(copy.name)) for copy in copies)
-    return Layout(named, modules, copies, family.prefix, (*family.renamed, *OLD_MODULES))
+    return Layout(by_name, modules, copies, family.prefix, (*family.renamed, *OLD_MODULES))
 
 
 def _in_class(name: str) -> str:
@@ -123,47 +121,45 @@ def is_conv(tensor: Tensor) -> bool:
     return tensor.transform is CONV
 
 
-def part_names(tensor: Tensor) -> tuple[str, str]:
-    """The ends of the names of an adapter's two tensors."""
+def matrix_names(tensor: Tensor) -> tuple[str, str]:
+    """The ends of the names of an adapter's two matrices."""
     if is_lookup(tensor):
         return "lora_embedding_A", "lora_embedding_B"
     return "lora_A.weight", "lora_B.weight"
 
 
-def part_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of an adapter's two tensors: [R, inputs] and [outputs, R]."""
+def matrix_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shapes of an adapter's two matrices: [R, inputs] and [outputs, R]."""
     outputs = sum(spec.fan_out for spec in tensor.specs)
     return (rank, tensor.specs[0].fan_in), (outputs, rank)
 
 
-def split_parts(
-    tensor: Tensor, first: np.ndarray, second: np.ndarray
+def split_matrices(
+    tensor: Tensor, lora_a: np.ndarray, lora_b: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """a [I..., R] and b [R, O...] of each leaf of a module, from peft's [R, inputs] and
     [outputs, R]; the leaves have the same a."""
-    thin = _thin(tensor, len(first))
+    specs = _low_rank_specs(tensor, len(lora_a))
     # lora_A has no order of its own: its columns are the inputs as the weight of every family has
     # them, one after another.
-    a = first.T.reshape(thin[0][0].shape)
-    parts = _order(tensor).split(second, [b for _, b in thin])
-    return [(a, b) for b in parts]
+    a = lora_a.T.reshape(specs[0][0].shape)
+    return [(a, b) for b in _order(tensor).split(lora_b, [spec for _, spec in specs])]
 
 
-def join_parts(
-    tensor: Tensor, a: np.ndarray, parts: Sequence[np.ndarray]
+def join_matrices(
+    tensor: Tensor, a: np.ndarray, bs: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """peft's [R, inputs] and [outputs, R], from the leaves' common a [I..., R] and the b [R, O...]
     of each."""
     rank = a.shape[-1]
-    thin = _thin(tensor, rank)
-    joined = _order(tensor).join(parts, [b for _, b in thin])
-    return np.ascontiguousarray(a.reshape(-1, rank).T), np.ascontiguousarray(joined)
+    lora_b = _order(tensor).join(bs, [spec for _, spec in _low_rank_specs(tensor, rank)])
+    return np.ascontiguousarray(a.reshape(-1, rank).T), np.ascontiguousarray(lora_b)
 
 
-def _thin(tensor: Tensor, rank: int) -> list[tuple[Spec, Spec]]:
+def _low_rank_specs(tensor: Tensor, rank: int) -> list[tuple[Spec, Spec]]:
     """The rows of a and of b of each leaf of a module, in one layer."""
-    found = [low_rank(spec, rank, 1.0) for spec in tensor.specs]
-    return [(leaf.a, leaf.b) for leaf in found]
+    leaves = [low_rank(spec, rank, 1.0) for spec in tensor.specs]
+    return [(leaf.a, leaf.b) for leaf in leaves]
 
 
 def _order(tensor: Tensor) -> Transform:

@@ -40,38 +40,39 @@ from jaxformer.interop.peft_modules import (
     is_lookup,
     is_output,
     layout_of,
-    part_names,
-    part_shapes,
-    split_parts,
+    matrix_names,
+    matrix_shapes,
+    split_matrices,
 )
 from jaxformer.interop.tensor_files import TensorFiles
 from jaxformer.interop.tensor_table import Tensor, matched
 from jaxformer.models.transformer import specs as model_specs
 
-PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB])(\.default)?(?P<end>\.weight)?")
+MATRIX = re.compile(r"(?P<module>.+)\.(?P<end>lora_(embedding_)?[AB])(\.default)?(\.weight)?")
 # What peft puts into the name of a tensor that it saves whole.
 WRAPPED = re.compile(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)")
 PROBLEMS_SHOWN = 12
+# What to do about an adapter of a weight that the model uses twice.
 UNTIE = (
     "save the base with an output layer of its own (tie_word_embeddings=False, and lm_head.weight a"
     " copy of the embedding), and name it as the base"
 )
-OTHERS = "adapt other modules"
+ADAPT_OTHERS = "adapt other modules"
 
 
 @dataclass
 class StoredAdapter:
-    """The tensors of an adapter's file: those of low rank by (module as it is named there, the end
-    of the name that peft gives it now), and whole ones by their names in the model. The values are
-    names in the file."""
+    """The tensors of an adapter's file: the matrices of low rank by (module as it is named there,
+    the end of the name that peft gives it now), and those that are saved whole by their names in
+    the model. The values are names in the file."""
 
     files: TensorFiles
-    parts: dict[tuple[str, str], str] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
+    matrices: dict[tuple[str, str], str] = field(default_factory=dict)
+    saved: dict[str, str] = field(default_factory=dict)
 
     @property
     def modules(self) -> list[str]:
-        return list(dict.fromkeys(module for module, _ in self.parts))
+        return list(dict.fromkeys(module for module, _ in self.matrices))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.files.entries[name].shape
@@ -81,19 +82,20 @@ class StoredAdapter:
 
 
 def stored_in(directory: Path) -> StoredAdapter:
-    found = StoredAdapter(TensorFiles(directory, ADAPTER_WEIGHTS))
-    for name in found.files.entries:
+    """The tensors of a peft directory. Raises ConfigError as `TensorFiles` does."""
+    stored = StoredAdapter(TensorFiles(directory, ADAPTER_WEIGHTS))
+    for name in stored.files.entries:
         plain = name.removeprefix(PREFIX)
-        if part := PART.fullmatch(plain):
-            end = part["part"] if "embedding" in part["part"] else f"{part['part']}.weight"
-            found.parts[part["module"], end] = name
+        if match := MATRIX.fullmatch(plain):
+            end = match["end"] if "embedding" in match["end"] else f"{match['end']}.weight"
+            stored.matrices[match["module"], end] = name
         else:
-            found.whole[WRAPPED.sub("", plain)] = name
-    return found
+            stored.saved[WRAPPED.sub("", plain)] = name
+    return stored
 
 
 class AdaptedModule(NamedTuple):
-    """A module with an adapter: where its two tensors are, their rank and scale."""
+    """A module with an adapter: the names of its two matrices in the file, their rank and scale."""
 
     tensor: Tensor
     names: tuple[str, str]
@@ -101,97 +103,110 @@ class AdaptedModule(NamedTuple):
     scale: float
 
 
-class Placed(NamedTuple):
-    """The adapted modules of a model, and the tensors that its adapter holds whole, as a new head,
-    each with its name in the file."""
+class FittedAdapter(NamedTuple):
+    """The adapted modules of a model, and the tensors that its adapter has saved whole, as a new
+    head, each with its name in the file."""
 
     modules: list[AdaptedModule]
-    whole: list[tuple[Tensor, str]]
+    saved: list[tuple[Tensor, str]]
 
 
-def placed_in(settings: PeftSettings, stored: StoredAdapter, layout: Layout) -> Placed:
+def fitted(settings: PeftSettings, stored: StoredAdapter, layout: Layout) -> FittedAdapter:
     """Where the tensors of an adapter belong. Raises ConfigError naming those that fit nowhere or
     have another shape, and those that are missing."""
     problems: list[str] = []
-    modules = _modules(settings, stored, layout, problems)
-    whole = _whole(settings, stored, layout, problems)
+    modules = _fitted_modules(settings, stored, layout, problems)
+    saved = _fitted_saved(settings, stored, layout, problems)
     if problems:
         raise ConfigError(
-            f"the adapter in {stored.files.directory} does not fit this model:\n  "
-            + first_of(problems, PROBLEMS_SHOWN)
+            f"the adapter in {stored.files.directory} does not fit this model:\n"
+            f"  {first_of(problems, PROBLEMS_SHOWN)}"
         )
-    return Placed(modules, whole)
+    return FittedAdapter(modules, saved)
 
 
-def _modules(
+def _fitted_modules(
     settings: PeftSettings, stored: StoredAdapter, layout: Layout, problems: list[str]
 ) -> list[AdaptedModule]:
     """The modules with an adapter; what does not fit is added to `problems`."""
-    prefix, renamed = layout.prefix, layout.renamed
-    names = matched(stored.modules, layout.modules, prefix, renamed)
-    bare = bool(names) and all(found.removeprefix(prefix) == found for found in names.values())
+    names = matched(stored.modules, layout.modules, layout.prefix, layout.renamed)
     for module in sorted({*stored.modules} - {*names.values()}):
-        problems.append(f"{module}: {_unplaced(module, layout)}")
-    owns = {
-        name: names.get(name, name.removeprefix(prefix) if bare else name)
-        for name in layout.modules
-    }
-    of_modules, found = settings.of_modules([*owns.values()]), []
+        problems.append(f"{module}: {_why_not_in_model(module, layout)}")
+    peft_names = _peft_names(layout, names)
+    of_modules, modules = settings.of_modules([*peft_names.values()]), []
     for name, tensor in layout.modules.items():
-        own = owns[name]
-        linear = not is_lookup(tensor) and not is_output(tensor)
-        wanted = of_modules.is_target(own, in_all_linear=linear)
+        module = peft_names[name]
+        is_linear = not is_lookup(tensor) and not is_output(tensor)
+        is_target = of_modules.is_target(module, in_all_linear=is_linear)
         if name not in names:
-            if wanted:
+            if is_target:
                 problems.append(
-                    f"{own}: {ADAPTER_CONFIG} names it, and {ADAPTER_WEIGHTS} has no tensors of it"
+                    f"{module}: {ADAPTER_CONFIG} names it, and {ADAPTER_WEIGHTS} has no tensors of"
+                    " it"
                 )
             continue
-        if wanted is False:
-            problems.append(f"{own}: in {ADAPTER_WEIGHTS}, and no target of {ADAPTER_CONFIG}")
+        if is_target is False:
+            problems.append(f"{module}: in {ADAPTER_WEIGHTS}, and no target of {ADAPTER_CONFIG}")
         elif obstacle := layout.obstacle(tensor):
             unties = any(copy.unties and copy.of == tensor.name for copy in layout.copies)
-            problems.append(f"{own}: {obstacle}: {UNTIE if unties else OTHERS}")
+            problems.append(f"{module}: {obstacle}: {UNTIE if unties else ADAPT_OTHERS}")
         else:
-            found.append(_module(of_modules, stored, own, tensor, problems))
-    return found
+            modules.append(_adapted_module(of_modules, stored, module, tensor, problems))
+    return modules
 
 
-def _unplaced(module: str, layout: Layout) -> str:
+def _peft_names(layout: Layout, names: Mapping[str, str]) -> dict[str, str]:
+    """The name of each module of a model in the class that the adapter was trained on: that of the
+    file (`names`), and for the others without the prefix too where that class has none."""
+    without_prefix = bool(names) and not any(
+        name.startswith(layout.prefix) for name in names.values()
+    )
+    return {
+        name: names.get(name, name.removeprefix(layout.prefix) if without_prefix else name)
+        for name in layout.modules
+    }
+
+
+def _why_not_in_model(module: str, layout: Layout) -> str:
     """Why a module of the file is none of the model."""
     for copy in layout.copies:
         if copy.name == f"{module}.weight":
-            remedy = UNTIE if copy.unties else OTHERS
+            remedy = UNTIE if copy.unties else ADAPT_OTHERS
             return f"the model has no such weight of its own, but {copy.of}: {remedy}"
     return "the model has no such module"
 
 
-def _module(
-    settings: ModuleSettings, stored: StoredAdapter, own: str, tensor: Tensor, problems: list[str]
+def _adapted_module(
+    settings: ModuleSettings,
+    stored: StoredAdapter,
+    module: str,
+    tensor: Tensor,
+    problems: list[str],
 ) -> AdaptedModule:
-    rank, ends = settings.rank_of(own), part_names(tensor)
-    names = [stored.parts.get((own, end), "") for end in ends]
-    for end, name, wanted in zip(ends, names, part_shapes(tensor, rank), strict=True):
+    """The adapter of one module; what is missing or of another shape is added to `problems`."""
+    rank, ends = settings.rank_of(module), matrix_names(tensor)
+    names = [stored.matrices.get((module, end), "") for end in ends]
+    for end, name, shape in zip(ends, names, matrix_shapes(tensor, rank), strict=True):
         if not name:
-            problems.append(f"{own}.{end}: not in {ADAPTER_WEIGHTS}")
-        elif stored.shape(name) != wanted:
+            problems.append(f"{module}.{end}: not in {ADAPTER_WEIGHTS}")
+        elif stored.shape(name) != shape:
             problems.append(
                 f"{name}: {list(stored.shape(name))} in the file, and this model with rank {rank}"
-                f" ({ADAPTER_CONFIG}) has {list(wanted)}"
+                f" ({ADAPTER_CONFIG}) has {list(shape)}"
             )
-    return AdaptedModule(tensor, (names[0], names[1]), rank, settings.scale_of(own))
+    return AdaptedModule(tensor, (names[0], names[1]), rank, settings.scale_of(module))
 
 
-def _whole(
+def _fitted_saved(
     settings: PeftSettings, stored: StoredAdapter, layout: Layout, problems: list[str]
 ) -> list[tuple[Tensor, str]]:
     """The tensors that are saved whole, each with its name in the file. What does not fit is added
     to `problems`."""
     copies = {copy.name: copy.of for copy in layout.copies}
-    names = matched(stored.whole, [*layout.tensors, *copies], layout.prefix, layout.renamed)
-    for name in sorted({*stored.whole} - {*names.values()}):
+    names = matched(stored.saved, [*layout.tensors, *copies], layout.prefix, layout.renamed)
+    for name in sorted({*stored.saved} - {*names.values()}):
         problems.append(f"{name}: the model has no such tensor")
-    found = []
+    saved = []
     for name, tensor in layout.tensors.items():
         module = name.rpartition(".")[0]
         if name not in names:
@@ -201,22 +216,24 @@ def _whole(
                     f" holds {module}"
                 )
             continue
-        inside = stored.whole[names[name]]
-        found.append((tensor, inside))
-        if stored.shape(inside) != tensor.shape:
-            shape = list(stored.shape(inside))
-            problems.append(f"{inside}: {shape} in the file, and this model {list(tensor.shape)}")
+        stored_name = stored.saved[names[name]]
+        saved.append((tensor, stored_name))
+        if stored.shape(stored_name) != tensor.shape:
+            problems.append(
+                f"{stored_name}: {list(stored.shape(stored_name))} in the file, and this model"
+                f" {list(tensor.shape)}"
+            )
     for copy, of in copies.items():
-        both = [stored.whole[names[name]] for name in (copy, of) if name in names]
+        pair = [stored.saved[names[name]] for name in (copy, of) if name in names]
         # peft changes one of the two, unless it has saved both, and alike.
-        values = [stored.read(name) for name in both]
-        if len(both) == 1 or (both and not np.array_equal(values[0], values[1])):
-            problems.append(f"{both[0]}: {copy} is {of}, and peft changes one of the two: {UNTIE}")
-    return found
+        values = [stored.read(name) for name in pair]
+        if len(pair) == 1 or (pair and not np.array_equal(values[0], values[1])):
+            problems.append(f"{pair[0]}: {copy} is {of}, and peft changes one of the two: {UNTIE}")
+    return saved
 
 
-Use = tuple[AdaptedModule, int]  # and which of the leaves of the module it is
-PlaceLeaf = Callable[[Spec, np.ndarray], jax.Array]
+Use = tuple[AdaptedModule, int]  # a module, and which of its leaves
+PutLeaf = Callable[[Spec, np.ndarray], jax.Array]  # onto the devices of the params
 
 
 def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
@@ -234,16 +251,17 @@ def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
         )
     stored = stored_in(directory)
     names = (f"{SCORE}.weight", "classifier.weight", "classifier.out_proj.weight")
-    found = [stored.whole[name] for name in names if name in stored.whole]
-    if not found:
+    output_layers = [stored.saved[name] for name in names if name in stored.saved]
+    if not output_layers:
         raise ConfigError(
             f"{stored.files.directory / ADAPTER_WEIGHTS} has no output layer"
             f" ({' or '.join(names)}), which task_type={settings.task!r} needs over a base with"
             f" the head {config.output!r}: save the adapter from peft again."
         )
-    changes: dict[str, Any] = {"head": head, "n_classes": stored.shape(found[0])[0]}
+    changes: dict[str, Any] = {"head": head, "n_classes": stored.shape(output_layers[0])[0]}
     changes |= {"next_sentence": False, "tied_head": False, "head_bias": False}
-    if config.family == "decoder":  # as ...ForSequenceClassification of transformers
+    if config.family == "decoder":
+        # As ...ForSequenceClassification of transformers.
         changes |= {"pooling": "last", "logit_soft_cap": 0.0, "logit_scale": "none"}
     return dataclasses.replace(config, **changes)
 
@@ -264,61 +282,74 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
     Raises ConfigError for an option that is not computed, and for an adapter of another model,
     naming its tensors.
     """
-    folder = Path(directory)
-    settings, stored = read_settings(folder), stored_in(folder)
-    found = placed_in(settings, stored, layout_of(config))
-    place = _place_of(params)
-    leaves = _with_whole(stored, found.whole, params, config, place)
+    settings, stored = read_settings(Path(directory)), stored_in(Path(directory))
+    adapter = fitted(settings, stored, layout_of(config))
+    put = _put_beside(params)
+    leaves = _with_saved(stored, adapter.saved, params, config, put)
     uses: dict[str, list[Use]] = {}
-    for module in found.modules:
+    for module in adapter.modules:
         for at, path in enumerate(module.tensor.paths):
             uses.setdefault(path, []).append((module, at))
-    for path, modules in uses.items():
+    for path, uses_of_leaf in uses.items():
         if isinstance(leaves[path], LowRank):
             raise ConfigError(
                 f"the params have an adapter already (of {path}): merge it with jf.merge first."
             )
-        parts, arrays = _parts_of(modules, leaves[path].shape, stored, settings.dropout)
-        own: dict[str, Any] = {
-            name: place(getattr(parts, name), value) for name, value in arrays.items()
-        }
-        leaves[path] = dataclasses.replace(parts, weight=leaves[path], **own)
+        specs, arrays = _low_rank_arrays(uses_of_leaf, leaves[path].shape, stored, settings.dropout)
+        leaves[path] = dataclasses.replace(
+            specs,
+            weight=leaves[path],
+            a=put(specs.a, arrays.a),
+            b=put(specs.b, arrays.b),
+            scale=put(specs.scale, arrays.scale),
+        )
     return map_specs(lambda path, _: leaves[path], model_specs(config))
 
 
-def _parts_of(
+class LowRankArrays(NamedTuple):
+    """What an adapter adds to a leaf, float32: a [I..., R], b [R, O...] and scale [], in a stack
+    all with the leading axis of the layers."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: np.ndarray
+
+
+def _low_rank_arrays(
     uses: Sequence[Use], shape: Sequence[int], stored: StoredAdapter, dropout: float
-) -> tuple[LowRank, dict[str, np.ndarray]]:
-    """The rows of an adapted leaf of this shape, and its a, b and scale; a layer of a stack is
-    padded with zeros to the largest rank."""
+) -> tuple[LowRank, LowRankArrays]:
+    """The rows of an adapted leaf of this shape, and its arrays; a layer of a stack is padded with
+    zeros to the largest rank."""
     first, at_first = uses[0]
     stacked = first.tensor.layer is not None
     rank = max(module.rank for module, _ in uses)
-    parts = low_rank(first.tensor.specs[at_first], rank, 1.0, dropout)
+    specs = low_rank(first.tensor.specs[at_first], rank, 1.0, dropout)
     if stacked:
-        parts = stack(parts, shape[0])  # type: ignore[arg-type, assignment]
-    rows_of = {"a": parts.a, "b": parts.b, "scale": parts.scale}
-    arrays = {name: np.zeros(spec.shape, np.float32) for name, spec in rows_of.items()}
+        specs = stack(specs, shape[0])  # type: ignore[arg-type, assignment]
+    arrays = LowRankArrays(
+        *(np.zeros(spec.shape, np.float32) for spec in (specs.a, specs.b, specs.scale))
+    )
     for module, at in uses:
-        a, b = split_parts(module.tensor, *map(stored.read, module.names))[at]
+        a, b = split_matrices(module.tensor, *map(stored.read, module.names))[at]
         layer = (module.tensor.layer,) if stacked else ()
-        arrays["a"][(*layer, ..., slice(module.rank))] = a
-        arrays["b"][(*layer, slice(module.rank))] = b
-        arrays["scale"][layer] = module.scale
-    return parts, arrays
+        arrays.a[(*layer, ..., slice(module.rank))] = a
+        arrays.b[(*layer, slice(module.rank))] = b
+        arrays.scale[layer] = module.scale
+    return specs, arrays
 
 
-def _with_whole(
+def _with_saved(
     stored: StoredAdapter,
-    whole: Sequence[tuple[Tensor, str]],
+    saved: Sequence[tuple[Tensor, str]],
     params: Params,
     config: ModelConfig,
-    place: PlaceLeaf,
+    put: PutLeaf,
 ) -> dict[str, Any]:
-    """The leaves of the base by path, with those that the adapter holds whole in their place."""
+    """The leaves of the base by path, replaced or joined by those that the adapter has saved
+    whole."""
     table, new = rows(model_specs(config)), dict[str, np.ndarray]()
     leaves = {dotted(p): leaf for p, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)}
-    for tensor, name in whole:
+    for tensor, name in saved:
         values = tensor.transform.split(stored.read(name), tensor.specs)
         for path, value in zip(tensor.paths, values, strict=True):
             if tensor.layer is None:
@@ -327,11 +358,12 @@ def _with_whole(
                 new[path] = np.array(_array_at(leaves, path, name))
             if tensor.layer is not None:
                 new[path][tensor.layer] = value
-        if tensor.name == f"{SCORE}.weight":  # which has no bias in transformers
+        if tensor.name == f"{SCORE}.weight":
+            # It has no bias in transformers.
             new["head.bias"] = np.zeros(config.n_classes, np.float32)
     for path, value in new.items():
         dtype = getattr(leaves.get(path), "dtype", jnp.float32)
-        leaves[path] = place(table[path], value.astype(dtype))
+        leaves[path] = put(table[path], value.astype(dtype))
     if missing := [path for path in table if path not in leaves]:
         raise ConfigError(
             f"the adapter in {stored.files.directory} and its base lack {', '.join(missing)}, which"
@@ -342,32 +374,35 @@ def _with_whole(
     return leaves
 
 
-def _array_at(leaves: Mapping[str, Any], path: str, name: str) -> Any:
+def _array_at(leaves: Mapping[str, Any], path: str, name: str) -> jax.Array:
     """The array at a path. Raises ConfigError for a leaf of another kind, as a quantized one."""
-    if is_custom(leaves[path]):
-        kind = type(leaves[path]).__name__
-        raise ConfigError(f"{name} of the adapter replaces a layer of {path}, which is a {kind}.")
-    return leaves[path]
+    leaf = leaves[path]
+    if is_custom(leaf):
+        raise ConfigError(
+            f"{name} of the adapter replaces a layer of {path}, which is a {type(leaf).__name__}."
+        )
+    array: jax.Array = leaf
+    return array
 
 
 def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
-    """The branches of the params of a model that its adapter holds whole, beside those that it
+    """The branches of the params of a model that its adapter has saved whole, beside those that it
     adapts."""
     settings, stored = read_settings(directory), stored_in(directory)
-    found = placed_in(settings, stored, layout_of(config))
-    adapted = {path for module in found.modules for path in module.tensor.paths}
-    whole = [path for tensor, _ in found.whole for path in tensor.paths if path not in adapted]
-    return tuple(dict.fromkeys(path.split(".")[0] for path in whole))
+    adapter = fitted(settings, stored, layout_of(config))
+    adapted = {path for module in adapter.modules for path in module.tensor.paths}
+    paths = [path for tensor, _ in adapter.saved for path in tensor.paths if path not in adapted]
+    return tuple(dict.fromkeys(path.split(".")[0] for path in paths))
 
 
-def _place_of(params: Params) -> PlaceLeaf:
-    """A function of a row and its value that puts it where the leaves of `params` are."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", here)
+def _put_beside(params: Params) -> PutLeaf:
+    """A function of a row and its value that puts it on the devices of the leaves of `params`."""
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    of_params = getattr(jax.tree.leaves(params)[0], "sharding", one_device)
+    mesh = getattr(of_params, "mesh", None)
 
-    def place(spec: Spec, value: np.ndarray) -> jax.Array:
-        mesh = getattr(sharding, "mesh", None)
-        where = sharding if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        return jax.make_array_from_callback(value.shape, where, lambda index: value[index])
+    def put(spec: Spec, value: np.ndarray) -> jax.Array:
+        sharding = of_params if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    return place
+    return put

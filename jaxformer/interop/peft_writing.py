@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save as safetensors_bytes
 
 from jaxformer.adapters.low_rank import LowRank
-from jaxformer.arrays.params import Params, check_params, dotted, is_custom
+from jaxformer.arrays.params import Params, Weight, check_params, dotted, is_custom
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, replacing, write_text
 from jaxformer.interop.hf_config import check_dtype
@@ -26,19 +26,20 @@ from jaxformer.interop.peft_modules import (
     PREFIX,
     Layout,
     is_conv,
-    join_parts,
+    join_matrices,
     layout_of,
-    part_names,
+    matrix_names,
 )
 from jaxformer.interop.tensor_files import as_stored
 from jaxformer.interop.tensor_table import Tensor, tensor_of
 from jaxformer.models.transformer import specs as model_specs
 
-TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}  # with a language head
+# Of models with a language head, by their family.
+TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
 
 
-class Part(NamedTuple):
-    """A leaf's part of a module in one layer, float32: a [I..., R], b [R, O...] and its scale."""
+class LeafAdapter(NamedTuple):
+    """The adapter of a leaf in one layer, float32: a [I..., R], b [R, O...] and its scale."""
 
     a: np.ndarray
     b: np.ndarray
@@ -46,16 +47,17 @@ class Part(NamedTuple):
 
 
 class PeftModule(NamedTuple):
-    """A module as peft has it: [R, inputs], [outputs, R], and alpha with scale = alpha / R."""
+    """A module as peft has it: lora_a [R, inputs], lora_b [outputs, R], and alpha with
+    scale = alpha / R."""
 
     tensor: Tensor
-    first: np.ndarray
-    second: np.ndarray
+    lora_a: np.ndarray
+    lora_b: np.ndarray
     alpha: float
 
     @property
     def rank(self) -> int:
-        return len(self.first)
+        return len(self.lora_a)
 
 
 def save_adapter(
@@ -95,89 +97,92 @@ def save_adapter(
         raise ConfigError(f"{directory} has the config.json of a model: choose another directory.")
     leaves = {dotted(at): leaf for at, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)}
     modules = _modules_of(layout, leaves)
-    whole = _whole_of(layout, leaves, learned)
-    tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in whole.items()}
+    saved = _saved_tensors(layout, leaves, learned)
+    tensors = {PREFIX + name: tensor_of(tensor, leaves) for name, tensor in saved.items()}
     for name, module in modules.items():
-        for end, value in zip(part_names(module.tensor), module[1:3], strict=True):
-            tensors[f"{PREFIX}{name}.{end}"] = value
-    written = {
+        name_a, name_b = matrix_names(module.tensor)
+        tensors[f"{PREFIX}{name}.{name_a}"] = module.lora_a
+        tensors[f"{PREFIX}{name}.{name_b}"] = module.lora_b
+    stored = {
         name: as_stored(name, value, jnp.dtype(dtype)) for name, value in sorted(tensors.items())
     }
-    settings = _settings(config, layout, modules, whole)
+    settings = _settings(config, layout, modules, saved)
     settings["base_model_name_or_path"] = str(base) or None
     settings["lora_dropout"] = max(
         leaf.dropout for leaf in leaves.values() if isinstance(leaf, LowRank)
     )
     with replacing(directory / ADAPTER_WEIGHTS) as file:
-        file.write(safetensors_bytes(written, {"format": "pt"}))
+        file.write(safetensors_bytes(stored, {"format": "pt"}))
     text = json.dumps(settings, indent=2, sort_keys=True)
     write_text(directory / ADAPTER_CONFIG, text + "\n")
     return [directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS]
 
 
-def _modules_of(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, PeftModule]:
+def _modules_of(layout: Layout, leaves: Mapping[str, Weight]) -> dict[str, PeftModule]:
     """The adapted modules by name. Raises ConfigError where there are none, or one that peft has
     not."""
-    found, held = {}, {path: _host(leaf) for path, leaf in leaves.items()}
+    modules, arrays = {}, {path: _on_host(leaf) for path, leaf in leaves.items()}
     for name, tensor in layout.modules.items():
-        parts = [_part(held[path], tensor.layer) for path in tensor.paths]
-        if not any(parts):
+        adapters = [_leaf_adapter(arrays[path], tensor.layer) for path in tensor.paths]
+        if not any(adapters):
             continue
         if obstacle := layout.obstacle(tensor):
             raise ConfigError(
                 f"the adapter of {tensor.paths[0]} cannot be written for peft: {obstacle}. Merge it"
                 " (jf.merge) and save the whole model (jf.save_pretrained), or adapt other weights."
             )
-        found[name] = _module_of(tensor, parts)
-    if not found:
+        modules[name] = _module_of(tensor, adapters)
+    if not modules:
         raise ConfigError(
             "these params have no adapter: jf.adapt makes one, and jf.save_pretrained writes whole"
             " models."
         )
-    return found
+    return modules
 
 
-def _host(leaf: Any) -> tuple[np.ndarray, ...] | None:
+def _on_host(leaf: Weight) -> tuple[np.ndarray, ...] | None:
     """a, b and scale of an adapted leaf, on the host in float32."""
     if not isinstance(leaf, LowRank):
         return None
-    return tuple(np.asarray(part).astype(np.float32) for part in (leaf.a, leaf.b, leaf.scale))
+    return tuple(np.asarray(array).astype(np.float32) for array in (leaf.a, leaf.b, leaf.scale))
 
 
-def _part(held: tuple[np.ndarray, ...] | None, layer: int | None) -> Part | None:
+def _leaf_adapter(arrays: tuple[np.ndarray, ...] | None, layer: int | None) -> LeafAdapter | None:
     """A leaf's adapter in one layer; None where it has none."""
-    if held is None:
+    if arrays is None:
         return None
-    a, b, scale = held if layer is None else (part[layer] for part in held)
-    return Part(a, b, float(scale)) if scale else None  # 0: a layer that the adapter leaves out
+    a, b, scale = arrays if layer is None else (array[layer] for array in arrays)
+    # 0: a layer that the adapter leaves out.
+    return LeafAdapter(a, b, float(scale)) if scale else None
 
 
-def _module_of(tensor: Tensor, parts: list[Part | None]) -> PeftModule:
+def _module_of(tensor: Tensor, adapters: list[LeafAdapter | None]) -> PeftModule:
     """The adapter of a module from those of its leaves, of which some may have none."""
-    given = [part for part in parts if part]
-    scale, outputs = given[0].scale, given[0].b.shape[1:]
-    shared = all(np.array_equal(part.a, given[0].a) for part in given)
-    if not shared:  # [a_q a_k a_v], and each b in the rows of its own a
-        parts = [part and _trimmed(part) for part in parts]
-        given = [part for part in parts if part]
-    a = given[0].a if shared else np.concatenate([part.a for part in given], -1)
-    blocks, at = [], 0
-    for part in parts:
-        block = np.zeros((a.shape[-1], *outputs), np.float32)
-        if part:
+    adapted = [adapter for adapter in adapters if adapter]
+    scale, outputs = adapted[0].scale, adapted[0].b.shape[1:]
+    shared = all(np.array_equal(adapter.a, adapted[0].a) for adapter in adapted)
+    if not shared:
+        # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
+        adapters = [adapter and _trimmed(adapter) for adapter in adapters]
+        adapted = [adapter for adapter in adapters if adapter]
+    a = adapted[0].a if shared else np.concatenate([adapter.a for adapter in adapted], -1)
+    bs, row = [], 0
+    for adapter in adapters:
+        b = np.zeros((a.shape[-1], *outputs), np.float32)
+        if adapter:
             # One module has one scale: another leaf's goes into its b.
-            block[at : at + len(part.b)] = part.b * np.float32(part.scale / scale)
-            at += 0 if shared else len(part.b)
-        blocks.append(block)
-    first, second = join_parts(tensor, a, blocks)
-    rank = _rank_of(first, second.T)
-    first, second = first[:rank], np.ascontiguousarray(second[:, :rank])
-    return PeftModule(tensor, first, second, _alpha_of(scale, rank))
+            b[row : row + len(adapter.b)] = adapter.b * np.float32(adapter.scale / scale)
+            row += 0 if shared else len(adapter.b)
+        bs.append(b)
+    lora_a, lora_b = join_matrices(tensor, a, bs)
+    rank = _rank_of(lora_a, lora_b.T)
+    lora_a, lora_b = lora_a[:rank], np.ascontiguousarray(lora_b[:, :rank])
+    return PeftModule(tensor, lora_a, lora_b, _alpha_of(scale, rank))
 
 
-def _trimmed(part: Part) -> Part:
-    rank = _rank_of(np.moveaxis(part.a, -1, 0), part.b)
-    return Part(part.a[..., :rank], part.b[:rank], part.scale)
+def _trimmed(adapter: LeafAdapter) -> LeafAdapter:
+    rank = _rank_of(np.moveaxis(adapter.a, -1, 0), adapter.b)
+    return LeafAdapter(adapter.a[..., :rank], adapter.b[:rank], adapter.scale)
 
 
 def _rank_of(a: np.ndarray, b: np.ndarray) -> int:
@@ -196,29 +201,30 @@ def _alpha_of(scale: float, rank: int) -> float:
     return scale * rank
 
 
-def _whole_of(
-    layout: Layout, leaves: Mapping[str, Any], learned: tuple[str, ...]
+def _saved_tensors(
+    layout: Layout, leaves: Mapping[str, Weight], learned: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """The tensors that are saved whole: those of the branches in `learned`, and of the module that
     peft takes for the head of a classifier. Raises ConfigError where peft cannot save them so."""
-    asked = {
+    of_learned = {
         name: tensor
         for name, tensor in layout.tensors.items()
         if any(path.split(".")[0] in learned for path in tensor.paths)
     }
     head = {n: t for n, t in layout.tensors.items() if n.split(".")[0] in HEAD_MODULES}
     if any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
-        head = {}  # adapted, and then not learned
-    if layout.score and head and np.any(leaves["head.bias"]):
+        # Adapted, and then not learned.
+        head = {}
+    if layout.score and head and np.any(np.asarray(leaves["head.bias"])):
         raise ConfigError(
             "head.bias is not zero, and the class head of a decoder has no bias in transformers:"
             " set it to zero, or merge the adapter (jf.merge) and save the run."
         )
-    found = head | asked
-    for name, tensor in asked.items():
+    saved = head | of_learned
+    for name, tensor in of_learned.items():
         module = name.rpartition(".")[0]
-        parts = [n for n in (*layout.tensors, *layout.repeated) if n.startswith(f"{module}.")]
-        if missing := sorted({*parts} - {*found}):
+        in_module = [n for n in (*layout.tensors, *layout.repeated) if n.startswith(f"{module}.")]
+        if missing := sorted({*in_module} - {*saved}):
             raise ConfigError(
                 f"learned={list(learned)} saves {name}, and peft saves whole modules: {module} also"
                 f" has {missing[0]}. Save the merged model instead (jf.merge, jf.save_pretrained)."
@@ -228,31 +234,31 @@ def _whole_of(
                 f"learned={list(learned)} saves {custom[0]}, which is no array but"
                 f" {type(leaves[custom[0]]).__name__}: leave it out."
             )
-    return found
+    return saved
 
 
 def _settings(
     config: ModelConfig,
     layout: Layout,
     modules: Mapping[str, PeftModule],
-    whole: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """What adapter_config.json says, but for the base and the dropout."""
     ranks = {name: module.rank for name, module in modules.items()}
     alphas = {name: module.alpha for name, module in modules.items()}
-    rank, alpha = (Counter(found.values()).most_common(1)[0][0] for found in (ranks, alphas))
-    saved = sorted({_saved_module(name) for name in whole})
-    heads = {head: task for task, head in TASKS_WITH_HEAD.items() if {*saved} & {*HEAD_MODULES}}
-    task = TASKS.get(config.family) if config.output == "language" else heads.get(config.output)
+    # The most frequent ones are the default, and the others are patterns.
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    saved_modules = sorted({_saved_module(name) for name in saved})
     return {
         "peft_type": "LORA",
-        "task_type": task,
+        "task_type": _task(config, saved_modules),
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": _patterns(ranks, rank),
         "alpha_pattern": _patterns(alphas, alpha),
         "target_modules": _targets(modules, layout.modules),
-        "modules_to_save": saved or None,
+        "modules_to_save": saved_modules or None,
         "fan_in_fan_out": any(is_conv(module.tensor) for module in modules.values()),
         "bias": "none",
         "use_rslora": False,
@@ -260,6 +266,17 @@ def _settings(
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _task(config: ModelConfig, saved_modules: Collection[str]) -> str | None:
+    """peft's name of the task; that of a classifier only where its head is saved, which peft
+    expects then."""
+    if config.output == "language":
+        return TASKS.get(config.family)
+    if not {*saved_modules} & {*HEAD_MODULES}:
+        return None
+    tasks = {head: task for task, head in TASKS_WITH_HEAD.items()}
+    return tasks.get(config.output)
 
 
 def _saved_module(name: str) -> str:
@@ -275,17 +292,17 @@ def _last(module: str) -> str:
 def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
     """The values that are not the default: by the last name of a module where all with that name
     have the same, and else by whole names."""
-    found: dict[str, float] = {}
+    patterns: dict[str, float] = {}
     for name, value in values.items():
-        alike = {other for module, other in values.items() if _last(module) == _last(name)}
+        same_name = {values[module] for module in values if _last(module) == _last(name)}
         if value != default:
-            found[_last(name) if len(alike) == 1 else name] = value
-    return found
+            patterns[_last(name) if len(same_name) == 1 else name] = value
+    return patterns
 
 
 def _targets(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Names that fit the adapted modules and no others: the last name where all modules with it are
     adapted, and else whole names."""
-    found, others = {*adapted}, {*modules} - {*adapted}
-    partly = {_last(name) for name in others}
-    return sorted({name if _last(name) in partly else _last(name) for name in found})
+    adapted = {*adapted}
+    ambiguous = {_last(name) for name in modules if name not in adapted}
+    return sorted({name if _last(name) in ambiguous else _last(name) for name in adapted})

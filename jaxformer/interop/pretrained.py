@@ -6,8 +6,9 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import parameter_sharding
-from jaxformer.arrays.params import Params, Spec, check_params, dotted, is_custom, map_specs, rows
+from jaxformer.arrays.params import (
+    CustomLeaf,
+    Params,
+    Spec,
+    Weight,
+    check_params,
+    dotted,
+    is_custom,
+    map_specs,
+    rows,
+)
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.format import human_count
@@ -33,6 +44,18 @@ SHARD_BYTES = 5_000_000_000
 MISMATCHES_SHOWN = 12
 SMALL = 10**9  # parameters of a model that is read, and its tensors compared, in any case
 MOST_TIMES = 16  # parameters of a config.json by numbers in its files: no mismatch, but nonsense
+
+
+TokenIds = int | list[int] | None  # of a special token in a config.json; a list for several ends
+
+
+class SavedTokenizer(Protocol):
+    """What is written of a tokenizer, as of `jf.Tokenizer`: tokenizer.json, and its ids by their
+    keys in a config.json."""
+
+    def save(self, path: Path, /) -> None: ...
+
+    def ids(self) -> Mapping[str, TokenIds]: ...
 
 
 class Pretrained(NamedTuple):
@@ -81,20 +104,22 @@ def load_pretrained(
             stacklevel=3,
         )
     plan = family.tensors(config)
-    part = leaf_reader(plan, _checked_names(family, config, plan, files), files.read)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    read_leaf = leaf_reader(plan, _checked_names(family, config, plan, files), files.read)
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    def leaf(path: str, spec: Spec) -> Any:
-        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        made = jax.make_array_from_callback(
-            spec.shape, place, lambda index: part(path, index or (), jnp.dtype(dtype))
+    def load_leaf(path: str, spec: Spec) -> Weight:
+        sharding = one_device if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        array = jax.make_array_from_callback(
+            spec.shape, sharding, lambda index: read_leaf(path, index or (), jnp.dtype(dtype))
         )
-        made.block_until_ready()  # the host holds the leaf until it is on its device
+        # The host holds the leaf until it is on its device.
+        array.block_until_ready()
         if quantize is None or not is_quantized(spec):
-            return made
-        return jax.block_until_ready(quantized_leaf(path, made, spec, quantize))
+            return array
+        quantized: CustomLeaf = quantized_leaf(path, array, spec, quantize)
+        return jax.block_until_ready(quantized)
 
-    return Pretrained(map_specs(leaf, model_specs(config)), config, labels)
+    return Pretrained(map_specs(load_leaf, model_specs(config)), config, labels)
 
 
 class Opened(NamedTuple):
@@ -134,46 +159,51 @@ def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> M
         config = family.read(hf, architecture)
         model_specs(config)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:  # of a wrong type
-        said = str(error)
-        keys = [f"model.{f} is {key} there" for f, key in family.keys().items() if f"{f}=" in said]
-        raise ConfigError(f"{path}: {said}" + (f"\n({', '.join(keys)})" if keys else "")) from None
+        # The message names fields of ModelConfig; the file has other names for some of them.
+        keys = [
+            f"model.{field} is {key} there"
+            for field, key in family.keys().items()
+            if f"{field}=" in str(error)
+        ]
+        if keys:
+            raise ConfigError(f"{path}: {error}\n({', '.join(keys)})") from None
+        raise ConfigError(f"{path}: {error}") from None
     return config
 
 
 def _check_size(directory: Path, config: ModelConfig, files: TensorFiles) -> None:
     """Raises ConfigError where a config.json describes a model many times as large as its files,
     before anything makes room for it."""
-    asked = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
-    held = sum(math.prod(entry.shape) for entry in files.entries.values())
-    if asked > max(MOST_TIMES * held, SMALL):
+    described = sum(math.prod(spec.shape) for spec in rows(model_specs(config)).values())
+    stored = sum(math.prod(entry.shape) for entry in files.entries.values())
+    if described > max(MOST_TIMES * stored, SMALL):
         raise ConfigError(
-            f"{directory}/config.json describes a model of {human_count(asked)} parameters, and"
-            f" {files.listing} holds {human_count(held)} numbers: the two do not belong together."
+            f"{directory}/config.json describes a model of {human_count(described)} parameters, and"
+            f" {files.listing} holds {human_count(stored)} numbers: the two do not belong together."
         )
 
 
 def _labels(values: dict[str, Any], path: Path) -> tuple[str, ...]:
     """The names of the classes, in their order; none where id2label is not given. Raises
     ConfigError where it is not a name for each number from 0."""
-    named = values.get("id2label")
-    if not named:
+    labels = values.get("id2label")
+    if not labels:
         return ()
-    numbers = [str(number) for number in range(len(named))]
-    if not isinstance(named, dict) or {*named} != {*numbers}:
-        shown = json.dumps(named)
+    numbers = [str(number) for number in range(len(labels))]
+    if not isinstance(labels, dict) or {*labels} != {*numbers}:
         raise ConfigError(
-            f"{path}: id2label is {shown[:80]}, and must name each class by its number from 0, as"
-            ' in {"0": "negative", "1": "positive"}.'
+            f"{path}: id2label is {json.dumps(labels)[:80]}, and must name each class by its number"
+            ' from 0, as in {"0": "negative", "1": "positive"}.'
         )
-    return tuple(str(named[number]) for number in numbers)
+    return tuple(str(labels[number]) for number in numbers)
 
 
 def _untied(family: Family, config: ModelConfig, files: TensorFiles) -> ModelConfig:
     """`config`, untied where the files have an output layer that is not the embedding."""
     for copy in family.copies(config):
         if copy.unties and copy.name in files.entries:
-            of = matched(files.entries, (copy.of,), family.prefix, family.renamed).get(copy.of)
-            if of is None or not _equal(files, copy.name, of):
+            names = matched(files.entries, (copy.of,), family.prefix, family.renamed)
+            if copy.of not in names or not _equal(files, copy.name, names[copy.of]):
                 return dataclasses.replace(config, tied_head=False)
     return config
 
@@ -181,11 +211,13 @@ def _untied(family: Family, config: ModelConfig, files: TensorFiles) -> ModelCon
 def _equal(files: TensorFiles, a: str, b: str) -> bool:
     """Whether two tensors are equal; a piece of each is in memory at a time."""
     shape = files.entries[a].shape
-    step = max(1, PIECE // math.prod(shape[1:]))
-    rows = (slice(at, at + step) for at in range(0, shape[0], step))
-    return shape == files.entries[b].shape and all(
-        np.array_equal(files.read(a, cut), files.read(b, cut)) for cut in rows
-    )
+    if shape != files.entries[b].shape:
+        return False
+    if not shape:
+        return np.array_equal(files.read(a), files.read(b))
+    step = max(1, PIECE // max(1, math.prod(shape[1:])))
+    pieces = (slice(at, at + step) for at in range(0, shape[0], step))
+    return all(np.array_equal(files.read(a, rows), files.read(b, rows)) for rows in pieces)
 
 
 def _checked_names(
@@ -194,42 +226,47 @@ def _checked_names(
     """The name in the files of each tensor. Raises ConfigError naming all tensors that are missing,
     unexpected, or of another shape."""
     copies, entries = family.copies(config), files.entries
-    expected = {tensor.name: tensor.shape for tensor in plan}
-    names = [*expected, *(copy.name for copy in copies)]
-    found = matched(entries, names, family.prefix, family.renamed)
+    shapes = {tensor.name: tensor.shape for tensor in plan}
+    expected = [*shapes, *(copy.name for copy in copies)]
+    names = matched(entries, expected, family.prefix, family.renamed)
     problems = [
         f"{name}: not in {files.listing}, and config.json asks for {list(shape)}"
-        for name, shape in expected.items()
-        if name not in found
+        for name, shape in shapes.items()
+        if name not in names
     ]
-    for name, shape in expected.items():
-        if name in found and (entry := entries[found[name]]).shape != shape:
-            there = f"{list(entry.shape)} in {entry.file}"
-            problems.append(f"{found[name]}: {there}, and config.json asks for {list(shape)}")
-    for name in sorted({*entries} - {*found.values()}):
+    for name, shape in shapes.items():
+        if name not in names:
+            continue
+        entry = entries[names[name]]
+        if entry.shape != shape:
+            problems.append(
+                f"{names[name]}: {list(entry.shape)} in {entry.file}, and config.json asks for"
+                f" {list(shape)}"
+            )
+    for name in sorted({*entries} - {*names.values()}):
         if not any(re.search(pattern, name) for pattern in family.ignored):
             problems.append(
                 f"{name}: in {entries[name].file}, and {family.model_type} with this config.json"
                 " has no such tensor"
             )
     for copy in copies:
-        if copy.checked and copy.name in found and copy.of in found:
-            name, of = found[copy.name], found[copy.of]
+        if copy.checked and copy.name in names and copy.of in names:
+            name, of = names[copy.name], names[copy.of]
             if not _equal(files, name, of):
                 problems.append(f"{name}: in {entries[name].file} not equal to {of}, its original")
     if problems:
         raise ConfigError(
-            f"the tensors of {files.directory} do not fit its config.json:\n  "
-            + first_of(problems, MISMATCHES_SHOWN)
+            f"the tensors of {files.directory} do not fit its config.json:\n"
+            f"  {first_of(problems, MISMATCHES_SHOWN)}"
         )
-    return found
+    return names
 
 
 def save_pretrained(
     path: str | Path,
     params: Params,
     config: ModelConfig,
-    tokenizer: Any = None,
+    tokenizer: SavedTokenizer | None = None,
     *,
     labels: tuple[str, ...] = (),
     architecture: str | None = None,
@@ -271,22 +308,23 @@ def save_pretrained(
     stored = dtype or str(next(iter(leaves.values())).dtype)
     keys = {"torch_dtype": stored, **_token_ids(config, tokenizer), **family.write(config, name)}
     if keys.pop("num_labels", None):
-        names = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
-        keys["id2label"] = dict(enumerate(names))
-        keys["label2id"] = {label: index for index, label in enumerate(names)}
+        labels = labels or tuple(f"LABEL_{index}" for index in range(config.n_classes))
+        keys["id2label"] = dict(enumerate(labels))
+        keys["label2id"] = {label: index for index, label in enumerate(labels)}
     if tokenizer is not None:
         tokenizer.save(directory / "tokenizer.json")
     write_text(directory / "config.json", json.dumps(keys, indent=2) + "\n")
     return files
 
 
-def _refuse_custom(params: Any) -> None:
-    """ConfigError where a leaf of the params is not an array: the format has no name for its
-    parts."""
-    custom = []
-    for at, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom):
-        if is_custom(leaf):
-            custom.append(f"{dotted(at)} ({type(leaf).__name__})")
+def _refuse_custom(params: Params) -> None:
+    """ConfigError where a leaf of the params is not an array: the format has no name for the
+    arrays within."""
+    custom = [
+        f"{dotted(path)} ({type(leaf).__name__})"
+        for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_custom)
+        if is_custom(leaf)
+    ]
     if custom:
         raise ConfigError(
             "a model directory holds plain arrays, and these leaves are not arrays:"
@@ -295,10 +333,11 @@ def _refuse_custom(params: Any) -> None:
         )
 
 
-def _token_ids(config: ModelConfig, tokenizer: Any) -> dict[str, int | None]:
+def _token_ids(config: ModelConfig, tokenizer: SavedTokenizer | None) -> dict[str, TokenIds]:
     """The ids of special tokens; those that begin a target only for an encoder-decoder."""
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    ids |= tokenizer.ids() if tokenizer is not None else {}
+    ids: dict[str, TokenIds] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer is not None:
+        ids |= tokenizer.ids()
     if config.family != "encoder_decoder":
         for key in ("decoder_start_token_id", "forced_bos_token_id"):
             ids.pop(key, None)

@@ -2,7 +2,14 @@
 padding token."""
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.interop.bert import BUFFERS, OLD_NORMS, masked_copies, placed, shared_fields, trunk
+from jaxformer.interop.bert import (
+    BUFFERS,
+    OLD_NORMS,
+    masked_copies,
+    named_in_class,
+    shared_fields,
+    trunk,
+)
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import ConfigFields, Constant, FixedKey, KeyMapping, Keys, Present
 from jaxformer.interop.hf_config import HFConfig
@@ -13,15 +20,16 @@ class OffsetPositions(KeyMapping):
     """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        padding, most = hf.number("pad_token_id", 1), hf.number("max_position_embeddings", 512)
-        if not isinstance(padding, int) or not 0 <= padding < most - 1:
+        padding = hf.number("pad_token_id", 1)
+        table_rows = hf.number("max_position_embeddings", 512)
+        if not isinstance(padding, int) or not 0 <= padding < table_rows - 1:
             allowed = ["an id below max_position_embeddings - 1"]
             raise hf.unsupported("pad_token_id", padding, allowed)
-        return {"position_offset": padding + 1, "max_length": most - padding - 1}
+        return {"position_offset": padding + 1, "max_length": table_rows - padding - 1}
 
     def write(self, config: ModelConfig) -> Keys:
-        rows = config.max_length + config.position_offset
-        return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": rows}
+        table_rows = config.max_length + config.position_offset
+        return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": table_rows}
 
 
 def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
@@ -38,7 +46,8 @@ def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
         "classes": (*dense, *output("classifier.out_proj", "head")),
         "tags": (*pooler, *output("classifier", "head")),
     }
-    return placed("roberta", config, (*trunk("roberta"), *heads.get(config.output, pooler)))
+    head = heads.get(config.output, pooler)
+    return named_in_class("roberta", config, (*trunk("roberta"), *head))
 
 
 ROBERTA = Family(
@@ -52,7 +61,8 @@ ROBERTA = Family(
     (
         *shared_fields(50265),
         OffsetPositions(),
-        FixedKey("hidden_act", ("gelu",)),  # the masked head always has this one
+        # The masked head always has this one.
+        FixedKey("hidden_act", ("gelu",)),
         Constant(activation="gelu"),
         Present("roberta.pooler.dense.weight", "pooler", ("RobertaModel",)),
     ),

@@ -37,30 +37,33 @@ class Rope(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         parameters, scaling = hf.table("rope_parameters"), hf.table("rope_scaling")
-        near: dict[str, Any] = {}
-        if self.local:  # parameters by kind of layer; older files have one table for both kinds
-            near, parameters = parameters.get(SLIDING) or {}, parameters.get(FULL) or parameters
+        windowed: dict[str, Any] = {}
+        if self.local:
+            # Parameters by kind of layer; older files have one table for both kinds.
+            windowed = parameters.get(SLIDING) or {}
+            parameters = parameters.get(FULL) or parameters
         entry = {**parameters, **scaling}
-        found: ConfigFields = {
+        rotation: ConfigFields = {
             "positions": "rope",
             "rope_theta": _stated(hf, entry, "rope_theta", self.theta),
             "rope_fraction": _stated(hf, entry, "partial_rotary_factor", self.fraction),
         }
-        if not self.fraction and found["rope_fraction"] != 1:
-            raise hf.unsupported("partial_rotary_factor", found["rope_fraction"], [1.0])
+        if not self.fraction and rotation["rope_fraction"] != 1:
+            raise hf.unsupported("partial_rotary_factor", rotation["rope_fraction"], [1.0])
         if self.local:
-            _scaling(hf, near, ("default",))
-            near_theta = _stated(hf, near, "rope_theta", self.local)
+            _scaling(hf, windowed, ("default",))
+            window_theta = _stated(hf, windowed, "rope_theta", self.local)
             kinds = hf.get("layer_types") or [SLIDING]
             if hf.get("sliding_window", 4096) and SLIDING in kinds:
-                found["rope_window_theta"] = near_theta
-        return found | _scaling(hf, entry, tuple(SCALING_KEYS))
+                rotation["rope_window_theta"] = window_theta
+        return rotation | _scaling(hf, entry, tuple(SCALING_KEYS))
 
     def write(self, config: ModelConfig) -> Keys:
         keys: Keys = {self.theta[0]: config.rope_theta, "rope_scaling": None}
         if self.fraction:
             keys[self.fraction[0]] = config.rope_fraction
-        if self.local:  # read by no layer where none has a window
+        if self.local:
+            # Read by no layer where none has a window.
             keys[self.local[0]] = config.rope_window_theta or config.rope_theta
         if config.rope_scaling != "none":
             kind = config.rope_scaling
@@ -91,38 +94,41 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     length = hf.number("max_position_embeddings", 2048)
     original = hf.checked_number(ORIGINAL, entry.get(ORIGINAL) or length)
     factor = entry.get("factor")
-    if factor is None:  # YaRN's follows from the two lengths
+    if factor is None:
+        # YaRN's follows from the two lengths.
         factor = length / original if kind == "yarn" else 1
     factor = float(hf.checked_number("rope_parameters.factor", factor))
-    found: ConfigFields = {}
+    scaling: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
         if entry.get(key) is not None:
-            found[field] = float(hf.checked_number(f"rope_parameters.{key}", entry[key]))
-    if kind == "yarn" and "rope_attention_factor" not in found and all(map(entry.get, MSCALES)):
+            scaling[field] = float(hf.checked_number(f"rope_parameters.{key}", entry[key]))
+    if kind == "yarn" and "rope_attention_factor" not in scaling and all(map(entry.get, MSCALES)):
         # The factor is m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor) (DeepSeek).
         log = math.log(factor) if factor > 1 else 0.0
         numbers = [hf.checked_number(f"rope_parameters.{key}", entry[key]) for key in MSCALES]
         scales = [1 + 0.1 * number * log for number in numbers]
-        found["rope_attention_factor"] = scales[0] / scales[1]
-    unchanged = factor == 1 and found.get("rope_attention_factor", 1) == 1
+        scaling["rope_attention_factor"] = scales[0] / scales[1]
+    unchanged = factor == 1 and scaling.get("rope_attention_factor", 1) == 1
     if kind == "default" or (unchanged and kind != "dynamic"):
         return {}
     if factor <= 1:
         raise hf.unsupported("rope_parameters.factor", factor, ["a number above 1"])
-    found |= {"rope_scaling": kind, "rope_factor": factor, "rope_original_length": length}
-    if kind == "dynamic":  # config.json has the length before scaling
-        found["max_length"] = int(length * factor)
+    scaling |= {"rope_scaling": kind, "rope_factor": factor, "rope_original_length": length}
+    if kind == "dynamic":
+        # config.json has the length before scaling.
+        scaling["max_length"] = int(length * factor)
     elif kind in ("yarn", "llama3"):
-        found["rope_original_length"] = original
-    return found
+        scaling["rope_original_length"] = original
+    return scaling
 
 
 def _refuse_unknown(hf: HFConfig, entry: dict[str, Any], kind: str) -> None:
     """ConfigError for a key of the scaling that nothing here reads."""
-    known = ROPE_KEYS | SCALING_KEYS[kind].keys() | ({*MSCALES} if kind == "yarn" else set())
+    read_keys = ROPE_KEYS | SCALING_KEYS[kind].keys() | ({*MSCALES} if kind == "yarn" else set())
     for key, value in entry.items():
-        rounds_as_here = key == "truncate" and value is True  # YaRN's correction range
-        if key not in known and value is not None and not rounds_as_here:
+        # YaRN's correction range is rounded here, as it is by default.
+        is_default_rounding = key == "truncate" and value is True
+        if key not in read_keys and value is not None and not is_default_rounding:
             raise hf.unsupported(f"rope_parameters.{key}", value, [None])
 
 

@@ -76,20 +76,21 @@ def stack(hf: str, prefix: str, config: ModelConfig) -> tuple[TensorRow, ...]:
     sublayers = [("SelfAttention", "attention"), ("EncDecAttention", "cross")]
     if hf == "encoder":
         sublayers.pop()
-    found = []
+    matrices = []
     for i, (name, block) in enumerate(sublayers):
         path = f"{prefix}blocks.{block}"
-        for part, leaf in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
-            found.append(TensorRow(f"{layer}{i}.{name}.{part}.weight", f"{path}.{leaf}", LINEAR))
-        found.append(TensorRow(f"{layer}{i}.layer_norm.weight", f"{path}_norm.scale"))
+        for letter, leaf in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
+            hf_name = f"{layer}{i}.{name}.{letter}.weight"
+            matrices.append(TensorRow(hf_name, f"{path}.{leaf}", LINEAR))
+        matrices.append(TensorRow(f"{layer}{i}.layer_norm.weight", f"{path}_norm.scale"))
     ffn = f"{layer}{len(sublayers)}"
     names = {"gate": "wi_0", "up": "wi_1" if config.gated else "wi", "down": "wo"}
     for leaf, name in names.items():
         path = f"{prefix}blocks.ffn.{leaf}"
-        found.append(TensorRow(f"{ffn}.DenseReluDense.{name}.weight", path, LINEAR))
+        matrices.append(TensorRow(f"{ffn}.DenseReluDense.{name}.weight", path, LINEAR))
     bias = f"{hf}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (
-        *found,
+        *matrices,
         TensorRow(f"{ffn}.layer_norm.weight", f"{prefix}blocks.ffn_norm.scale"),
         TensorRow(bias, f"{prefix}relative_bias"),
         TensorRow(f"{hf}.final_layer_norm.weight", f"{prefix}final_norm.scale"),

@@ -110,7 +110,8 @@ class TensorFiles:
             if rows == slice(None):
                 return np.asarray(file.get_tensor(name))
             start, stop, _ = rows.indices(entry.shape[0])
-            if start >= stop:  # the library refuses empty slices
+            if start >= stop:
+                # The library refuses empty slices.
                 return np.empty((0, *entry.shape[1:]), DTYPES[entry.dtype])
             return np.asarray(file.get_slice(name)[start:stop])
 
@@ -200,8 +201,8 @@ def _check_index(
                 problems.append(f"{name}: in {shard}, but the index places it in {shard_of[name]}")
     if problems:
         raise ConfigError(
-            f"{index} does not match its files; download all again from one source:\n  "
-            + first_of(problems)
+            f"{index} does not match its files; download all again from one source:\n"
+            f"  {first_of(problems)}"
         )
 
 

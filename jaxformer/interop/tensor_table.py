@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxformer.arrays.params import Spec, Specs
 from jaxformer.arrays.params import rows as spec_rows
@@ -62,13 +63,13 @@ def _ordered(order: str) -> Transform:
     def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
         size = sizes(specs)
         axes = tensor.reshape([size[axis] for axis in order])
-        parts = axes.transpose([order.index(axis) for axis in "PINH"])
-        return [part.reshape(spec.shape) for part, spec in zip(parts, specs, strict=True)]
+        leaves = axes.transpose([order.index(axis) for axis in "PINH"])  # [P, I, N, H]
+        return [leaf.reshape(spec.shape) for leaf, spec in zip(leaves, specs, strict=True)]
 
     def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
         size = sizes(specs)
-        parts = np.stack(leaves).reshape([size[axis] for axis in "PINH"])
-        return parts.transpose(["PINH".index(axis) for axis in order]).reshape(shape(specs))
+        stacked = np.stack(leaves).reshape([size[axis] for axis in "PINH"])
+        return stacked.transpose(["PINH".index(axis) for axis in order]).reshape(shape(specs))
 
     return Transform(shape, split, join)
 
@@ -135,27 +136,30 @@ class Tensor:
 
 def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
     """All tensors of a model; rows whose leaves the model does not have are left out."""
-    table, found = spec_rows(specs), []
+    table, plan = spec_rows(specs), []
     for row in rows:
         if not all(path in table for path in row.paths):
             continue
-        whole = tuple(table[path] for path in row.paths)
-        if whole[0].axes[0] != "layers":
-            found.append(Tensor(row.hf, row.paths, None, whole, row.transform))
+        leaf_specs = tuple(table[path] for path in row.paths)
+        if leaf_specs[0].axes[0] != "layers":
+            plan.append(Tensor(row.hf, row.paths, None, leaf_specs, row.transform))
             continue
-        one = tuple(replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]) for spec in whole)
-        for layer in range(whole[0].shape[0]):
-            found.append(Tensor(row.hf.format(layer), row.paths, layer, one, row.transform))
-    return found
+        # A leaf stacks its layers, [L, ...], and a file has a tensor for each.
+        of_layer = tuple(
+            replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]) for spec in leaf_specs
+        )
+        for layer in range(leaf_specs[0].shape[0]):
+            plan.append(Tensor(row.hf.format(layer), row.paths, layer, of_layer, row.transform))
+    return plan
 
 
-def unplaced(found: Iterable[Tensor], specs: Specs) -> list[str]:
-    """The leaves that no tensor holds."""
-    held = {path for tensor in found for path in tensor.paths}
-    return [path for path in spec_rows(specs) if path not in held]
+def paths_without_tensor(plan: Iterable[Tensor], specs: Specs) -> list[str]:
+    """The leaves that no tensor of a plan holds."""
+    with_tensor = {path for tensor in plan for path in tensor.paths}
+    return [path for path in spec_rows(specs) if path not in with_tensor]
 
 
-def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def _empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
     """An empty array that begins at a multiple of 64 bytes: JAX on a CPU uses it without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
@@ -163,43 +167,49 @@ def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
+# Reads, of the leaf at a path, the numbers at an index (a slice of each axis) in a dtype.
+LeafReader = Callable[[str, tuple[slice, ...], DTypeLike], np.ndarray]
+
+
 def leaf_reader(
-    found: Iterable[Tensor], names: Mapping[str, str], read: Callable[[str, slice], np.ndarray]
-) -> Callable[[str, tuple[slice, ...], Any], np.ndarray]:
-    """A function (path, index, dtype) that reads a part of a leaf. `names` maps tensors to their
-    names in the files; `read` gives rows of a tensor by that name.
+    plan: Iterable[Tensor], names: Mapping[str, str], read: Callable[[str, slice], np.ndarray]
+) -> LeafReader:
+    """A function (path, index, dtype) that reads the numbers of a leaf which one device holds.
 
-    Besides that part, memory holds one tensor of a layer, or `PIECE` numbers of a table.
+    `names` maps tensors to their names in the files; `read` gives rows of a tensor by that name.
+    Besides these numbers, memory holds one tensor of a layer, or `PIECE` numbers of a table.
     """
-    where: dict[str, list[Tensor]] = {}
-    for tensor in found:
+    tensors_of: dict[str, list[Tensor]] = {}
+    for tensor in plan:
         for path in tensor.paths:
-            where.setdefault(path, []).append(tensor)
+            tensors_of.setdefault(path, []).append(tensor)
 
-    def whole(tensor: Tensor, path: str) -> np.ndarray:
+    def read_layer(tensor: Tensor, path: str) -> np.ndarray:
         leaves = tensor.transform.split(read(names[tensor.name], slice(None)), tensor.specs)
         return leaves[tensor.paths.index(path)]
 
-    def part(path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        first = where[path][0]
+    def read_leaf(path: str, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
+        first = tensors_of[path][0]
         spec = first.specs[first.paths.index(path)]
         if first.layer is not None:
-            layers = where[path][index[0]]
-            made = _empty((len(layers), *_lengths(index[1:], spec.shape)), dtype)
-            for row, tensor in zip(made, layers, strict=True):
-                row[...] = whole(tensor, path)[index[1:]]
-            return made
+            # A leaf [L, ...]: its layers are tensors, and are read one after another.
+            layers = tensors_of[path][index[0]]
+            values = _empty((len(layers), *_lengths(index[1:], spec.shape)), dtype)
+            for row, tensor in zip(values, layers, strict=True):
+                row[...] = read_layer(tensor, path)[index[1:]]
+            return values
         if first.transform is not SAME or len(spec.shape) != 2:
-            return whole(first, path)[index].astype(dtype)
-        made = _empty(_lengths(index, spec.shape), dtype)
+            return read_layer(first, path)[index].astype(dtype)
+        # A table [rows, width], as of the embedding, is the largest leaf: it is read by rows.
+        values = _empty(_lengths(index, spec.shape), dtype)
         begin, step = index[0].start or 0, max(1, PIECE // spec.shape[1])
-        for at in range(0, len(made), step):
-            piece = made[at : at + step]
+        for at in range(0, len(values), step):
+            piece = values[at : at + step]
             rows = slice(begin + at, begin + at + len(piece))
             piece[...] = read(names[first.name], rows)[:, index[1]]
-        return made
+        return values
 
-    return part
+    return read_leaf
 
 
 def _lengths(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[int]:
@@ -208,12 +218,12 @@ def _lengths(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[int]:
 
 def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
     """The tensor for the files, from the leaves by path; only its layer is copied to the host."""
-    parts = []
+    arrays = []
     for path in tensor.paths:
         leaf = leaves[path]
         # A copy, because an array keeps its value on the host for as long as it lives.
-        parts.append(np.asarray(leaf.copy() if tensor.layer is None else leaf[tensor.layer]))
-    return tensor.transform.join(parts, tensor.specs)
+        arrays.append(np.asarray(leaf.copy() if tensor.layer is None else leaf[tensor.layer]))
+    return tensor.transform.join(arrays, tensor.specs)
 
 
 def matched(
@@ -221,13 +231,13 @@ def matched(
 ) -> dict[str, str]:
     """The name in the files of each expected tensor: the same, or that of older files (without the
     prefix, or with other endings)."""
-    wanted, found = {*expected}, {}
+    expected_names, name_in_file = {*expected}, {}
     for name in names:
         modern = name
         for pattern, new in renamed:
             modern = re.sub(pattern, new, modern)
         for candidate in (name, modern, prefix + modern, modern.removeprefix(prefix)):
-            if candidate in wanted:
-                found[candidate] = name
+            if candidate in expected_names:
+                name_in_file[candidate] = name
                 break
-    return found
+    return name_in_file

@@ -380,7 +380,7 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors_read_in_pieces(piece, monk
         return stored[name][rows]
 
     part = tensor_table.leaf_reader(plan, {name: name for name in stored}, read_rows)
-    assert not tensor_table.unplaced(plan, specs(config))
+    assert not tensor_table.paths_without_tensor(plan, specs(config))
     for path, leaf in leaves.items():
         for cut in CUTS:
             for index in (

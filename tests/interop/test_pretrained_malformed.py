@@ -113,6 +113,17 @@ def of_whole_numbers(place):
     changed(place, {UP: torch.zeros(53, 42, dtype=torch.int8)})
 
 
+def with_tied_tensors_of(*shape):
+    """An embedding, and an output layer that repeats it, of a shape that neither can have."""
+
+    def spoil(place):
+        rewrite(place, tie_word_embeddings=True)
+        values = {"model.embed_tokens.weight": torch.zeros(shape)}
+        changed(place, values | {"lm_head.weight": torch.zeros(shape)})
+
+    return spoil
+
+
 # What is done to a tiny Llama, and what the one message has to name.
 MALFORMED = {
     "a missing shard": (without_a_shard, ["model-0000", "of-00002.safetensors"]),
@@ -125,6 +136,14 @@ MALFORMED = {
     "a missing tensor": (without_tensor, [ONE, UP]),
     "an extra tensor": (with_another, [ONE, "model.layers.1.mlp.extra_proj.weight"]),
     "all three": (all_at_once, [ONE, UP, "extra_proj", "model.norm.weight", "43"]),
+    "tied tensors that are single numbers": (
+        with_tied_tensors_of(),
+        [ONE, "model.embed_tokens.weight", "[71, 42]"],
+    ),
+    "tied tensors without numbers": (
+        with_tied_tensors_of(71, 0),
+        [ONE, "model.embed_tokens.weight", "[71, 0]", "[71, 42]"],
+    ),
     "whole numbers": (of_whole_numbers, [ONE, UP]),
     "more layers than there are": (
         keys(num_hidden_layers=3),
