@@ -1,5 +1,5 @@
 """Reads records from the columns of Parquet files, and of the Arrow files that the `datasets`
-library keeps."""
+library keeps, with pyarrow."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -29,26 +29,28 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
 
 def _rows(
     path: Path, batches: RecordBatches, fields: Fields, handler: ErrorHandler
-) -> Iterator[tuple[int, Any]]:
-    """The number of each row, and its names and values; without rows that are skipped."""
-    wanted, number = dict.fromkeys(field.name for field in fields), 0
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each row from 1, and its values by name, without rows that are skipped."""
+    field_names = dict.fromkeys(field.name for field in fields)
+    number = 0
     with _arrow_errors(path):
         for batch in batches(path, fields):
-            names = [name for name in wanted if name in batch.schema.names]
-            for row in zip(*(_values(batch.column(n), f"{path}, {n}") for n in names), strict=True):
+            names = [name for name in field_names if name in batch.schema.names]
+            columns = [_values(batch.column(name), f"{path}, {name}") for name in names]
+            for values in zip(*columns, strict=True):
                 number += 1
-                where = f"{path}, row {number}"
-                given = [isinstance(value, bytes) for value in row]
-                values = [
-                    handler.decoded(value, where, 0) if raw else value
-                    for value, raw in zip(row, given, strict=True)
-                ]
-                if not any(raw and value is None for value, raw in zip(values, given, strict=True)):
-                    yield number, zip(names, values, strict=True)
+                row = dict(zip(names, values, strict=True))
+                texts = {
+                    name: handler.decoded(value, f"{path}, row {number}", 0)
+                    for name, value in row.items()
+                    if isinstance(value, bytes)
+                }
+                if None not in texts.values():
+                    yield number, row | texts
 
 
 def _values(column: "pyarrow.Array", where: str) -> list[Any]:
-    """The values of a column; as bytes where one of its texts is not UTF-8."""
+    """The values of a column, as bytes where one of its texts is not UTF-8."""
     import pyarrow
 
     try:
@@ -66,7 +68,8 @@ def _parquet_batches(path: Path, fields: Fields) -> Iterator["pyarrow.RecordBatc
     from pyarrow.parquet import ParquetFile
 
     source: Any = path
-    if path.suffix.lower() in PACKED:  # held whole, since it is read from its end
+    if path.suffix.lower() in PACKED:
+        # In memory as a whole, since a Parquet file is read from its end.
         source = pyarrow.BufferReader(b"".join(read_blocks(path)))
     with ParquetFile(source, buffer_size=BUFFER_BYTES) as file:
         check_names(file.schema_arrow.names, fields, str(path))
@@ -90,12 +93,15 @@ def _arrow_errors(path: Path) -> Iterator[None]:
     try:
         import pyarrow
     except ModuleNotFoundError:
-        told = "needs pyarrow, which is not installed"
-        raise ConfigError(f"{path} {told}: pip install 'jaxformer[parquet]'.") from None
+        raise ConfigError(
+            f"{path} needs pyarrow, which is not installed: pip install 'jaxformer[parquet]'."
+        ) from None
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno:
             raise unreadable(path, error) from None
-        told = f"{path} is truncated or damaged, or not a {path.suffix} file ({error})"
-        raise ConfigError(f"{told}: make or fetch it again.") from None
+        raise ConfigError(
+            f"{path} is truncated or damaged, or not a {path.suffix} file ({error}): make or fetch"
+            " it again."
+        ) from None

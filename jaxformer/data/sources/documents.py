@@ -1,4 +1,7 @@
-"""Reads plain text as documents, which <|endoftext|> separates, in pieces of bounded size."""
+"""Reads plain text as documents, which <|endoftext|> separates, in pieces of bounded size.
+
+`datasets` cuts text at line breaks, at blank lines or at the end of a file alone.
+"""
 
 import codecs
 import re

@@ -117,7 +117,11 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[bytes]:
-    """Decompresses a sequence of gzip members or zstd frames."""
+    """Decompresses a sequence of gzip members or zstd frames.
+
+    Raises ConfigError for a truncated file, which the stream reader of zstandard takes for one that
+    ends there.
+    """
     fresh, errors = _unpacker(suffix)
     unpacker = None
     for block in blocks:
