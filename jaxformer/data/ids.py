@@ -18,7 +18,7 @@ from jaxformer.data.directories import claimed
 from jaxformer.data.id_files import IdFiles
 from jaxformer.data.shards import IdArray, Shard, digest_of_ids
 from jaxformer.data.sources import fingerprint
-from jaxformer.data.sources.reading import SourceFile, unreadable
+from jaxformer.data.sources.reading import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes, write_file, write_index
@@ -130,14 +130,14 @@ def _index(source: IdFiles, file: SourceFile, folder: Path, content: str) -> lis
     if digest.hexdigest() != content:
         raise _changed(file)
     stops, bytes_before = np.concatenate(ends), np.concatenate(before)
-    order = [source.place(file.document(number)) for number in range(len(stops))]
+    order = [hash_fraction(file.document(number)) for number in range(len(stops))]
     table = (stops, np.diff(bytes_before, prepend=0), np.array(order, np.float64))
     written = write_file(folder / "00000", "digests", np.frombuffer(digests, np.uint8))
     shards = [write_index(folder / "00000", array.count, table, written)]
     if not len(stops) or stops[-1] < array.count:
         left = held - int(bytes_before[-1] if len(stops) else 0)
-        place = source.place(file.document(len(stops)))
-        tail = (np.ones(1, np.int64), np.array([left], np.int64), np.array([place]))
+        last_hash = hash_fraction(file.document(len(stops)))
+        tail = (np.ones(1, np.int64), np.array([left], np.int64), np.array([last_hash]))
         written = write_file(folder / "00001", "tokens", np.array([end], tokenizer.dtype))
         shards.append(write_index(folder / "00001", 1, tail, written))
     return shards

@@ -5,8 +5,8 @@ joins them.
 <store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with
                             the end token
 <store>/00000.documents     int64 [3, documents]: the offset in this shard after each end token; the
-                            size of each document's text in bytes; its place in the order in which
-                            documents are held out, as the bits of a float64
+                            size of each document's text in bytes; the hash of its name from 0 to 1,
+                            in whose order documents are held out, as the bits of a float64
 <store>/00000.json          counts and checksums of this shard, written after its two files, which
                             are then never written again
 """

@@ -13,7 +13,7 @@ from jaxformer.data.directories import make_folder
 from jaxformer.data.shards import WRONG_RECORD, require_counts
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.error_policy import Skipped
-from jaxformer.data.sources.reading import PACKED, SourceFile
+from jaxformer.data.sources.reading import PACKED, SourceFile, hash_fraction
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError, read_object, write_text
@@ -167,9 +167,7 @@ class Split:
         """A description of this side, for messages and digests."""
         if self.side == "all":
             return "all text"
-        chosen = "the end of the text"
-        if self.by_document:
-            chosen = f"{self.source.order} chosen by hash"
+        chosen = "documents chosen by hash" if self.by_document else "the end of the text"
         return f"{'without ' * (self.side == 'train')}{chosen}, {self.fraction:g} of it"
 
     def identity(self) -> str:
@@ -192,9 +190,11 @@ class Split:
         if self.side == "all":
             return pieces
         if self.by_document:
-            place = self.source.place
-            chosen = ((piece, place(piece.document) < self.fraction) for piece in pieces)
-            return (piece for piece, is_held in chosen if is_held is held_out)
+            return (
+                piece
+                for piece in pieces
+                if (hash_fraction(piece.document) < self.fraction) is held_out
+            )
         if self.source.of_records:
             border = round(self.scan.documents * kept)
             return (

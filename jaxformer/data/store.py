@@ -120,7 +120,7 @@ class TokenStore:
         return places if last == self.tokens else np.append(places, self.tokens)
 
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
-        """The documents whose place in the order is before `fraction`, or the others."""
+        """The documents whose `hash_fraction` is below `fraction`, or the others."""
         # Copies, so that no more files are open at once than the cache of maps holds.
         tables = [self._map(shard, "documents").copy() for shard in range(len(self._shards))]
         begins = zip(tables, self._begins[:-1], strict=True)

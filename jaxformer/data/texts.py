@@ -46,7 +46,7 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     """The sources that `data.train` or `data.validation` names. Raises ConfigError."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
-        told = "names no source: give a file, a directory, a glob, or a named source"
+        told = "names no source: give a file, a directory, a glob, or stdlib"
         raise ConfigError(f"{setting} {told}.")
     policy = ErrorPolicy(data.undecodable, data.malformed)
     found: list[Source] = []
@@ -178,9 +178,7 @@ def _group_stores(
     progress, made = ProgressNotes(log, size), []
     groups = zip(directories, file_groups(source), found.parts, stores, strict=True)
     for directory, group, part, store in groups:
-        store = store or open_or_build(
-            directory, group.pieces, tokenizer, progress, source.place, beginning
-        )
+        store = store or open_or_build(directory, group.pieces, tokenizer, progress, beginning)
         _require_text_of(part, store, directory, source)
         made.append(store)
     more = f" and {count - 1:,} more" * (count > 1)
@@ -215,15 +213,14 @@ def build_part(
     progress = ProgressNotes(log, sum(found.bytes for found in scans))
     for (number, group), found in zip(mine, scans, strict=True):
         directory = folder / directory_of(found, tokenizer, beginning)
-        pieces, place = group.pieces, source.place
         if by_group:
-            store = open_or_build(directory, pieces, tokenizer, progress, place, beginning)
+            store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
             _require_text_of(found, store, directory, source)
         elif TokenStore.open(directory) is None:
             chosen = functools.partial(_is_mine, number, index, count)
             with claimed(directory, log, shared=True):
                 shards = build_shards(
-                    directory, pieces(), tokenizer, progress, place, chosen, beginning
+                    directory, group.pieces(), tokenizer, progress, chosen, beginning
                 )
                 complete(directory, shards, tokenizer, beginning)
 

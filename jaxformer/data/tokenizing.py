@@ -17,6 +17,7 @@ from jaxformer.config.settings import Log
 from jaxformer.data.directories import claimed
 from jaxformer.data.shards import Shard, Written, write_manifest
 from jaxformer.data.sources import Piece
+from jaxformer.data.sources.reading import hash_fraction
 from jaxformer.data.store import TokenStore
 from jaxformer.files import replacing, write_text
 from jaxformer.tokenizer import Tokenizer
@@ -26,9 +27,8 @@ BATCH_CHARACTERS = 1 << 21
 SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
-Place = Callable[[str], float]
 # Of each document of a shard: the place after its end (int64), the bytes of its text (int64), and
-# its place in the order in which documents are held out (float64).
+# the `hash_fraction` of its name (float64).
 DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
@@ -67,15 +67,13 @@ def open_or_build(
     pieces: Callable[[], Iterable[Piece]],
     tokenizer: Tokenizer,
     progress: ProgressNotes | None = None,
-    place: Place = lambda document: 0.0,
     beginning: tuple[int, ...] = (),
 ) -> TokenStore:
     """The finished store in a directory, or a new one, which keeps the shards that an earlier
     attempt finished.
 
-    `place` gives the place of a document in the order in which they are held out, and `beginning`
-    are the tokens that each begins with. A second process on this machine waits and then reuses.
-    Raises ConfigError where a file of the store was altered.
+    Each document begins with the tokens `beginning`. A second process on this machine waits and
+    then reuses. Raises ConfigError where a file of the store was altered.
     """
     if (store := TokenStore.open(directory)) is not None:
         return store
@@ -85,7 +83,7 @@ def open_or_build(
             return store
         for draft in directory.glob("*.tmp") if alone else ():
             draft.unlink(missing_ok=True)
-        shards = build_shards(directory, pieces(), tokenizer, progress, place, beginning=beginning)
+        shards = build_shards(directory, pieces(), tokenizer, progress, beginning=beginning)
         store = complete(directory, shards, tokenizer, beginning)
     assert store is not None  # every shard was made here
     return store
@@ -113,7 +111,6 @@ def build_shards(
     pieces: Iterable[Piece],
     tokenizer: Tokenizer,
     progress: ProgressNotes,
-    place: Place,
     mine: Callable[[int], bool] = lambda index: True,
     beginning: tuple[int, ...] = (),
 ) -> list[Shard | None]:
@@ -124,7 +121,7 @@ def build_shards(
         shard = Shard.finished(directory, index)
         if not shard and mine(index):
             path = directory / f"{index:05d}"
-            shard = _write_shard(path, group, tokenizer, place, beginning)
+            shard = _write_shard(path, group, tokenizer, beginning)
         progress.tell()
         made.append(shard)
     return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
@@ -153,14 +150,10 @@ def _groups(pieces: Iterable[SizedPiece]) -> Iterator[Iterable[SizedPiece]]:
 
 
 def _write_shard(
-    path: Path,
-    pieces: Iterable[SizedPiece],
-    tokenizer: Tokenizer,
-    place: Place,
-    beginning: tuple[int, ...],
+    path: Path, pieces: Iterable[SizedPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Shard:
     before = np.array(beginning, np.uint32)
-    tokens, ends, sizes, places = 0, array("q"), array("q"), array("d")
+    tokens, ends, sizes, hashes = 0, array("q"), array("q"), array("d")
     read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
     with replacing(path.with_suffix(".tokens")) as file:
         for batch in _ahead(in_batches(pieces, lambda sized: len(sized.piece.text))):
@@ -173,11 +166,11 @@ def _write_shard(
                 if piece.ends:
                     ends.append(tokens)
                     sizes.append(size)
-                    places.append(place(piece.document))
+                    hashes.append(hash_fraction(piece.document))
             raw = np.concatenate(rows).astype(tokenizer.dtype).tobytes()
             read.update(raw)
             file.write(raw)
-    return write_index(path, tokens, (ends, sizes, places), {"tokens": read.hexdigest()})
+    return write_index(path, tokens, (ends, sizes, hashes), {"tokens": read.hexdigest()})
 
 
 def write_index(path: Path, tokens: int, table: DocumentIndex, digests: dict[str, str]) -> Shard:

@@ -3,6 +3,7 @@ does."""
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from test_architecture import Function, code_lines, docstring_lines
 
 import jaxformer as jf
+from jaxformer.config.config_file import read_config
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -158,3 +160,22 @@ def test_one_page_says_in_one_line_what_is_wrong_with_its_input(tmp_path):
     done = one_page_command(missing)
     expected = f"error: {missing} cannot be read: No such file or directory.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+def test_pieces_of_packages_do_not_name_them_and_are_split_by_file(tmp_path, monkeypatch):
+    module = example("stdlib_packages")
+    for package, paths in module.packages().items():
+        held_out = module.held_out(paths)
+        assert held_out < {*paths} and 0.1 < len(held_out) / len(paths) < 0.3
+        assert all(path.relative_to(module.LIBRARY).parts[0] == package for path in paths)
+    monkeypatch.chdir(tmp_path)
+    module.main()
+    run = read_config(FOLDER.parent / "configs/bert_tiny.py:classifier")
+    sides = {}
+    for side, path in (("train", run.data.train), ("validation", run.data.validation)):
+        records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        sides[side] = {record["label"] for record in records}
+        for record in records:
+            text, label = record["text"], record["label"]
+            assert label not in text.lower() and text.count("\n") in range(9, 41)
+    assert sides["train"] == sides["validation"] and 8 <= len(sides["train"]) <= 15

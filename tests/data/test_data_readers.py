@@ -91,24 +91,9 @@ def test_the_name_of_a_document_depends_on_its_file_alone(folder: Path) -> None:
     assert found(source) == [("a.txt#0", "first"), *before]
     parts = [source.part([file]) for file in source.files]
     assert [pair for part in parts for pair in found(part)] == found(source)
-    assert [part.place(name) for part in parts for name, _ in found(part)] == [
-        source.place(name) for name, _ in found(source)
-    ]
     assert len({part.signature() for part in parts}) == len(parts)
     assert found(f"{folder}/**/*.t[sx][tv]*") == [pair for pair in found(source) if ".t" in pair[0]]
     assert found(folder / "z.txt.gz") == [("0", "plain"), ("1", "more")]
-
-
-def test_places_of_packages_are_those_of_the_whole() -> None:
-    fields = (
-        RecordField("data.text_field", "text", "text"),
-        RecordField("data.label_field", "label", "label"),
-    )
-    whole = find_source("stdlib_packages", "data.train", fields)
-    for file in whole.files[::20]:
-        part = whole.part([file])
-        assert part.place(file.name) == whole.place(file.name) and part.order == whole.order
-        assert {piece.document for piece in part.pieces()} <= {file.name}
 
 
 def test_a_changed_rule_is_another_source(folder: Path) -> None:

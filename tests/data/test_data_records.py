@@ -24,7 +24,6 @@ from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.packing import ExampleRows, first_fit
 from jaxformer.data.sources import Piece, find_source
 from jaxformer.data.sources.records import Fields, Record, RecordField
-from jaxformer.data.splits import Split, scan
 from jaxformer.data.templates import PairTemplate
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import MARKS, byte_tokenizer
@@ -156,39 +155,9 @@ def test_a_fault_is_one_message_with_file_line_and_field(case: str, tmp_path: Pa
         records(tmp_path / spec, fields)
 
 
-def test_packages_need_classes() -> None:
-    with pytest.raises(
-        ConfigError, match=r"stdlib_packages holds pieces of code .* set data\.objective=classes"
-    ):
-        find_source("stdlib_packages", "data.train", PAIR)
-
-
-def test_pieces_of_packages_do_not_name_them_and_are_split_by_file(tmp_path: Path) -> None:
-    fields = (
-        RecordField("data.text_field", "text", "text"),
-        RecordField("data.label_field", "label", "label"),
-    )
-    source = find_source("stdlib_packages", "data.train", fields)
-    found = scan(source, tmp_path)
-    train, held_out = (
-        list(Split(source, found, side, 0.1).pieces()) for side in ("train", "validation")
-    )
-    assert not {piece.document for piece in train} & {piece.document for piece in held_out}
-    labels = {piece.record[1] for piece in train}
-    assert labels == {piece.record[1] for piece in held_out} and 8 <= len(labels) <= 15
-    for piece in train:
-        text, label = map(str, piece.record)
-        assert (
-            label not in text.lower()
-            and text.count("\n") in range(9, 41)
-            and piece.document.startswith(f"{label}/")
-        )
-    assert 0.03 < len(held_out) / len(train) < 0.3
-    names = [file.name for file in source.files if file.name.startswith("asyncio/")]
-    places = sorted(map(source.place, names))
-    assert places == [(rank + 0.5) / len(names) for rank in range(len(names))] and places != list(
-        map(source.place, names)
-    )
+def test_plain_text_holds_no_records() -> None:
+    with pytest.raises(ConfigError, match=r"stdlib: .* is plain text, .* needs records"):
+        find_source("stdlib", "data.train", PAIR)
 
 
 def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> RunConfig:

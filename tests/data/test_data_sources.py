@@ -212,9 +212,7 @@ def test_stdlib_is_the_running_pythons_own_code_without_its_tests() -> None:
 def test_bad_bytes_in_the_standard_library_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(b"caf\xe9 = 1")
     (tmp_path / "b.py").write_bytes(b"x = 1\r\n")
-    files = tuple(
-        SourceFile(tmp_path / name, "python", name, place=0.0) for name in ("a.py", "b.py")
-    )
+    files = tuple(SourceFile(tmp_path / name, "python", name) for name in ("a.py", "b.py"))
     assert list(Source("data.train", "stdlib", files).pieces()) == [
         Piece("x = 1\r\n", "b.py", True)
     ]

@@ -192,6 +192,7 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
     fraction = draw.draw(st.floats(0.01, 0.99))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "SHARD_CHARACTERS", shard)
+        patch.setattr(tokenizing, "hash_fraction", lambda name: places[int(name)])
         pieces = [
             Piece(part, str(n), end)
             for n, text in enumerate(texts)
@@ -199,12 +200,7 @@ def test_the_sides_of_a_store_are_its_documents_each_on_one_side(
         ]
         half = len(pieces) // 4 * 2
         units = [
-            open_or_build(
-                Path(folder, name),
-                lambda part=part: part,
-                BYTES,
-                place=lambda name: places[int(name)],
-            )
+            open_or_build(Path(folder, name), lambda part=part: part, BYTES)
             for name, part in (("a", pieces[:half]), ("b", pieces[half:]))
         ]
         whole = TokenStore.joined(units, "both")

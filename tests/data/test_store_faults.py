@@ -25,9 +25,9 @@ def built(folder: Path, documents: int = 20) -> TokenStore:
     """A store of documents of 9 bytes and an end token, the first half of them first in the order
     of holding out."""
     pieces = [Piece(f"{index:09d}", str(index), True) for index in range(documents)]
-    return open_or_build(
-        folder, lambda: pieces, TOKENIZER, place=lambda name: int(name) / documents
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "hash_fraction", lambda name: int(name) / documents)
+        return open_or_build(folder, lambda: pieces, TOKENIZER)
 
 
 def altered(path: Path, raw: bytes) -> None:
@@ -78,22 +78,10 @@ def test_the_task_that_ends_last_finds_what_others_made_while_it_worked(
 
     def with_another_task() -> Iterator[Piece]:
         yield from whole
-        build_shards(
-            tmp_path,
-            whole,
-            TOKENIZER,
-            ProgressNotes(),
-            lambda name: 0.0,
-            lambda index: index % 2 == 1,
-        )
+        build_shards(tmp_path, whole, TOKENIZER, ProgressNotes(), lambda index: index % 2 == 1)
 
     made = build_shards(
-        tmp_path,
-        with_another_task(),
-        TOKENIZER,
-        ProgressNotes(),
-        lambda name: 0.0,
-        lambda index: index % 2 == 0,
+        tmp_path, with_another_task(), TOKENIZER, ProgressNotes(), lambda index: index % 2 == 0
     )
     assert [shard.path.name for shard in made if shard] == [f"0000{index}" for index in range(6)]
     assert (

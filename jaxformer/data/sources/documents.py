@@ -14,7 +14,7 @@ from jaxformer.data.sources.error_policy import (
     require_content,
     wide_encoding,
 )
-from jaxformer.data.sources.reading import SourceFile, is_blank, read_blocks
+from jaxformer.data.sources.reading import READ_BYTES, SourceFile, is_blank, read_blocks, unreadable
 
 SEPARATOR = re.compile(r"(<\|endoftext\|>)(?:\r?\n)?")
 LONGEST_SEPARATOR = len("\r\n<|endoftext|>\r\n")
@@ -36,6 +36,22 @@ def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiec
         return str(handler.decoded(raw, str(file.path), offset))
 
     return _documents(file.path, handler, repair)
+
+
+def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
+    """A Python file as one document; one that is not UTF-8 is skipped."""
+    try:
+        with open(file.path, encoding="utf-8", newline="", buffering=READ_BYTES) as opened:
+            text = opened.read()
+    except UnicodeDecodeError:
+        handler.skipped.add("files that are not UTF-8", str(file.path))
+        return
+    except OSError as error:
+        raise unreadable(file.path, error) from None
+    if is_blank(text):
+        handler.blank(str(file.path))
+    else:
+        yield from in_pieces(text)
 
 
 def in_pieces(document: str) -> Iterator[TextPiece]:

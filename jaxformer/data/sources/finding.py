@@ -6,13 +6,12 @@ import glob
 import itertools
 import os
 import re
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxformer.data.sources.packages import NAMED_SOURCES
-from jaxformer.data.sources.reading import PACKED, SourceFile, unreadable
-from jaxformer.data.sources.records import Fields
+from jaxformer.data.sources.reading import PACKED, PYTHON, SourceFile, unreadable
 from jaxformer.files import ConfigError
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
@@ -40,23 +39,21 @@ ID_SUFFIXES = (".npy", ".bin")
 
 STANDARD_INPUT = {"-": ".txt", "-.jsonl": ".jsonl", "-.tsv": ".tsv"}  # specs, and their suffixes
 HUB = "datasets:"
+STDLIB = "stdlib"  # the running Python's own modules, without its tests and installed packages
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 ALLOWED = (
     "give a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst), a directory or a glob of"
     " them in quotes, token ids in a .npy or .bin file, line-aligned files as in"
-    " 'train.{de,en}', - for standard input, 'datasets:NAME', or "
-    + " or ".join(NAMED_SOURCES)
-    + "."
+    f" 'train.{{de,en}}', - for standard input, 'datasets:NAME', or {STDLIB}."
 )
 
 
-def find_files(
-    spec: str, setting: str, fields: Fields, cache: Path
-) -> tuple[tuple[SourceFile, ...], str]:
+def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, ...], str]:
     """The files in their order, and a description of those of a directory that are not read."""
     path = Path(os.path.expanduser(spec))
-    if spec in NAMED_SOURCES:
-        return NAMED_SOURCES[spec](f"{setting}={spec}", fields), ""
+    if spec == STDLIB:
+        return _standard_library(), ""
     if spec in STANDARD_INPUT:
         from jaxformer.data.sources.standard_input import spooled
 
@@ -80,6 +77,18 @@ def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
     """The files of token ids that a path or a glob names. Raises ConfigError for none."""
     root, paths = _matching(spec, setting)
     return _named((SourceFile(path.absolute(), "ids") for path in paths), root, setting)
+
+
+def _standard_library() -> tuple[SourceFile, ...]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: dict[str, Path] = {}
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_STDLIB]
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                paths[path.relative_to(root).as_posix()] = path
+    return tuple(SourceFile(paths[name], PYTHON, name) for name in sorted(paths))
 
 
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
@@ -163,7 +172,7 @@ def _similar(path: Path) -> str:
     while not missing.parent.exists():
         missing = missing.parent
     try:
-        near = [*os.listdir(missing.parent), *(NAMED_SOURCES if str(path) == path.name else ())]
+        near = [*os.listdir(missing.parent), *([STDLIB] if str(path) == path.name else [])]
     except OSError:
         return ""
     close = [str(missing.with_name(name)) for name in difflib.get_close_matches(missing.name, near)]

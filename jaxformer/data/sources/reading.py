@@ -14,6 +14,7 @@ from jaxformer.files import ConfigError
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
 PACKED_BLOCK_BYTES = 1 << 16
+PYTHON = "python"  # the format of the files of `stdlib`
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,17 @@ class SourceFile:
     """A file, its format (a key of the tables of readers), and its name within its source, which is
     empty for a source of one file.
 
-    `beside` are the files that are read in parallel with it, line by line. Where `place` is given,
-    all documents have the file's name and that place in the order by hash, which `order` describes;
-    otherwise the hash of a document's own name is its place.
+    `beside` are the files that are read in parallel with it, line by line.
     """
 
     path: Path
     format: str
     name: str = ""
     beside: tuple[Path, ...] = ()
-    place: float | None = None
-    order: str = "documents"
 
     def document(self, index: int) -> str:
-        """The name of the document with that index."""
-        if self.place is not None:
+        """The name of the document with that index; a Python file is one, and gives its name."""
+        if self.format == PYTHON:
             return self.name
         return f"{self.name}#{index}" if self.name else str(index)
 
@@ -53,8 +50,8 @@ class SourceFile:
         return [(found.st_size, found.st_mtime_ns) for found in stats]
 
 
-def hashed(name: str) -> float:
-    """A number from 0 to 1 that depends on a name alone."""
+def hash_fraction(name: str) -> float:
+    """A number from 0 to 1 that depends on a name alone; documents are held out in its order."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

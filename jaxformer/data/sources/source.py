@@ -1,6 +1,5 @@
 """A source: files in a fixed order, and the documents or records that they hold."""
 
-import functools
 import hashlib
 import json
 import os
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.sources.documents import TextPiece, in_pieces, text_documents
+from jaxformer.data.sources.documents import TextPiece, in_pieces, python_document, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import find_files
-from jaxformer.data.sources.packages import NAMED_RECORDS, NAMED_TEXTS
-from jaxformer.data.sources.reading import SourceFile, hashed, unreadable
+from jaxformer.data.sources.reading import PYTHON, SourceFile, unreadable
 from jaxformer.data.sources.records import (
     Fields,
     Record,
@@ -33,7 +31,7 @@ TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
 # What reads a file, by its format.
 TEXTS: dict[str, Callable[[SourceFile, ErrorHandler], Iterator[TextPiece]]] = {
     "text": text_documents,
-    **NAMED_TEXTS,
+    PYTHON: python_document,
 }
 
 
@@ -49,7 +47,6 @@ RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]
     "parallel": parallel_records,
     "parquet": _columns,
     "arrow": _columns,
-    **NAMED_RECORDS,
 }
 
 
@@ -97,7 +94,7 @@ class Source:
         return not is_text(self.fields)
 
     def part(self, files: Iterable[SourceFile]) -> "Source":
-        """The source with some of its files, whose documents keep their names and places."""
+        """The source with some of its files, whose documents keep their names."""
         return replace(self, files=tuple(files))
 
     def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
@@ -126,19 +123,6 @@ class Source:
             text = "\n".join(readable(record[place], kinds[place]) for place in shown)
             yield Piece(text, file.document(index), True, record, handler.place)
 
-    @property
-    def order(self) -> str:
-        """What `place` puts in order, for messages."""
-        return self.files[0].order if self.files else "documents"
-
-    def place(self, document: str) -> float:
-        """The place of a document in the order by hash, from 0 to 1."""
-        return self._places.get(document, hashed(document))
-
-    @functools.cached_property
-    def _places(self) -> dict[str, float]:
-        return {file.name: file.place for file in self.files if file.place is not None}
-
     def signature(self) -> str:
         """A digest of the paths, sizes and modification times of the files, which are not read."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
@@ -154,13 +138,13 @@ def find_source(
 ) -> Source:
     """The source that one spec names: a file, a directory, a glob, line-aligned files by braces
     ('train.{de,en}.gz'), standard input ('-'; kept below `cache`), a data set
-    ('datasets:NAME:SPLIT'), or a named source.
+    ('datasets:NAME:SPLIT'), or `stdlib`.
 
     Raises ConfigError where there are no such files, or they cannot hold the fields.
     """
     where, folder = f"{setting}={spec}", Path(os.path.expanduser(cache))
     try:
-        files, left_out = find_files(spec, setting, fields, folder)
+        files, left_out = find_files(spec, setting, folder)
     except OSError as error:
         raise unreadable(f"{setting}: {spec}", error) from None
     for file in files:
