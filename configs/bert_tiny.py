@@ -1,5 +1,4 @@
-"""A small BERT on the standard library's source, in a few minutes on two CPU cores; `classifier`
-tells its packages apart.
+"""A small BERT on the standard library's source, in minutes; `classifier` tells its packages apart.
 
 python train.py configs/bert_tiny.py
 python examples/stdlib_packages.py && python train.py configs/bert_tiny.py:classifier
@@ -41,11 +40,7 @@ classifier = replace(
     config,
     run=replace(config.run, dir="runs/bert_tiny_classifier", init_from="runs/bert_tiny"),
     model=replace(config.model, head="classes", next_sentence=False, dropout=0.1),
-    data=replace(
-        config.data,
-        train="data/stdlib_packages/train.jsonl",
-        validation="data/stdlib_packages/validation.jsonl",
-    ),
+    data=replace(config.data, train="packages/train.jsonl", validation="packages/validation.jsonl"),
     optimizer=replace(config.optimizer, name="adamw", learning_rate=3e-4, b2=0.98, warmup_steps=30),
     train=replace(config.train, steps=150, eval_every=50, eval_batches=0, checkpoint_every=50),
 )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-FOLDER = Path("data/stdlib_packages")
+FOLDER = Path("packages")
 TESTS = {"test", "tests", "idle_test"}
 # Tables and texts rather than code, which would be told apart at a glance, and what is installed.
 NO_CODE = {"encodings", "pydoc_data", "site-packages", "dist-packages"}
