@@ -26,7 +26,7 @@ import jaxformer as jf
 from jaxformer import layers
 from jaxformer.arrays.params import Spec, lookup, zeros
 from jaxformer.config.run import OptimizerConfig
-from jaxformer.data.windows import window_start
+from jaxformer.data.rows import window_start
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import linear
 from jaxformer.training.optim import make_optimizer, make_schedule

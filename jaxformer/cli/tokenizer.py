@@ -144,7 +144,7 @@ class TextReader:
         self._name, self.bytes = name, 0
 
     def __iter__(self) -> Iterator[str]:
-        from jaxformer.data.sources.reading import READ_BYTES, read_blocks
+        from jaxformer.data.sources.source_files import READ_BYTES, read_blocks
         from jaxformer.data.tokenizing import ProgressNotes
 
         # A pipe is read with os.read, which returns as soon as there is anything.

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.directories import claimed
-from jaxformer.data.shards import MANIFEST, WRONG_RECORD, Written, digest
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, claimed, digest
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record

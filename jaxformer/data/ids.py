@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.directories import claimed
-from jaxformer.data.id_files import IdFiles
-from jaxformer.data.shards import IdArray, Shard, digest_of_ids
+from jaxformer.data.cache_files import claimed
+from jaxformer.data.id_files import IdArray, IdFiles, digest_of_ids
 from jaxformer.data.sources import fingerprint
-from jaxformer.data.sources.reading import SourceFile, hash_fraction, unreadable
+from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import TokenStore
+from jaxformer.data.token_shards import Shard
 from jaxformer.data.tokenizing import ProgressNotes, write_file, write_index
 from jaxformer.files import ConfigError
 

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxformer.data.conversations import marked_text
 from jaxformer.data.examples import ExampleStore, Labels, Parts
-from jaxformer.data.prompt_template import CUT_PROMPT, prompt_capacity, without_start
 from jaxformer.data.rows import NumpyBatch, RowFormat
+from jaxformer.data.sft_templates import CUT_PROMPT, marked_text, prompt_capacity, without_start
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
 from jaxformer.data.templates import Template, joined

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD
 from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
 from jaxformer.data.id_files import IdFiles
-from jaxformer.data.shards import MANIFEST, WRONG_RECORD
 from jaxformer.data.sources import Source
 from jaxformer.data.sources.records import is_text
 from jaxformer.data.splits import Scan, Split

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxformer.config.settings import Log
-from jaxformer.data.directories import make_folder
-from jaxformer.data.shards import WRONG_RECORD, require_counts
+from jaxformer.data.cache_files import WRONG_RECORD, make_folder, require_counts
 from jaxformer.data.sources import Piece, Source, fingerprint
 from jaxformer.data.sources.error_policy import Skipped
-from jaxformer.data.sources.reading import PACKED, SourceFile, hash_fraction
+from jaxformer.data.sources.source_files import PACKED, SourceFile, hash_fraction
 from jaxformer.data.store import TokenStore
 from jaxformer.data.tokenizing import ProgressNotes
 from jaxformer.files import ConfigError, read_object, write_text

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.shards import Shard, read_manifest, write_manifest
+from jaxformer.data.id_files import VerifiedIds
+from jaxformer.data.token_shards import Shard, read_manifest, write_manifest
 
 NONE = np.zeros(0, np.int64)
 
@@ -196,8 +197,6 @@ class TokenStore:
         [blocks, 16] of its ids."""
         shard = self._shards[number]
         if kind == "tokens" and shard.ids:
-            from jaxformer.data.verified_ids import VerifiedIds  # which text does without
-
             return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
         kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
         dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))

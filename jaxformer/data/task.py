@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.rows import CausalRows, RowFormat, Rows
-from jaxformer.data.sources.records import Fields
+from jaxformer.data.rows import CausalRows, RowFormat, Rows, WindowRows
+from jaxformer.data.sources.records import Fields, Kind, RecordField
 from jaxformer.data.store import TokenStore
 from jaxformer.data.templates import Template
 from jaxformer.files import ConfigError
@@ -20,8 +20,6 @@ def causal_rows(
 ) -> Rows:
     """Rows in which every token but the first is a target once, packed as data.packing says."""
     if data.order == "random":
-        from jaxformer.data.windows import WindowRows
-
         return WindowRows(store, data)
     if data.packing == "best_fit":
         from jaxformer.data.best_fit import BestFitRows
@@ -61,6 +59,43 @@ def nothing_missing(tokenizer: Tokenizer) -> list[str]:
 def reads_plain_text(template: object, rows: object) -> bool:
     """Whether rows are plain text that a decoder learns, without a template of their own."""
     return template is None and rows is causal_rows
+
+
+class FieldSetting(NamedTuple):
+    """The setting of DataConfig that names a field, what the field holds, and whether an empty
+    setting means that it is not read.
+    """
+
+    setting: str
+    kind: Kind
+    optional: bool = False
+
+
+# What an objective may read that a setting names.
+FIELD_SETTINGS = {
+    "text": FieldSetting("text_field", "text"),
+    "pair": FieldSetting("pair_field", "text", optional=True),
+    "source": FieldSetting("source_field", "text"),
+    "target": FieldSetting("target_field", "text"),
+    "label": FieldSetting("label_field", "label"),
+    "messages": FieldSetting("messages_field", "messages"),
+    "words": FieldSetting("text_field", "words"),
+    "tags": FieldSetting("label_field", "tags"),
+}
+
+
+def fields_of(entries: tuple[str | RecordField, ...], data: DataConfig) -> Fields:
+    """The fields of an objective by the names that the settings give them."""
+    found = []
+    for entry in entries:
+        if isinstance(entry, RecordField):
+            found.append(entry)
+            continue
+        setting, kind, optional = FIELD_SETTINGS[entry]
+        field_name = getattr(data, setting)
+        if field_name or not optional:
+            found.append(RecordField(f"data.{setting}", field_name, kind))
+    return tuple(found)
 
 
 class Task(NamedTuple):

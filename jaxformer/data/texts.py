@@ -11,14 +11,14 @@ from pathlib import Path
 
 from jaxformer.config.run import DataConfig, named_sources
 from jaxformer.config.settings import Log
-from jaxformer.data.directories import claimed
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed
 from jaxformer.data.id_files import IdFiles, find_ids
-from jaxformer.data.shards import MANIFEST, WRONG_RECORD, missing_of
 from jaxformer.data.sources import Source, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, file_groups, scan, scan_group
 from jaxformer.data.store import TokenStore
+from jaxformer.data.token_shards import missing_of
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
 from jaxformer.files import ConfigError, read_file, read_object, write_text
 from jaxformer.tokenizer import Tokenizer

@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from jaxformer.config.settings import Log
-from jaxformer.data.directories import claimed
-from jaxformer.data.shards import Shard, Written, write_manifest
+from jaxformer.data.cache_files import Written, claimed
 from jaxformer.data.sources import Piece
-from jaxformer.data.sources.reading import hash_fraction
+from jaxformer.data.sources.source_files import hash_fraction
 from jaxformer.data.store import TokenStore
+from jaxformer.data.token_shards import Shard, write_manifest
 from jaxformer.files import replacing, write_text
 from jaxformer.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxformer.config.run import TokenizerConfig
 from jaxformer.config.settings import Log
-from jaxformer.data.directories import claimed
+from jaxformer.data.cache_files import claimed
 from jaxformer.data.sources import fingerprint
 from jaxformer.data.sources.documents import PIECE_CHARACTERS
 from jaxformer.data.splits import Sides, Split

@@ -151,7 +151,7 @@ def abstract_batch(
     run: RunConfig, mesh: Mesh | AbstractMesh, packed: bool | None = None
 ) -> AbstractBatch:
     """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
-    from jaxformer.data.shapes import batch_shapes  # which a run with data does without
+    from jaxformer.data.batch_shapes import batch_shapes  # which a run with data does without
 
     task = task_of(run.model, run.data)
     found = batch_shapes(task, run.data, run.train.batch_size)

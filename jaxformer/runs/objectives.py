@@ -13,13 +13,13 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective
 from jaxformer.config.settings import Table
-from jaxformer.data.record_fields import fields_of
 from jaxformer.data.rows import RowFormat
 from jaxformer.data.sources.records import RecordField
 from jaxformer.data.task import (
     MakeRows,
     Task,
     causal_rows,
+    fields_of,
     missing_sentinels,
     nothing_missing,
     prefix_rows,
@@ -144,8 +144,8 @@ OBJECTIVES: Table[Objective] = Table(
             ("decoder",),
             "language",
             ("source", "target"),
-            template="jaxformer.data.prompt_template:SFTTemplate",
-            of_messages="jaxformer.data.conversations:MessagesTemplate",
+            template="jaxformer.data.sft_templates:SFTTemplate",
+            of_messages="jaxformer.data.sft_templates:MessagesTemplate",
             rowwise=True,
         ),
         "classes": Objective(
@@ -229,7 +229,7 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             f"{asked} cannot be had with {what}, whose rows are one text: set it to stream."
         )
     if data.order == "random":
-        from jaxformer.data.windows import check_windows
+        from jaxformer.data.rows import check_windows
 
         check_windows(data, name, reads_plain_text(row.template, row.rows))
     if min(data.sequence_length, data.source_length or data.sequence_length) < row.shortest:

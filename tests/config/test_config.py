@@ -194,7 +194,7 @@ def test_a_fraction_is_refused_above_one_and_its_message_says_at_most_one() -> N
 
 def test_every_field_is_read_somewhere() -> None:
     """A setting that nothing reads is a promise that nothing keeps."""
-    from jaxformer.data.record_fields import FIELD_SETTINGS
+    from jaxformer.data.task import FIELD_SETTINGS
     from jaxformer.layers.pattern import LAYER_PATTERNS
 
     modules = ("run.py", "model.py", "train.py")

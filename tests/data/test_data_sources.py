@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config.run import Undecodable
-from jaxformer.data.sources import Piece, Source, find_source, reading
+from jaxformer.data.sources import Piece, Source, find_source, source_files
 from jaxformer.data.sources import documents as document_reader
 from jaxformer.data.sources.documents import text_documents
 from jaxformer.data.sources.error_policy import ErrorHandler, ErrorPolicy, Skipped
-from jaxformer.data.sources.reading import SourceFile
 from jaxformer.data.sources.records import RecordField
+from jaxformer.data.sources.source_files import SourceFile
 from jaxformer.data.splits import Scan, Split, scan
 from jaxformer.files import ConfigError
 
@@ -155,7 +155,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_only_the_first_character_is_a_byte_order_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "READ_BYTES", 1)
+    monkeypatch.setattr(source_files, "READ_BYTES", 1)
     assert documents(write(tmp_path / "a.txt", "\ufeff\ufeffa\ufeffb").pieces()) == [
         "\ufeffa\ufeffb"
     ]

@@ -28,14 +28,15 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import (
     Corpus,
     TokenStore,
+    cache_files,
     gzip_bits_per_byte,
     open_or_build,
-    shards,
     tokenizing,
     vocabulary,
 )
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
+from jaxformer.data.token_shards import Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
 
@@ -172,8 +173,8 @@ def test_a_copied_store_is_read_through_once(
     open_or_build(tmp_path / "first", lambda: pieces_of(["abc"]), BYTES)
     shutil.copytree(tmp_path / "first", tmp_path / "second", copy_function=shutil.copyfile)
     read: list[str] = []
-    digest = shards.digest
-    monkeypatch.setattr(shards, "digest", lambda path: read.append(path.name) or digest(path))
+    digest = cache_files.digest
+    monkeypatch.setattr(cache_files, "digest", lambda path: read.append(path.name) or digest(path))
     for _ in range(2):
         assert TokenStore.open(tmp_path / "second")
         assert sorted(read) == ["00000.documents", "00000.tokens"]
@@ -295,7 +296,7 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     ends = np.arange(1000, size, 1000).astype(np.int64)
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
     return TokenStore(
-        [shards.Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
+        [Shard(folder / "00000", size, len(ends), 0, {})], np.dtype(np.uint16), "sparse"
     )
 
 

@@ -12,7 +12,15 @@ import pytest
 from corpora import prepare, prepare_share, prepare_text
 from test_prepare import contents, quiet, run_of, written
 
-from jaxformer.data import TokenStore, open_or_build, shards, splits, texts, tokenizing
+from jaxformer.data import (
+    TokenStore,
+    cache_files,
+    open_or_build,
+    splits,
+    texts,
+    token_shards,
+    tokenizing,
+)
 from jaxformer.data.sources import Piece, Source
 from jaxformer.data.tokenizing import ProgressNotes, build_shards
 from jaxformer.files import ConfigError
@@ -100,7 +108,7 @@ def test_a_manifest_must_be_written_once_but_need_not_be_renewed(
     def full(path: Path, text: str) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr(shards, "write_text", full)
+    monkeypatch.setattr(token_shards, "write_text", full)
     assert TokenStore.open(tmp_path)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no room"):
@@ -225,8 +233,8 @@ def test_a_file_is_compared_once_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built(tmp_path)
-    reads, digest = [], shards.digest
-    monkeypatch.setattr(shards, "digest", lambda path: reads.append(path.name) or digest(path))
+    reads, digest = [], cache_files.digest
+    monkeypatch.setattr(cache_files, "digest", lambda path: reads.append(path.name) or digest(path))
     for _ in range(3):
         store = TokenStore.open(tmp_path)
         assert store is not None and len(store.read(0, 20)) == 20

@@ -15,7 +15,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, RowBlocks, TokenStore
 from jaxformer.data.mixture import Mixture
-from jaxformer.data.windows import WindowRows, window_start
+from jaxformer.data.rows import WindowRows, window_start
 from jaxformer.files import ConfigError
 from jaxformer.runs.objectives import task_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.data.sources.error_policy import ErrorHandler
-from jaxformer.data.sources.reading import PACKED, SourceFile, read_blocks, unreadable
 from jaxformer.data.sources.records import Fields, Record, check_names, checked_records
+from jaxformer.data.sources.source_files import PACKED, SourceFile, read_blocks, unreadable
 from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:

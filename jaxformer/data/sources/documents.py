@@ -14,7 +14,13 @@ from jaxformer.data.sources.error_policy import (
     require_content,
     wide_encoding,
 )
-from jaxformer.data.sources.reading import READ_BYTES, SourceFile, is_blank, read_blocks, unreadable
+from jaxformer.data.sources.source_files import (
+    READ_BYTES,
+    SourceFile,
+    is_blank,
+    read_blocks,
+    unreadable,
+)
 
 SEPARATOR = re.compile(r"(<\|endoftext\|>)(?:\r?\n)?")
 LONGEST_SEPARATOR = len("\r\n<|endoftext|>\r\n")

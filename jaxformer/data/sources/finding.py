@@ -2,17 +2,22 @@
 
 import collections
 import difflib
+import functools
 import glob
+import hashlib
 import itertools
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
-from jaxformer.data.sources.reading import PACKED, PYTHON, SourceFile, unreadable
-from jaxformer.files import ConfigError
+from jaxformer.data.cache_files import make_folder
+from jaxformer.data.sources.source_files import PACKED, PYTHON, READ_BYTES, SourceFile, unreadable
+from jaxformer.files import ConfigError, replacing
 
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
@@ -55,8 +60,6 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
     if spec == STDLIB:
         return _standard_library(), ""
     if spec in STANDARD_INPUT:
-        from jaxformer.data.sources.standard_input import spooled
-
         file = spooled(f"{setting}={spec}", cache, STANDARD_INPUT[spec])
         return (_source_file(file, setting),), ""
     if spec.startswith(HUB):
@@ -217,3 +220,34 @@ def _counted(paths: list[Path]) -> str:
     counts = collections.Counter(_suffix(path) or "without a suffix" for path in paths)
     most = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5))
     return f"{len(paths):,} file{'s' * (len(paths) > 1)} ({most})" if paths else ""
+
+
+def spooled(where: str, cache: Path, suffix: str) -> Path:
+    """The file of a suffix below `cache` that holds all of standard input, named by a digest of it.
+    `where` is the setting, for messages."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        what = "a terminal" if sys.stdin and not sys.stdin.closed else "closed"
+        raise ConfigError(
+            f"{where} is standard input, which is {what}: pipe text into it, as in `zcat"
+            " corpus.txt.gz | ...`."
+        )
+    return _spooled(sys.stdin.buffer, where, cache / "stdin", suffix)
+
+
+@functools.cache  # the stream ends with its first reading, and a source may be found twice
+def _spooled(stream: BinaryIO, where: str, folder: Path, suffix: str) -> Path:
+    make_folder(folder)
+    draft, digest = folder / f"{os.getpid()}{suffix}", hashlib.blake2b(digest_size=16)
+    with replacing(draft, "see data.cache_dir") as file:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
+            file.write(block)
+        if not file.tell():
+            told = "is standard input, which is empty: pipe text into it, for one setting only"
+            raise ConfigError(f"{where} {told}.")
+    path = folder / f"{digest.hexdigest()}{suffix}"
+    if path.exists():  # keeps its modification time, and with it what was made of it
+        draft.unlink()
+    else:
+        draft.replace(path)
+    return path

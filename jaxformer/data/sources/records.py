@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
-from jaxformer.data.sources.reading import SourceFile, is_blank, text_lines
+from jaxformer.data.sources.source_files import SourceFile, is_blank, text_lines
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.messages import ASSISTANT, checked_messages, require_assistant
 

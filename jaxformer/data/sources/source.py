@@ -12,7 +12,6 @@ from jaxformer.config.run import DataConfig
 from jaxformer.data.sources.documents import TextPiece, in_pieces, python_document, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import find_files
-from jaxformer.data.sources.reading import PYTHON, SourceFile, unreadable
 from jaxformer.data.sources.records import (
     Fields,
     Record,
@@ -23,6 +22,7 @@ from jaxformer.data.sources.records import (
     readable,
     tsv_records,
 )
+from jaxformer.data.sources.source_files import PYTHON, SourceFile, unreadable
 from jaxformer.files import ConfigError
 
 # A source of this field gives documents of text; one of others gives records.

@@ -11,88 +11,18 @@ joins them.
                             are then never written again
 """
 
-import functools
-import hashlib
 import json
-import reprlib
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
+from jaxformer.data.id_files import IdArray
 from jaxformer.files import ConfigError, read_object, write_text
 
-MANIFEST = "manifest.json"
-HASH_BYTES = 1 << 22
-BLOCK_IDS = 1 << 22  # an even number, as the test for ids of another width needs
 FILE_KINDS = ("tokens", "documents")
-# What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
-WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError)
-LARGEST_COUNT = 2**62
-
-
-def require_counts(record: Mapping[str, Any], *names: str) -> None:
-    """Raises TypeError where one of these entries of a JSON object is no count."""
-    for name in names:
-        if type(record[name]) is not int or not 0 <= record[name] <= LARGEST_COUNT:
-            raise TypeError(f"{name} is {reprlib.repr(record[name])}, not a count")
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file as it was written: its size in bytes, its modification time in nanoseconds, and a
-    digest of its content."""
-
-    size: int
-    time: int
-    digest: str
-
-    @classmethod
-    def now(cls, path: Path, digest: str) -> "Written":
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, digest)
-
-    def checked(self, path: Path, thorough: bool) -> "Written":
-        """The file as it is now. It is read whole where its time has changed, or if `thorough`.
-
-        Raises ConfigError where its content has changed, FileNotFoundError where it is gone.
-        """
-        found = Written.now(path, self.digest)
-        how = f"it has {found.size:,} bytes of {self.size:,}"
-        if found.size == self.size:
-            untouched = found.time == self.time and not thorough
-            if untouched or digest(path) == self.digest:
-                return found
-            how = "its checksum is another"
-        remedy = "restore it, or remove it to have it made again from the text"
-        raise ConfigError(f"{path} was altered since it was written ({how}): {remedy}.")
-
-    @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
-    def verify(self, path: Path) -> None:
-        """Compares the whole file with its digest, the first time that this process asks. Raises
-        ConfigError where its content has changed, whatever its size and time."""
-        self.checked(path, thorough=True)
-
-
-@dataclass(frozen=True)
-class IdArray:
-    """Ids in a file outside the store: their type, the byte at which they begin, their number."""
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    count: int
-
-    def mapped(self) -> np.ndarray:
-        """The ids [count], mapped and not read."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
-
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The ids by blocks, each with the place of its first."""
-        ids = self.mapped()
-        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
 
 
 @dataclass(frozen=True)
@@ -175,21 +105,3 @@ def missing_of(directory: Path) -> str:
     _, shards = read_manifest(directory) or ({}, [])
     paths = (shard.file(kind) for shard in shards for kind in FILE_KINDS)
     return next((path.name for path in paths if not path.exists()), MANIFEST)
-
-
-def digest_of_ids(ids: np.ndarray, dtype: np.dtype) -> bytes:
-    """A digest of ids (16 bytes) as `dtype` holds them, whatever holds them here; empty where it
-    cannot hold them."""
-    held = ids.astype(dtype, copy=False)
-    if not np.array_equal(held, ids):
-        return b""
-    return hashlib.blake2b(held.tobytes(), digest_size=16).digest()
-
-
-def digest(path: Path) -> str:
-    """A digest of a file's bytes."""
-    found = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while block := file.read(HASH_BYTES):
-            found.update(block)
-    return found.hexdigest()

@@ -1,0 +1,118 @@
+"""The files of the cache: directories, which one process claims at a time, and checksums, by which
+altered files are found."""
+
+import contextlib
+import functools
+import hashlib
+import os
+import reprlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxformer.config.settings import Log
+from jaxformer.files import ConfigError
+
+# Written last: what it describes is complete when it is there.
+MANIFEST = "manifest.json"
+HASH_BYTES = 1 << 22
+# What comes of a JSON file that is missing (ConfigError, a ValueError) or of other content.
+WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError)
+LARGEST_COUNT = 2**62
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, log: Log, shared: bool = False) -> Iterator[bool]:
+    """Makes a directory and locks it against other processes of this machine during the block.
+
+    Processes that claim it `shared` work at the same time, and the others wait for them. Gives
+    False where the file system cannot lock: work may then be done twice, with the same result.
+    """
+    make_folder(directory)
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        locked = True
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"waiting for another process that is at work in {directory}")
+            fcntl.flock(handle, kind)
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def make_folder(directory: Path) -> None:
+    """Makes a directory of the cache. Raises ConfigError where it cannot be made or written."""
+    remedy = "set data.cache_dir to a directory that can be written"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"data.cache_dir: {directory} cannot be made ({reason}): {remedy}."
+        ) from None
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"data.cache_dir: {directory} cannot be written: {remedy}.")
+
+
+def require_counts(record: Mapping[str, Any], *names: str) -> None:
+    """Raises TypeError where one of these entries of a JSON object is no count."""
+    for name in names:
+        if type(record[name]) is not int or not 0 <= record[name] <= LARGEST_COUNT:
+            raise TypeError(f"{name} is {reprlib.repr(record[name])}, not a count")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: its size in bytes, its modification time in nanoseconds, and a
+    digest of its content."""
+
+    size: int
+    time: int
+    digest: str
+
+    @classmethod
+    def now(cls, path: Path, digest: str) -> "Written":
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns, digest)
+
+    def checked(self, path: Path, thorough: bool) -> "Written":
+        """The file as it is now. It is read whole where its time has changed, or if `thorough`.
+
+        Raises ConfigError where its content has changed, FileNotFoundError where it is gone.
+        """
+        found = Written.now(path, self.digest)
+        how = f"it has {found.size:,} bytes of {self.size:,}"
+        if found.size == self.size:
+            untouched = found.time == self.time and not thorough
+            if untouched or digest(path) == self.digest:
+                return found
+            how = "its checksum is another"
+        remedy = "restore it, or remove it to have it made again from the text"
+        raise ConfigError(f"{path} was altered since it was written ({how}): {remedy}.")
+
+    @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
+    def verify(self, path: Path) -> None:
+        """Compares the whole file with its digest, the first time that this process asks. Raises
+        ConfigError where its content has changed, whatever its size and time."""
+        self.checked(path, thorough=True)
+
+
+def digest(path: Path) -> str:
+    """A digest of a file's bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(HASH_BYTES):
+            found.update(block)
+    return found.hexdigest()
