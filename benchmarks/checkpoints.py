@@ -5,7 +5,7 @@ step waits for the part of a save that copies the state; its share is of the ste
 (`train.checkpoint_every`), whose time is measured on random tokens.
 """
 
-from jaxformer.cluster.memory import keep_memory
+from jaxformer.cluster.entry_point import keep_memory
 
 keep_memory()  # as train.py does, before JAX is imported
 

@@ -53,7 +53,7 @@ def main() -> None:
 
 def _import_all() -> None:
     """What commands import, other than what starts threads or a backend."""
-    from jaxformer.cluster.memory import keep_memory
+    from jaxformer.cluster.entry_point import keep_memory
 
     keep_memory()
     from jax._src import compiler

@@ -13,8 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 from jaxformer.cli.streams import open_closed_streams
-from jaxformer.cluster.memory import keep_memory
-from jaxformer.cluster.signals import guarded, importing
+from jaxformer.cluster.entry_point import guarded, importing, keep_memory
 
 # The arguments of each command, and what it does.
 COMMANDS = {

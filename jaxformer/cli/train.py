@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.cluster import signals
+from jaxformer.cluster.entry_point import importing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class TrainArguments(ConfigArguments):
 
 def run(arguments: Sequence[str]) -> int:
     _, config = parse_with_config(TrainArguments, "train.py", arguments)
-    with signals.importing():
+    with importing():
         from jaxformer.checkpoints.saving import NotSaved
         from jaxformer.cli.streams import lasting, require_files
         from jaxformer.cluster.processes import LOST, LostProcess

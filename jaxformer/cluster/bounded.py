@@ -1,9 +1,9 @@
-"""Code of a stranger, such as a regular expression or a chat template, in a process of its own with
-bounds of time and memory.
+"""Runs untrusted code, such as a regular expression or a chat template, in a process of its own
+with bounds on time and memory.
 
-A `BoundedProcess` starts when it is first asked, and stays for what is asked later. It is started
-anew and not forked, since JAX has threads. It ends with the process that started it: its standard
-input is closed then, and what it computes at that moment ends within `seconds`.
+A `BoundedProcess` starts with its first question and serves the later ones too. It is a new
+process and no fork, since JAX has threads. It ends with the process that started it, whose end
+closes its standard input; what it computes at that moment ends within `seconds`.
 """
 
 import atexit
@@ -25,8 +25,8 @@ try:
 except ImportError:  # on Windows, where the time is bounded, and the memory is not
     resource = None  # type: ignore[assignment]
 
-CORE_SECONDS = 10.0  # of a core, for one question
-WAITING = 6  # times as long is waited for an answer, since the machine may be busy
+CORE_SECONDS = 10.0  # CPU time for one question
+WAITING = 6  # an answer may take so many times as long by the clock, since the machine may be busy
 MEMORY = 1 << 30  # bytes of address space
 
 # Run as `python -c PROGRAM MODULE FUNCTION SECONDS MEMORY`.
@@ -39,15 +39,15 @@ serve(getattr(importlib.import_module(module), function), float(seconds), int(me
 
 
 class OutOfBounds(Exception):
-    """A question has no answer; the message goes on after "it", as "takes more than 10 s"."""
+    """A question has no answer; the message continues a sentence, as "takes more than 10 s"."""
 
 
 class BoundedProcess:
     """A process that answers questions, one after another, by `module.function(question)`.
 
-    Questions and answers are JSON. `seconds` are those of a core that one answer may take, and
-    `memory` the bytes of address space of the process. The module must not import jax, which takes
-    longer to start than most questions to answer.
+    Questions and answers are JSON. `seconds` is the CPU time that one answer may take, and `memory`
+    the address space of the process in bytes. The module must not import jax, whose start takes
+    longer than most answers.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class BoundedProcess:
         """The answer to a question. Raises OutOfBounds where there is none."""
         line = json.dumps(question).encode() + b"\n"
         with self._lock:
-            # A process that somebody else ended, or that could not be started, has a second chance.
+            # Asked twice, since another program may have ended the process, or its start failed.
             answer = self._answer(line) or self._answer(line)
         if not answer:
             raise OutOfBounds(f"ends the process that computes it (status {self._status})")
-        found = json.loads(answer)
-        if "failed" in found:
-            raise OutOfBounds(found["failed"])
-        return found["answer"]
+        reply = json.loads(answer)
+        if "failed" in reply:
+            raise OutOfBounds(reply["failed"])
+        return reply["answer"]
 
     def close(self) -> None:
         """Ends the process; the next question starts another one."""
@@ -81,12 +81,12 @@ class BoundedProcess:
             process.kill()
             self._status = process.wait()
             for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # what is left in its buffer goes nowhere
+                with contextlib.suppress(OSError):  # its buffer cannot be flushed any more
                     pipe.close()  # type: ignore[union-attr]
 
     @property
     def pid(self) -> int | None:
-        """The number of the process; None where there is none."""
+        """The id of the process; None where there is none."""
         return self._process.pid if self._process else None
 
     def _answer(self, line: bytes) -> bytes:
@@ -101,11 +101,13 @@ class BoundedProcess:
             self.close()
             exchange.exception()  # waits until the thread has seen the end of the process
             raise OutOfBounds(f"takes more than {self.seconds * WAITING:g} s") from None
-        except BaseException:  # such as KeyboardInterrupt: the answer would be that of the next
+        except BaseException:
+            # After KeyboardInterrupt, for example, the next question would get this answer.
             self.close()
             raise
         if not answer.endswith(b"\n"):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its own status, if it has ended
+            # Waited for before it is killed, so that the status is its own.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
             self.close()
             if self._status == -getattr(signal, "SIGXCPU", math.inf):
@@ -125,13 +127,15 @@ class BoundedProcess:
                 start_new_session=True,  # no signal of the terminal reaches it
             )
         except OSError as error:
-            told = error.strerror or error
-            raise OutOfBounds(f"needs a process of its own, and none can start ({told})") from None
+            raise OutOfBounds(
+                f"needs a process of its own, and none can start ({error.strerror or error})"
+            ) from None
         self._process = process
         return process
 
     def _forget(self) -> None:
-        """Leaves the process to the one that started it, in the copy of that one by os.fork."""
+        """Detaches a process made by os.fork from the bounded process, which belongs to its
+        parent."""
         process = self._process
         if process is not None:
             process.returncode = 0  # it is no child of this process
@@ -144,7 +148,8 @@ class BoundedProcess:
 
 
 def _exchange(process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
-    """Writes a line to a process and reads one; what was read where it ended, if not a line."""
+    """Writes a line to a process and returns the line that it answers, incomplete or empty where
+    the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(line)
@@ -173,9 +178,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def serve(answer_to: Callable[[Any], Any], seconds: float, memory: int) -> None:
-    """Answers questions of standard input, a line of JSON each, on standard output, until the input
-    ends: the other side of `BoundedProcess`."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the end of the input ends it
+    """The program of a `BoundedProcess`: answers the questions on standard input, a line of JSON
+    each, on standard output, until the input ends."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # only the end of the input ends it
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if resource is not None:
@@ -190,15 +195,15 @@ def serve(answer_to: Callable[[Any], Any], seconds: float, memory: int) -> None:
                 _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))
             answers.write(_reply(answer_to, line, memory) + b"\n")
             answers.flush()
-    os._exit(0)  # nothing is left to be written
+    os._exit(0)  # everything has been flushed
 
 
-def _limit(kind: int, most: int) -> None:
-    """Bounds a resource, where the system can; the CPU time may be extended later."""
+def _limit(kind: int, limit: int) -> None:
+    """Sets the soft limit of a resource, where the system can; it may be raised later."""
     _, hard = resource.getrlimit(kind)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    with contextlib.suppress(OSError, ValueError):  # macOS has no bound of the address space
-        resource.setrlimit(kind, (most, hard))
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    with contextlib.suppress(OSError, ValueError):  # macOS cannot bound the address space
+        resource.setrlimit(kind, (limit, hard))
 
 
 def _reply(answer_to: Callable[[Any], Any], line: bytes, memory: int) -> bytes:
@@ -208,7 +213,7 @@ def _reply(answer_to: Callable[[Any], Any], line: bytes, memory: int) -> bytes:
         failed = f"takes more than {memory / (1 << 30):g} GiB of memory"
     except RecursionError:
         failed = "is nested too deeply"
-    except OutOfBounds as error:  # a bound of the function itself
+    except OutOfBounds as error:  # the function has bounds of its own
         failed = str(error)
     except Exception as error:
         failed = f"fails ({type(error).__name__}: {error})"[:500]

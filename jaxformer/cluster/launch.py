@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax._src.lib import utils  # JAX has no public name for the level of its libraries
 
-from jaxformer.cluster.launchers import ProcessPlace, find_place
+from jaxformer.cluster.launchers import RunProcess, find_process
 from jaxformer.cluster.processes import LOST, LostProcess, exchange, together
 from jaxformer.cluster.signals import current
 from jaxformer.config.settings import Log
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from jaxformer.cluster.roll_call import RollCall
 
 SERVICE_SECONDS = 60  # for JAX's own service, once all have come
-# Seconds of silence after which JAX's service takes a process for lost: about the most that it can
-# take. `RollCall` watches instead, by connections, which a slow process keeps.
+# Seconds of silence after which JAX's service takes a process for lost: about the largest number
+# that it accepts. `RollCall` watches instead, by connections, which a slow process keeps.
 SILENCE = 2_000_000_000
-WARNING, ERROR = 1, 2  # levels of the lines of JAX's libraries
+WARNING, ERROR = 1, 2  # log levels of JAX's libraries
 
-_joined: "list[RollCall]" = []  # that of this process, if it has joined others
+_joined: "list[RollCall]" = []  # the roll call of this process, if it has joined others
 
 
 @contextlib.contextmanager
@@ -39,13 +39,14 @@ def joined(
     expected: tuple[type[BaseException], ...] = (),
     agreed: tuple[type[BaseException], ...] = (),
 ) -> Iterator[None]:
-    """Joins the other processes of the run, if there are any, and watches over them meanwhile.
+    """Joins the other processes of the run, if there are any, and watches over them while the block
+    runs.
 
-    `expected` are errors of this process alone: one of them comes of another process that has ended
-    only where JAX raised an error before. `agreed` are those that all processes raise together.
-    A process that has called `jax.distributed.initialize` itself stays as it is. Raises ConfigError
-    for settings that contradict each other or the environment, and LostProcess where a process does
-    not come within launch.timeout, or ends before the run does.
+    `expected` are errors with a cause in this process: another process that has ended is looked for
+    only where JAX raised an error before. `agreed` are errors that all processes raise together.
+    Where the program has called `jax.distributed.initialize` itself, nothing is joined or watched.
+    Raises ConfigError for settings that contradict each other or the environment, and LostProcess
+    where a process does not come within launch.timeout, or ends before the run does.
     """
     if jax.distributed.is_initialized():
         if not _joined and (settings.coordinator or settings.processes):
@@ -56,17 +57,17 @@ def joined(
         describe(log)
         yield
         return
-    place = find_place(settings, os.environ, log)
-    if place.count == 1:
+    process = find_process(settings, os.environ, log)
+    if process.count == 1:
         yield
         return
     from jaxformer.cluster.roll_call import RollCall  # which one process does not need
 
     try:
-        call = RollCall(place.index, place.count, place.coordinator, settings.timeout)
+        call = RollCall(process.index, process.count, process.coordinator, settings.timeout)
         _joined.append(call)
         try:
-            _initialize(place, call, settings.timeout)
+            _initialize(process, call, settings.timeout)
             describe(log)
             if request := current():
                 request.tell = call.stopped
@@ -87,8 +88,8 @@ def joined(
 
 
 def finish(work: Callable[[], None], *kinds: type[Exception]) -> None:
-    """The last `work` of a run, which every process calls, as `together` does. Of several processes
-    none heeds a signal after it, of which the others could not know any more."""
+    """Does the last `work` of a run, which every process calls, as `together` does. Several
+    processes ignore signals afterwards, since they can no longer agree on one."""
     together(work, *kinds)
     request = current()
     if request is not None and jax.process_count() > 1:
@@ -96,26 +97,27 @@ def finish(work: Callable[[], None], *kinds: type[Exception]) -> None:
 
 
 def leave(status: int) -> int:
-    """The exit status of the process, which ends here, at once, where it has joined others and
-    something failed."""
+    """Returns `status`, the exit status of the process. Where it is not 0 and the process has
+    joined others, the process ends here, since JAX would wait for them."""
     if status and _joined:
         _joined[-1].leave(status)
     return status
 
 
-def _initialize(place: ProcessPlace, call: "RollCall", timeout: float) -> None:
-    # Its handler of SIGTERM would take the place of ours.
+def _initialize(process: RunProcess, call: "RollCall", timeout: float) -> None:
+    # Its handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
-    # It counts silence by the wall clock and takes a clock that is set back for 500,000 years of
-    # it. It then ends all processes, unless it may go on without those that it takes for lost.
+    # JAX's service measures silence by the wall clock, and takes a clock that is set back for a
+    # silence of 500,000 years. It then ends all processes, unless it may go on without those that
+    # it takes for lost.
     jax.config.update("jax_enable_recoverability", True)
-    utils.absl_set_min_log_level(ERROR)  # it warns of that
+    utils.absl_set_min_log_level(ERROR)  # it warns of that setting
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.count,
-            place.index,
-            local_device_ids=place.devices,
+            process.coordinator,
+            process.count,
+            process.index,
+            local_device_ids=process.devices,
             cluster_detection_method="deactivate",
             initialization_timeout=math.ceil(max(SERVICE_SECONDS, timeout)),  # some may be slow
             heartbeat_timeout_seconds=SILENCE,
@@ -133,9 +135,10 @@ def _initialize(place: ProcessPlace, call: "RollCall", timeout: float) -> None:
 
 
 def describe(log: Log) -> None:
-    """Prints the world: each process, its host and its devices."""
+    """Prints each process of the run, with its host and its devices."""
     devices = jax.local_devices()
-    own = f"{socket.gethostname()}, {len(devices)} x {devices[0].device_kind}"
-    for index, text in enumerate(exchange(f"{own} ({devices[0].platform})")):
+    first = devices[0]
+    line = f"{socket.gethostname()}, {len(devices)} x {first.device_kind} ({first.platform})"
+    for index, text in enumerate(exchange(line)):
         if jax.process_index() == 0:
             log(f"process {index} of {jax.process_count()}: {text}")

@@ -1,12 +1,12 @@
-"""Which process of a run this one is, as the settings of `launch` say, or the environment of a
-launcher (Slurm, Kubernetes, Cloud TPU, Open MPI)."""
+"""Which process of a run this one is, by the settings of `launch` or the environment of a launcher
+(Slurm, Kubernetes, Cloud TPU, Open MPI)."""
 
 import dataclasses
 import glob
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
@@ -15,7 +15,8 @@ from jaxformer.files import ConfigError
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables in which a launcher says which process this one is."""
+    """The environment variables by which a launcher tells a process which one it is, and the
+    command that starts one process per GPU."""
 
     name: str
     index: str
@@ -46,9 +47,12 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class ProcessPlace:
-    """A process among those of a run: `coordinator` is where they meet, `devices` are the local
-    GPUs that it takes (None: all that it sees), `launcher` is what says so."""
+class RunProcess:
+    """A process among those of a run.
+
+    `coordinator` is the HOST:PORT where they meet. `devices` are the local GPUs that it takes, None
+    for all that it sees. `launcher` is the name of what started it, empty for the settings alone.
+    """
 
     index: int
     count: int
@@ -57,59 +61,74 @@ class ProcessPlace:
     launcher: str = ""
 
 
-ALONE = ProcessPlace(0, 1, "")
+ALONE = RunProcess(0, 1, "")
 
 
-def find_place(settings: LaunchConfig, environment: Mapping[str, str], log: Log) -> ProcessPlace:
-    """The place of this process, from the settings, and from the environment what they leave open.
-    Raises ConfigError where they contradict each other, or a part is missing."""
+class DetectedCluster(Protocol):
+    """What is used here of a cluster class of JAX's detection."""
+
+    def is_env_present(self) -> bool: ...
+
+    def get_process_count(self) -> int: ...
+
+    def get_process_id(self) -> int: ...
+
+    def get_coordinator_address(
+        self, timeout_secs: int | None, override_coordinator_port: str | None
+    ) -> str: ...
+
+
+def find_process(settings: LaunchConfig, environment: Mapping[str, str], log: Log) -> RunProcess:
+    """Which process this one is, by the settings and, for what they leave open, the environment.
+    Raises ConfigError where they contradict each other, or something is missing."""
     if settings.processes == 1:
         return ALONE
-    found = _of_environment(settings, environment, log)
-    if found.count > 1:
-        _require_agreement(settings, found)
+    process = _of_environment(settings, environment, log)
+    if process.count > 1:
+        _require_agreement(settings, process)
     elif settings.coordinator or settings.process >= 0 or settings.processes:
-        found = _of_settings(settings)
-    if found.count == 1:
-        return found
-    address = _coordinator(settings.coordinator, environment, found)
-    return dataclasses.replace(found, coordinator=address)
+        process = _of_settings(settings)
+    if process.count == 1:
+        return process
+    address = _coordinator(settings.coordinator, environment, process)
+    return dataclasses.replace(process, coordinator=address)
 
 
-def _of_environment(
-    settings: LaunchConfig, environment: Mapping[str, str], log: Log
-) -> ProcessPlace:
+def _of_environment(settings: LaunchConfig, environment: Mapping[str, str], log: Log) -> RunProcess:
     for launcher in LAUNCHERS:
         if launcher.index in environment and launcher.count in environment:
             return _of_launcher(launcher, environment, log)
     if settings.coordinator or settings.processes:
         return ALONE
-    found = _of_cluster(environment, settings.timeout) or ALONE
+    process = _of_cluster(environment, settings.timeout) or ALONE
     tasks = environment.get("SLURM_NTASKS", "1")
-    if found.count == 1 and "SLURM_JOB_ID" in environment and tasks not in ("", "1"):
+    if process.count == 1 and "SLURM_JOB_ID" in environment and tasks not in ("", "1"):
         log(
             f"note: this Slurm job has {tasks} tasks, and the command was not started by srun: it"
             " runs as one process on one of them. srun python train.py ... starts all."
         )
-    return found
+    return process
 
 
-def _require_agreement(settings: LaunchConfig, found: ProcessPlace) -> None:
-    for name, asked, said in (
-        ("launch.process", settings.process, found.index),
-        ("launch.processes", settings.processes or -1, found.count),
+def _require_agreement(settings: LaunchConfig, process: RunProcess) -> None:
+    for name, setting, detected in (
+        ("launch.process", settings.process, process.index),
+        ("launch.processes", settings.processes or -1, process.count),
     ):
-        if asked >= 0 and asked != said:
+        if setting >= 0 and setting != detected:
             raise ConfigError(
-                f"{name}={asked}, but {found.launcher} says {said}: leave out {name}, or start"
-                f" the command without {found.launcher}."
+                f"{name}={setting}, but {process.launcher} says {detected}: leave out {name}, or"
+                f" start the command without {process.launcher}."
             )
 
 
-def _of_settings(settings: LaunchConfig) -> ProcessPlace:
-    missing = ["launch.coordinator"] * (not settings.coordinator)
-    missing += ["launch.process"] * (settings.process < 0)
-    missing += ["launch.processes"] * (settings.processes == 0)
+def _of_settings(settings: LaunchConfig) -> RunProcess:
+    is_set = {
+        "launch.coordinator": bool(settings.coordinator),
+        "launch.process": settings.process >= 0,
+        "launch.processes": settings.processes > 0,
+    }
+    missing = [name for name, present in is_set.items() if not present]
     if missing:
         raise ConfigError(
             f"{' and '.join(missing)} must be given too, since no launcher says so:"
@@ -120,21 +139,21 @@ def _of_settings(settings: LaunchConfig) -> ProcessPlace:
             f"launch.process={settings.process} is not below launch.processes={settings.processes}:"
             " processes count from 0."
         )
-    return ProcessPlace(settings.process, settings.processes, "")
+    return RunProcess(settings.process, settings.processes, "")
 
 
-def _coordinator(setting: str, environment: Mapping[str, str], place: ProcessPlace) -> str:
-    """Where the processes meet. Raises ConfigError where it is unknown, or said twice."""
-    other = environment.get("JAX_COORDINATOR_ADDRESS", "")
-    if setting and other and setting != other:
+def _coordinator(setting: str, environment: Mapping[str, str], process: RunProcess) -> str:
+    """Where the processes meet. Raises ConfigError where it is unknown, or given twice."""
+    variable = environment.get("JAX_COORDINATOR_ADDRESS", "")
+    if setting and variable and setting != variable:
         raise ConfigError(
-            f"two coordinators: launch.coordinator={setting!r}, and JAX_COORDINATOR_ADDRESS={other}"
-            " in the environment: leave out one."
+            f"two coordinators: launch.coordinator={setting!r}, and"
+            f" JAX_COORDINATOR_ADDRESS={variable} in the environment: leave out one."
         )
-    address = setting or other or place.coordinator
+    address = setting or variable or process.coordinator
     if not address:
         raise ConfigError(
-            f"launch.coordinator is empty, and {place.launcher or 'the environment'} does not say"
+            f"launch.coordinator is empty, and {process.launcher or 'the environment'} does not say"
             " where the processes meet: give --launch.coordinator HOST:PORT, the host of process 0"
             " and a free port."
         )
@@ -147,8 +166,8 @@ def _coordinator(setting: str, environment: Mapping[str, str], place: ProcessPla
     return address
 
 
-def _of_launcher(launcher: Launcher, environment: Mapping[str, str], log: Log) -> ProcessPlace:
-    index, count, local = (
+def _of_launcher(launcher: Launcher, environment: Mapping[str, str], log: Log) -> RunProcess:
+    index, count, local_index = (
         int(environment.get(name, 0))
         for name in (launcher.index, launcher.count, launcher.local_index)
     )
@@ -160,9 +179,8 @@ def _of_launcher(launcher: Launcher, environment: Mapping[str, str], log: Log) -
                 f" machine. One process a GPU is {launcher.command.format(gpus=gpus)}."
             )
         return ALONE
-    here = _local_count(launcher, environment)
-    devices = _devices(local, here, gpus)
-    return ProcessPlace(index, count, _address(launcher, environment), devices, launcher.name)
+    devices = _devices(local_index, _local_count(launcher, environment), gpus)
+    return RunProcess(index, count, _address(launcher, environment), devices, launcher.name)
 
 
 def _local_count(launcher: Launcher, environment: Mapping[str, str]) -> int:
@@ -176,17 +194,17 @@ def _local_count(launcher: Launcher, environment: Mapping[str, str]) -> int:
     return counts[node] if node < len(counts) else 1
 
 
-def _devices(local: int, here: int, gpus: int) -> list[int] | None:
-    """The GPUs of one of `here` processes of a machine, which share them evenly."""
-    if here == 1 or gpus <= 1:
+def _devices(local_index: int, local_count: int, gpus: int) -> list[int] | None:
+    """The GPUs of one of the `local_count` processes of a machine, which share them evenly."""
+    if local_count == 1 or gpus <= 1:
         return None  # the only process, or one that the launcher gave its GPU
-    if gpus % here:
+    if gpus % local_count:
         raise ConfigError(
-            f"{here} processes on this machine cannot share its {gpus} GPUs evenly: start one a"
-            " GPU, or one a machine."
+            f"{local_count} processes on this machine cannot share its {gpus} GPUs evenly: start"
+            " one a GPU, or one a machine."
         )
-    share = gpus // here
-    return list(range(local * share, (local + 1) * share))
+    share = gpus // local_count
+    return list(range(local_index * share, (local_index + 1) * share))
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> int:
@@ -200,20 +218,24 @@ def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
     """Where JAX's own detection says that the processes meet; empty where it does not know."""
     from jax._src import clusters
 
-    cluster: Any = {"Slurm": clusters.SlurmCluster, "Open MPI": clusters.OmpiCluster}[launcher.name]
+    classes: dict[str, DetectedCluster] = {
+        "Slurm": clusters.SlurmCluster,
+        "Open MPI": clusters.OmpiCluster,
+    }
+    cluster = classes[launcher.name]
     if not cluster.is_env_present():
         return ""
-    address: str = cluster.get_coordinator_address(
+    return cluster.get_coordinator_address(
         timeout_secs=None, override_coordinator_port=environment.get("JAX_COORDINATOR_PORT")
     )
-    return address
 
 
-def _of_cluster(environment: Mapping[str, str], timeout: float) -> ProcessPlace | None:
-    """The place in an indexed job of Kubernetes or on the machines of a TPU, by JAX's detection."""
+def _of_cluster(environment: Mapping[str, str], timeout: float) -> RunProcess | None:
+    """Which process of an indexed job of Kubernetes, or of the machines of a TPU, this one is, by
+    JAX's detection; None for none."""
     from jax._src import clusters
 
-    kinds: dict[str, Any] = {
+    kinds: dict[str, DetectedCluster] = {
         "Cloud TPU (GKE)": clusters.GkeTpuCluster,
         "Cloud TPU": clusters.GceTpuCluster,
     }
@@ -230,9 +252,9 @@ def _of_cluster(environment: Mapping[str, str], timeout: float) -> ProcessPlace 
             address = cluster.get_coordinator_address(int(timeout), port)
         except Exception as error:  # of network, of permissions, of the Kubernetes package
             raise ConfigError(
-                f"{name} was found, but not the place of this process in it ({error}): give"
+                f"{name} was detected, but not which of its processes this one is ({error}): give"
                 " --launch.coordinator HOST:PORT --launch.process I --launch.processes N, or"
                 " --launch.processes 1 for a process alone."
             ) from error
-        return ProcessPlace(index, count, address, None, name)
+        return RunProcess(index, count, address, None, name)
     return None

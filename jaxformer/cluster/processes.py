@@ -1,10 +1,11 @@
-"""What the processes of a run agree on, by the key-value store of JAX's coordination service. A
-single process agrees with itself and asks nobody."""
+"""What the processes of a run agree on, through the key-value store of JAX's coordination service.
+A single process agrees with itself and asks nobody."""
 
 import itertools
 import json
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import jax
 
@@ -12,9 +13,15 @@ from jaxformer.files import ConfigError, first_of
 
 AgreedT = TypeVar("AgreedT")
 
-_ROUNDS = itertools.count()  # Every process counts the same rounds.
 LOST = 3  # the exit status of a process that has lost another
-POLL_MS = 1000  # between two looks at signals, while an answer is waited for
+# Milliseconds that one request for a key waits. Between two requests Python handles signals.
+POLL_MS = 1000
+DEPARTURE_SECONDS = 10.0  # how long a key is waited for, after another process has left the run
+
+_ROUNDS = itertools.count()  # Every process counts the same rounds.
+# When other processes left the run, in seconds of `time.monotonic`, by their names. The roll call
+# keeps it while it watches over the run.
+departures: dict[str, float] = {}
 
 
 class LostProcess(RuntimeError):
@@ -22,25 +29,35 @@ class LostProcess(RuntimeError):
     on; the same command, started in all processes, continues the run."""
 
 
+class KeyValueStore(Protocol):
+    """What is used here of JAX's client of the coordination service."""
+
+    def key_value_set(self, key: str, value: str) -> None: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
 def exchange(text: str) -> list[str]:
     """The texts of all processes, by their index. Every process of the run has to call it."""
     if jax.process_count() == 1:
         return [text]
-    place = f"jaxformer/exchange/{next_round()}"
-    client().key_value_set(f"{place}/{jax.process_index()}", text)
+    prefix = f"jaxformer/exchange/{next_round()}"
+    client().key_value_set(f"{prefix}/{jax.process_index()}", text)
     if jax.process_index() == 0:
-        texts = [read_key(f"{place}/{index}") for index in range(jax.process_count())]
-        client().key_value_set(f"{place}/all", json.dumps(texts))
-    found: list[str] = json.loads(read_key(f"{place}/all"))
-    return found
+        gathered = [read_key(f"{prefix}/{index}") for index in range(jax.process_count())]
+        client().key_value_set(f"{prefix}/all", json.dumps(gathered))
+    texts: list[str] = json.loads(read_key(f"{prefix}/all"))
+    return texts
 
 
 def together(work: Callable[[], AgreedT], *kinds: type[Exception]) -> AgreedT:
-    """`work()`, which every process calls. Where it raises in one, it raises in all, so that none
-    waits for another in vain.
+    """`work()`, which every process calls. If it raises in one process, it raises in all, so that
+    none waits for another in vain.
 
-    In the processes that did not fail themselves it raises what the first of the others did, if
-    that is a ConfigError or one of `kinds`, else LostProcess.
+    The processes in which it succeeds raise the error of the first one that failed, if that is a
+    ConfigError or one of `kinds`, else LostProcess.
     """
     if jax.process_count() == 1:
         return work()
@@ -49,17 +66,17 @@ def together(work: Callable[[], AgreedT], *kinds: type[Exception]) -> AgreedT:
         result = work()
     except Exception as raised:
         error = raised
-    told = exchange(json.dumps([type(error).__name__, str(error)] if error else []))
+    outcomes = exchange(json.dumps([type(error).__name__, str(error)] if error else []))
     if error is not None:
         raise error
-    for index, entry in enumerate(map(json.loads, told)):
-        if entry:
-            name, text = entry
-            known: tuple[type[Exception], ...] = (ConfigError, *kinds)
-            same = [kind for kind in known if kind.__name__ == name]
-            if same:
-                raise same[0](f"process {index}: {text}")
-            raise LostProcess(f"process {index} failed: {name}: {text}")
+    shared_kinds = {kind.__name__: kind for kind in (*kinds, ConfigError)}
+    for index, outcome in enumerate(map(json.loads, outcomes)):
+        if not outcome:
+            continue
+        name, text = outcome
+        if name in shared_kinds:
+            raise shared_kinds[name](f"process {index}: {text}")
+        raise LostProcess(f"process {index} failed: {name}: {text}")
     return result
 
 
@@ -69,16 +86,15 @@ def require_same(values: dict[str, str]) -> None:
         return
     first, *others = (json.loads(text) for text in exchange(json.dumps(values)))
     lines = [
-        f"{name}: {first.get(name)} in process 0, {found.get(name)} in process {index}"
-        for index, found in enumerate(others, start=1)
-        for name in first | found
-        if first.get(name) != found.get(name)
+        f"{name}: {first.get(name)} in process 0, {other.get(name)} in process {index}"
+        for index, other in enumerate(others, start=1)
+        for name in first | other
+        if first.get(name) != other.get(name)
     ]
     if lines:
         raise ConfigError(
-            "the processes of this run do not agree:\n  "
-            + first_of(lines)
-            + "\nStart the same command on the same data in all of them."
+            f"the processes of this run do not agree:\n  {first_of(lines)}\nStart the same command"
+            " on the same data in all of them."
         )
 
 
@@ -88,18 +104,26 @@ def next_round() -> int:
 
 
 def read_key(key: str) -> str:
-    """The value of a key, once a process has set it."""
+    """The value of a key, once a process has set it.
+
+    A process that takes long is waited for without a bound; where one dies or fails, the roll call
+    ends this process. Raises LostProcess where the coordinator does not answer, and where another
+    process has left the run and the key is not set for DEPARTURE_SECONDS after that.
+    """
+    began = time.monotonic()
     while True:
         try:
-            found: str = client().blocking_key_value_get(key, POLL_MS)
-            return found
+            return client().blocking_key_value_get(key, POLL_MS)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise LostProcess(f"the coordinator of the run does not answer: {error}") from error
+        for name, departed in [*departures.items()]:
+            if time.monotonic() - max(began, departed) > DEPARTURE_SECONDS:
+                raise LostProcess(f"{name} has left the run, and this process waits for {key}.")
 
 
-def client() -> Any:
+def client() -> KeyValueStore:
     """The key-value store of this process's connection to the coordinator."""
     from jax._src import distributed  # JAX has no public name for it; Orbax takes it there too
 
-    return distributed.global_state.client
+    return cast(KeyValueStore, distributed.global_state.client)

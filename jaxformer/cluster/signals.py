@@ -1,7 +1,8 @@
 """Signals that ask a program to stop: noted where a state has to be saved first, obeyed at once
 elsewhere.
 
-Imports nothing but the standard library, so that a command watches signals before it imports JAX.
+This file imports only the standard library, so that a command watches signals before it imports
+JAX.
 """
 
 import contextlib
@@ -35,17 +36,18 @@ class Stopped(KeyboardInterrupt):
 class StopRequest:
     """Whether a signal has asked the program to stop, and what is done about it.
 
-    `signal` is the number of the first one, None before. `while_doing` is said where a signal ends
-    the program at once: what it was doing, and what the same command then does. While `imports`, a
-    signal ends it without an exception, which the libraries that are imported might catch. `agree`
-    is set where several processes have to stop together, and `tell` where the others are told of a
-    signal that ends this one. A `finished` program ignores signals.
+    `signal` is the number of the first one, None before. `while_doing` is printed where a signal
+    ends the program at once: what it was doing, and what the same command does when it is started
+    again. While `imports` is set, a signal ends the program without an exception, which the
+    libraries that are imported might catch. `agree` is set where several processes have to stop
+    together, and `tell` informs the others of a signal that ends this one. A `finished` program
+    ignores signals.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.while_doing = ""
-        self._held, self.imports, self.finished = 0, False, False
+        self._holds, self.imports, self.finished = 0, False, False
         self.agree: StopAgreement | None = None
         self.tell: Callable[[int], None] = lambda number: None
 
@@ -66,24 +68,24 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """Of the signal: SIGTERM and so on."""
+        """The name of the signal, such as SIGTERM; empty before there is one."""
         return "" if self.signal is None else name_of(self.signal)
 
     @property
     def held(self) -> bool:
         """Whether a signal is only noted now."""
-        return self._held > 0
+        return self._holds > 0
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Within this block signals are noted, and the block asks `asked`. One that it did not act
-        on raises Stopped at its end."""
-        self._held += 1
+        """Within this block signals are only noted, and the block polls `asked`. A signal on which
+        it did not act raises Stopped at its end."""
+        self._holds += 1
         try:
             yield
         finally:
-            self._held -= 1
-        if not self._held:
+            self._holds -= 1
+        if not self._holds:
             self.obey()
 
     def obey(self) -> None:
@@ -92,8 +94,8 @@ class StopRequest:
             raise Stopped(self.signal)
 
     def note(self, number: int) -> None:
-        """The handler of the signals, in the main thread. Only the first one counts here; a second
-        one ends a program by its watch."""
+        """Handles a signal in the main thread. Only the first one counts here; the watch ends a
+        program at the second one."""
         if self.signal is not None or self.finished:
             return
         self.signal = number
@@ -116,13 +118,13 @@ class StopRequest:
         threading.Thread(target=send, daemon=True).start()
 
     def ending(self) -> str:
-        """What is said where a signal ends a program at once."""
-        return " ".join(filter(None, [f"interrupted: stopped by {self.name}", self.while_doing]))
+        """The message where a signal ends a program at once."""
+        return f"interrupted: stopped by {self.name} {self.while_doing}".rstrip()
 
 
 def end(number: int, message: str) -> None:
-    """Ends the process by a signal's exit status without another line of Python, since a compiler
-    does not let go."""
+    """Ends the process with the exit status of a signal, without unwinding: a compiler would hold
+    that up."""
     with contextlib.suppress(OSError):
         os.write(2, f"{message}\n".encode())
     os._exit(128 + number)
@@ -138,36 +140,36 @@ def current() -> StopRequest | None:
 
 @contextlib.contextmanager
 def watched(ends: bool = False) -> Iterator[StopRequest]:
-    """Watches signals while the block runs, unless it is watched already or this is no main thread;
-    both give the request that is there or an inert one.
+    """Watches signals while the block runs, and gives its request. Where signals are watched
+    already, that request is given, and outside the main thread one that no signal reaches.
 
-    Signals that the process ignores, as `nohup` has it ignore SIGHUP, stay ignored. `ends`: the
-    block is the whole program, which a thread ends where the main thread is held up by a compiler
-    or another library: PATIENCE seconds after a signal if nothing has to be saved, and at a second
-    signal always. Else a second signal goes to the handler from before.
+    Signals that the process ignores, as it does SIGHUP under `nohup`, stay ignored. `ends` says
+    that the block is the entire program. A thread then ends it where a compiler or another library
+    holds up the main thread: PATIENCE seconds after a signal if nothing has to be saved, and at a
+    second signal always. Without `ends`, a second signal goes to the previous handler.
     """
     global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or StopRequest()
         return
     request, first = StopRequest(), 0.0
-    before: dict[int, Any] = {}
+    previous: dict[int, Any] = {}
     for stopping in STOPPING:
         handler = signal.getsignal(stopping)
-        # None is a handler that is no Python function, and could not be put back.
+        # None is a handler that is no Python function, and could not be restored.
         if handler not in (signal.SIG_IGN, None):
-            before[stopping] = handler
+            previous[stopping] = handler
 
     def handle(number: int, _: object) -> None:
         nonlocal first
         first = first or time.monotonic()
-        if not ends and time.monotonic() - first > BURST:  # a second one: to whom it was before
-            signal.signal(number, before[number])
+        if not ends and time.monotonic() - first > BURST:
+            signal.signal(number, previous[number])
             signal.raise_signal(number)
         request.note(number)
 
-    watch = _Watch(request, [*before]) if ends else None
-    for number in before:
+    watch = _Watch(request, [*previous]) if ends else None
+    for number in previous:
         signal.signal(number, handle)
     _current = request
     try:
@@ -175,7 +177,7 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
             yield request
     finally:
         _current = None
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, signal.SIG_IGN if ends and request.finished else handler)
         if watch is not None:
             watch.close()
@@ -188,11 +190,11 @@ def _resending(request: StopRequest) -> Iterator[None]:
     """
     report = sys.unraisablehook
 
-    def resend(found: Any) -> None:
-        if isinstance(found.exc_value, Stopped):
-            request.send_again(found.exc_value.signal)
+    def resend(unraisable: "sys.UnraisableHookArgs") -> None:
+        if isinstance(unraisable.exc_value, Stopped):
+            request.send_again(unraisable.exc_value.signal)
         else:
-            report(found)
+            report(unraisable)
 
     sys.unraisablehook = resend
     try:
@@ -202,31 +204,20 @@ def _resending(request: StopRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """In this block libraries are imported, and nothing else is done that had to be undone."""
-    request = _current or StopRequest()
-    request.imports = True
-    try:
-        yield
-    finally:
-        request.imports = False
-
-
-@contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Says, where a signal ends this block, what it ended."""
+    """Names what the block does, for the message where a signal ends it."""
     if _current is None:
         yield
         return
-    before, _current.while_doing = _current.while_doing, what
+    previous, _current.while_doing = _current.while_doing, what
     try:
         yield
     except Stopped:
-        raise  # with the words of the innermost block
+        raise  # the message names the innermost block
     except BaseException:
-        _current.while_doing = before
+        _current.while_doing = previous
         raise
-    _current.while_doing = before
+    _current.while_doing = previous
 
 
 class _Watch:
@@ -234,13 +225,13 @@ class _Watch:
 
     def __init__(self, request: StopRequest, heeded: list[int]) -> None:
         self._request, self._heeded = request, heeded
-        self._read, write = os.pipe()
-        os.set_blocking(write, False)
-        self._write, self._before = write, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def close(self) -> None:
-        signal.set_wakeup_fd(self._before)
+        signal.set_wakeup_fd(self._previous)
         os.close(self._write)  # which ends the thread
 
     def _run(self) -> None:
@@ -269,18 +260,5 @@ class _Watch:
 
 
 def name_of(number: int) -> str:
-    """SIGTERM and so on."""
+    """The name of a signal, such as SIGTERM."""
     return signal.Signals(number).name
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """The exit status of a program that signals may end: 128 + the signal's number, 143 for
-    SIGTERM and 130 for SIGINT."""
-    with watched(ends=True) as request:
-        try:
-            return run()
-        except KeyboardInterrupt as stop:
-            request.signal = getattr(stop, "signal", signal.SIGINT)
-            with contextlib.suppress(OSError):  # a terminal that was closed
-                print(request.ending(), file=sys.stderr)
-            return 128 + int(request.signal)

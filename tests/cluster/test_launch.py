@@ -5,8 +5,10 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +19,9 @@ from jax.errors import JaxRuntimeError
 from several import free_port
 
 from jaxformer.checkpoints.saving import NotSaved
-from jaxformer.cluster.launchers import find_place
+from jaxformer.cluster.launchers import RunProcess, find_process
 from jaxformer.cluster.processes import LostProcess
-from jaxformer.cluster.roll_call import RollCall
+from jaxformer.cluster.roll_call import Channel, RollCall
 from jaxformer.config.config_file import differences
 from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.train import LaunchConfig
@@ -47,54 +49,54 @@ ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
 
-def triple(found: Any) -> tuple[int, int, str]:
-    return found.index, found.count, found.coordinator
+def triple(process: RunProcess) -> tuple[int, int, str]:
+    return process.index, process.count, process.coordinator
 
 
-def place(environment: dict[str, str], **settings: Any) -> tuple[Any, list[str]]:
-    """The place, and what was said."""
-    said: list[str] = []
+def detect(environment: dict[str, str], **settings: Any) -> tuple[RunProcess, list[str]]:
+    """The process, and the lines that were logged."""
+    logged: list[str] = []
     environment = {"CUDA_VISIBLE_DEVICES": ""} | environment
     with mock.patch.dict(os.environ, environment, clear=True):  # which JAX's detection reads
-        return find_place(LaunchConfig(**settings), os.environ, said.append), said
+        return find_process(LaunchConfig(**settings), os.environ, logged.append), logged
 
 
 def test_one_process_is_the_default_and_joins_nobody() -> None:
     for environment in ({}, SLURM | ONE_TASK, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}):
-        found, said = place(environment)
-        assert found.count == 1 and not said
-    assert place(SLURM, processes=1)[0].count == 1  # each task of a sweep
+        process, logged = detect(environment)
+        assert process.count == 1 and not logged
+    assert detect(SLURM, processes=1)[0].count == 1  # each task of a sweep
 
 
 def test_settings_and_launchers_give_the_place() -> None:
-    found, _ = place({}, coordinator="node1:12345", process=1, processes=4)
-    assert triple(found) == (1, 4, "node1:12345") and found.devices is None
-    found, _ = place(SLURM)
-    assert triple(found) == (5, 8, f"node07:{4100 % 2**12 + 61440}")
-    assert place(SLURM | {"JAX_COORDINATOR_PORT": "77"})[0].coordinator == "node07:77"
-    assert triple(place(SLURM, coordinator="node9:99")[0]) == (5, 8, "node9:99")
-    found, _ = place(MPI | ORTE)
-    assert triple(found)[:2] == (1, 2) and found.coordinator.startswith("10.96.0.1:")
-    assert triple(place(MPI, coordinator="a:1")[0]) == (1, 2, "a:1")  # Open MPI 5
+    process, _ = detect({}, coordinator="node1:12345", process=1, processes=4)
+    assert triple(process) == (1, 4, "node1:12345") and process.devices is None
+    process, _ = detect(SLURM)
+    assert triple(process) == (5, 8, f"node07:{4100 % 2**12 + 61440}")
+    assert detect(SLURM | {"JAX_COORDINATOR_PORT": "77"})[0].coordinator == "node07:77"
+    assert triple(detect(SLURM, coordinator="node9:99")[0]) == (5, 8, "node9:99")
+    process, _ = detect(MPI | ORTE)
+    assert triple(process)[:2] == (1, 2) and process.coordinator.startswith("10.96.0.1:")
+    assert triple(detect(MPI, coordinator="a:1")[0]) == (1, 2, "a:1")  # Open MPI 5
 
 
 def test_the_processes_of_a_machine_share_its_gpus() -> None:
-    assert place(SLURM | GPUS)[0].devices == [1]
+    assert detect(SLURM | GPUS)[0].devices == [1]
     two = {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
-    assert place(SLURM | GPUS | two)[0].devices == [2, 3]
-    assert place(SLURM | GPUS | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"})[0].devices is None
-    assert place(SLURM | {"CUDA_VISIBLE_DEVICES": "3"})[0].devices is None
+    assert detect(SLURM | GPUS | two)[0].devices == [2, 3]
+    assert detect(SLURM | GPUS | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"})[0].devices is None
+    assert detect(SLURM | {"CUDA_VISIBLE_DEVICES": "3"})[0].devices is None
     with pytest.raises(ConfigError, match="3 processes on this machine cannot share its 4 GPUs"):
-        place(SLURM | GPUS | {"SLURM_STEP_TASKS_PER_NODE": "5,3"})
+        detect(SLURM | GPUS | {"SLURM_STEP_TASKS_PER_NODE": "5,3"})
 
 
 def test_what_a_launcher_may_not_have_meant_is_said() -> None:
-    found, said = place(SLURM | ONE_TASK | GPUS)
-    assert found.count == 1
-    assert said[0].startswith("note: Slurm started one process, which takes all 4 GPUs")
-    assert "srun --ntasks-per-node=4" in said[0]
-    found, said = place({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
-    assert found.count == 1 and "was not started by srun" in said[0]
+    process, logged = detect(SLURM | ONE_TASK | GPUS)
+    assert process.count == 1
+    assert logged[0].startswith("note: Slurm started one process, which takes all 4 GPUs")
+    assert "srun --ntasks-per-node=4" in logged[0]
+    process, logged = detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    assert process.count == 1 and "was not started by srun" in logged[0]
 
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
@@ -127,7 +129,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
 def test_what_contradicts_itself_is_one_message(case: str) -> None:
     environment, settings, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        place(environment, **settings)
+        detect(environment, **settings)
 
 
 def test_a_launch_is_no_fact_of_a_run() -> None:
@@ -173,6 +175,123 @@ def test_a_process_does_not_wait_for_a_first_one_that_has_ended() -> None:
         thread.join()
 
 
+def join_in_thread(index: int, count: int, coordinator: str) -> "Future[RollCall]":
+    """A roll call that another thread answers."""
+    joined: Future[RollCall] = Future()
+
+    def join() -> None:
+        try:
+            joined.set_result(RollCall(index, count, coordinator, 30))
+        except BaseException as error:
+            joined.set_exception(error)
+
+    threading.Thread(target=join, daemon=True).start()
+    return joined
+
+
+def connect(coordinator: str) -> socket.socket:
+    """A connection to process 0, once it listens."""
+    host, _, port = coordinator.rpartition(":")
+    while True:
+        try:
+            return socket.create_connection((host, int(port)))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+
+
+def close_all(*calls: RollCall) -> None:
+    for call in calls:
+        call.close()
+
+
+def test_a_silent_connection_holds_up_no_process() -> None:
+    coordinator = f"localhost:{free_port()}"
+    first = join_in_thread(0, 3, coordinator)
+    with connect(coordinator), connect(coordinator):  # such as those of a port scanner
+        began = time.monotonic()
+        others = [join_in_thread(index, 3, coordinator) for index in (1, 2)]
+        calls = [joined.result(30) for joined in (first, *others)]
+        assert time.monotonic() - began < 4
+    assert all(call.hosts == [socket.gethostname()] * 3 for call in calls)
+    close_all(*calls)
+
+
+@pytest.mark.slow
+def test_a_process_whose_first_message_is_late_is_admitted() -> None:
+    """Under heavy load it may take long from its connection to its first message."""
+    coordinator = f"localhost:{free_port()}"
+    first = join_in_thread(0, 3, coordinator)
+    with connect(coordinator) as connection:
+        second = join_in_thread(2, 3, coordinator)
+        time.sleep(7)
+        assert not first.done() and not second.done()
+        channel = Channel(connection)
+        channel.send(index=1, count=3, host="slow")
+        assert channel.read() == {"came": 1}
+        assert channel.read()["hosts"][1] == "slow"
+        close_all(first.result(5), second.result(5))
+        channel.send(bye=True)
+
+
+def test_a_process_whose_connection_is_closed_connects_again() -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        joined = join_in_thread(1, 2, f"localhost:{server.getsockname()[1]}")
+        server.accept()[0].close()
+        channel = Channel(server.accept()[0])
+        assert channel.read()["index"] == 1
+        channel.send(came=1)
+        channel.send(hosts=["a", "b"])
+        call = joined.result(5)
+        assert call.hosts == ["a", "b"]
+        call.close()
+        channel.send(bye=True)
+
+
+WAITS_FOR_AN_ANSWER = """
+import os, sys
+from jaxformer.cluster.launch import joined, leave
+from jaxformer.cluster.processes import LostProcess, exchange
+from jaxformer.config.train import LaunchConfig
+
+index, coordinator, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+launch = LaunchConfig(coordinator=coordinator, process=index, processes=3, timeout=60)
+try:
+    with joined(launch, print):
+        if index == 1 and ending == "dies":
+            os._exit(1)
+        if index != 1:
+            exchange("")
+except LostProcess as error:
+    print(f"lost process: {error}", file=sys.stderr)
+    leave(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("ending, told", [("dies", "has died"), ("leaves", "has left the run")])
+def test_a_process_that_waits_for_an_answer_ends_with_another(ending: str, told: str) -> None:
+    """Whether the other one dies, or leaves the run without an answer."""
+    coordinator = f"localhost:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS_FOR_AN_ANSWER, str(index), coordinator, ending],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(3)
+    ]
+    try:
+        errors = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for index in (0, 2):
+        assert processes[index].returncode == 3, errors[index]
+        assert "lost process: process" in errors[index], errors[index]
+    assert f"process 1 ({socket.gethostname()}) {told}" in errors[0], errors[0]
+
+
 def test_a_save_that_fails_with_a_lost_process_is_told_as_the_lost_process() -> None:
     coordinator = f"localhost:{free_port()}"
     others: list[RollCall] = []
@@ -181,10 +300,10 @@ def test_a_save_that_fails_with_a_lost_process_is_told_as_the_lost_process() -> 
     call = RollCall(0, 2, coordinator, 20)
     thread.join()
     for joined in (call, *others):
-        joined._ended.set()  # the watches do not end the tests
+        joined._closed.set()  # the watches do not end the tests
     call.verdict(NotSaved("no space left"), (ConfigError, LostProcess))
-    assert others[0]._known.wait(5) and "no space left" in others[0].lost
-    others[0]._lines[0].connection.shutdown(socket.SHUT_RDWR)
+    assert others[0]._another_ended.wait(5) and "no space left" in others[0].lost
+    others[0]._channels[0].connection.shutdown(socket.SHUT_RDWR)
     try:
         raise NotSaved("could not be saved") from JaxRuntimeError("Gloo all-reduce failed")
     except NotSaved as error:

@@ -239,7 +239,9 @@ def test_a_signal_in_convert(
 @fault("that comes again after a second", "The process ends at once, as by SIGKILL.")
 def test_a_second_signal_ends_at_once() -> None:
     code = (
-        "import time; from jaxformer.cluster.signals import current, guarded\n"
+        "import time\n"
+        "from jaxformer.cluster.entry_point import guarded\n"
+        "from jaxformer.cluster.signals import current\n"
         "def run():\n"
         "    with current().hold():\n"
         "        print('held', flush=True); time.sleep(2); print('here', flush=True)\n"
@@ -267,7 +269,7 @@ def test_a_second_signal_ends_at_once() -> None:
 def test_a_signal_whose_exception_python_drops(place: str) -> None:
     code = (
         "import gc, os, signal, sys, time\n"
-        "from jaxformer.cluster.signals import guarded\n"
+        "from jaxformer.cluster.entry_point import guarded\n"
         "def signalled(*_):\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)\n"
         "class Dying:\n"
