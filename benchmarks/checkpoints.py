@@ -25,7 +25,7 @@ from workloads import SMOKE_FIELDS  # noqa: E402
 
 import jaxformer as jf  # noqa: E402
 from jaxformer.checkpoints import reading as checkpoint_reading  # noqa: E402
-from jaxformer.checkpoints.versions import versions  # noqa: E402
+from jaxformer.checkpoints.reading import versions  # noqa: E402
 from jaxformer.config.config_file import with_vocabulary  # noqa: E402
 
 DIGESTS = checkpoint_reading.digests

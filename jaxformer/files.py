@@ -1,5 +1,4 @@
-"""The error of an invalid input, files that appear whole or not at all, and JSON files that hold an
-object."""
+"""The error for invalid input, atomic writes of files, and JSON files that hold an object."""
 
 import contextlib
 import errno
@@ -23,26 +22,26 @@ class ConfigError(ValueError):
 def replacing(
     path: Path, advice: str = "make room, or choose another path", follow: bool = True
 ) -> Iterator[BinaryIO]:
-    """Opens a binary file that takes the name `path` when the block ends without an error.
+    """Opens a binary file that gets the name `path` when the block ends without an error.
 
     The content is on the disk before the name changes, and until then an earlier file stays. After
-    an error nothing is left of the new one. A link stays, and what it leads to is replaced; without
-    `follow`, as in a run directory, the link itself is replaced, which is warned of. Raises
-    ConfigError, with `advice`, where the file or its directory cannot be written, and where the
-    path is something else than a file, such as a device.
+    an error the new file is removed. Where the path is a symbolic link, the file that it leads to
+    is replaced; without `follow`, as in a run directory, the link itself is replaced, with a
+    warning. Raises ConfigError, with `advice`, where the file or its directory cannot be written,
+    and where the path is something else than a file, such as a device.
     """
     draft = None
     try:
         replaced_link = not follow and path.is_symlink()
-        place = path if replaced_link else place_of(path, advice)
-        draft = place.with_name(f"{place.name}.{uuid.uuid4().hex}.tmp")
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target = path if replaced_link else resolved_file(path, advice)
+        draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, place)
-        sync(place.parent)
+        os.replace(draft, target)
+        sync(target.parent)
         if replaced_link:
             warnings.warn(
                 f"{path} was a link. It is a file now, and what it led to was not changed: nothing"
@@ -59,36 +58,36 @@ def replacing(
                 draft.unlink(missing_ok=True)
 
 
-def place_of(path: Path, advice: str) -> Path:
-    """The file that is written for a path: what it leads to, where it is a link. Raises
-    ConfigError, with `advice`, for something else than a file."""
-    place = Path(os.path.realpath(path)) if path.is_symlink() else path
-    if place.is_symlink() or (place.exists() and not place.is_file()):
-        raise ConfigError(f"{path} is {_kind_of(place)} and not a file: {advice}.")
-    return place
+def resolved_file(path: Path, advice: str) -> Path:
+    """The file that is written for a path, with symbolic links resolved. Raises ConfigError, with
+    `advice`, for something else than a file."""
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        raise ConfigError(f"{path} is {_kind_of(target)} and not a file: {advice}.")
+    return target
 
 
 def sync(*paths: Path) -> None:
-    """Puts files, and the names in directories, on the disk, where their file system can."""
+    """Flushes files, and the names in directories, to the disk, where their file system can."""
     for path in paths:
-        held = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(held)
+            os.fsync(descriptor)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
                 raise
         finally:
-            os.close(held)
+            os.close(descriptor)
 
 
-def _kind_of(place: Path) -> str:
-    if place.is_symlink():
+def _kind_of(path: Path) -> str:
+    if path.is_symlink():
         return "a link that leads to itself"
-    return "a directory" if place.is_dir() else "a device, a pipe or a socket"
+    return "a directory" if path.is_dir() else "a device, a pipe or a socket"
 
 
 def append_to(path: Path) -> FileIO:
-    """Opens a file without a buffer, to write at its end. A link is not followed, but an error."""
+    """Opens a file without a buffer, to write at its end. Raises OSError for a symbolic link."""
     return open(path, "ab", buffering=0, opener=_without_links)
 
 
@@ -134,18 +133,18 @@ def read_text(path: Path, advice: str = "restore it, or remove it") -> str:
 def parse_object(text: str | bytes, where: str, advice: str) -> dict[str, Any]:
     """The object that a JSON text holds; `where` names the text in the message of ConfigError."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
         raw = text.encode() if isinstance(text, str) else text
-        if b"\\ud" in raw.lower():  # half of a surrogate pair is no text
-            json.dumps(found, ensure_ascii=False).encode()
+        if b"\\ud" in raw.lower():  # raises for a lone surrogate, which is no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON ({error}): {advice}.") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds no JSON object, but {type(found).__name__}: {advice}.")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} holds no JSON object, but {type(value).__name__}: {advice}.")
+    return value
 
 
-def first_of(problems: Sequence[str], most: int = 20, between: str = "\n  ") -> str:
-    """The first problems for a message, and how many more there are."""
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return between.join([*problems[:most], *more])
+def first_of(problems: Sequence[str], limit: int = 20, between: str = "\n  ") -> str:
+    """The first `limit` problems for a message, and how many more there are."""
+    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
+    return between.join([*problems[:limit], *more])

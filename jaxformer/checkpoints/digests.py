@@ -1,14 +1,14 @@
 """Digests of arrays and of files.
 
-That of an array has 64 bits, whatever devices hold it and however it is split. It is a pair of
-sums, modulo 2^32, over the words of the array. Each word is mixed with its flat index by a function
-that is a bijection of the word for every index (xor, multiplication by odd numbers and shifted xor,
-as in the finalizer of MurmurHash3). The change of a single word therefore always changes both sums;
-other damage goes unseen with a probability of about 2^-64. The order of the sum does not matter, so
-that a mesh of any shape gives the same digest.
+The digest of an array has 64 bits. It is a pair of sums, modulo 2^32, over the words of the array.
+Each word is mixed with its flat index by a function that is a bijection of the word for every index
+(xor, multiplication by odd numbers and shifted xor, as in the finalizer of MurmurHash3). The change
+of a single word therefore always changes both sums; other damage goes unnoticed with a probability
+of about 2^-64. The order of the sum does not matter, so that every sharding on every mesh gives the
+same digest.
 
-That of a file is its size and the CRC-32 of its bytes, which differs wherever all changed bits lie
-within 32 bits, and else with a probability of 1 - 2^-32.
+The digest of a file is its size and the CRC-32 of its bytes. The CRC-32 always differs where all
+changed bits lie within 32 bits, and else with a probability of 1 - 2^-32.
 """
 
 import hashlib
@@ -24,30 +24,30 @@ import jax.numpy as jnp
 import numpy as np
 
 WORD = np.uint32
-FILES = "files.json"  # in a checkpoint: the digests of the files of these folders in it
+FILES = "files.json"  # of a checkpoint: the digests of the files in FOLDERS
 FOLDERS = ("state", "manifest")
-READ_AT_ONCE = 2**20  # bytes
-READERS = 4  # files that are read at once
+READ_AT_ONCE = 2**20  # bytes of a file
+READERS = 4  # files that are read in parallel
 
 FileDigest: TypeAlias = list[int]  # size and CRC-32
 
 
 class Altered(ValueError):
-    """What was read is not what was saved."""
+    """The data that was read is not the data that was saved."""
 
 
 def digests(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The digest of each array as uint32 [2], computed where the array is. Returns before the
-    devices are done."""
+    """The digest of each array as uint32 [2], computed on the devices of the array. Returns before
+    they are done."""
     groups: dict[Any, dict[str, Any]] = {}
     for path, leaf in leaves.items():
-        place = getattr(leaf, "sharding", None)
-        devices = None if place is None else frozenset(place.device_set)
-        groups.setdefault(devices, {})[path] = leaf if place else as_words(np.asarray(leaf))
-    found: dict[str, jax.Array] = {}
+        sharding = getattr(leaf, "sharding", None)
+        devices = None if sharding is None else frozenset(sharding.device_set)
+        groups.setdefault(devices, {})[path] = leaf if sharding else as_words(np.asarray(leaf))
+    sums: dict[str, jax.Array] = {}
     for group in groups.values():
-        found |= _of_table(group)
-    return {path: found[path] for path in leaves}
+        sums |= _of_table(group)
+    return {path: sums[path] for path in leaves}
 
 
 def as_text(digest: Any) -> str:
@@ -70,7 +70,7 @@ def digest_on_host(array: np.ndarray[Any, Any]) -> str:
     for begin in range(0, words.size, 1 << 16):
         piece = words[begin : begin + (1 << 16)]
         index = np.arange(begin, begin + piece.size, dtype=np.uint64).astype(WORD)
-        sums += np.array([part.sum(dtype=WORD) for part in _mixed(piece, index)])
+        sums += np.array([mixed.sum(dtype=WORD) for mixed in _mixed(piece, index)])
     return as_text(sums)
 
 
@@ -84,7 +84,7 @@ def file_digest(path: Path) -> FileDigest:
 
 
 def write_file_digests(checkpoint: Path) -> None:
-    """Writes the digests of all files of a checkpoint that a read needs to its FILES."""
+    """Writes the digests of all files in the FOLDERS of a checkpoint to its FILES."""
     paths = [
         path for folder in FOLDERS for path in (checkpoint / folder).rglob("*") if path.is_file()
     ]
@@ -98,9 +98,9 @@ def write_file_digests(checkpoint: Path) -> None:
 
 def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str] | None:
     """The files of a checkpoint whose bytes are not those that were saved, as paths relative to it;
-    None where it has no digests of them. Of `count` processes each compares its own share.
+    None where it has no digests of them. Each of `count` processes compares its own share.
 
-    Raises Altered where the digests themselves were altered, and OSError where a file is there and
+    Raises Altered where the digests themselves were altered, and OSError where a file exists and
     cannot be read, which says nothing about its bytes.
     """
     try:
@@ -140,7 +140,7 @@ def _checksum(table: Mapping[str, FileDigest]) -> str:
 
 
 def as_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bits of a NumPy array: a word for each element, and two for one of 64 bits."""
+    """The bits of a NumPy array: one word for each element, two for an element of 64 bits."""
     array = np.ascontiguousarray(array)
     if array.dtype == bool or array.dtype.itemsize not in (1, 2, 4, 8):
         return array.astype(WORD)
@@ -162,7 +162,8 @@ def _digest(leaf: Any) -> jax.Array:
     for axis in reversed(range(words.ndim)):
         position = jax.lax.broadcasted_iota(WORD, words.shape, axis)
         index, stride = index + position * WORD(stride % 2**32), stride * words.shape[axis]
-    zero = WORD(0)  # one reduction for both sums, which XLA would compile as two programs
+    zero = WORD(0)
+    # One reduction for both sums, which XLA would compile as two programs.
     sums = jax.lax.reduce(
         _mixed(words, index),
         (zero, zero),
@@ -173,7 +174,8 @@ def _digest(leaf: Any) -> jax.Array:
 
 
 def _words(leaf: Any) -> jax.Array:
-    """As `as_words`, on a device; the parts of a key are its data, of a complex number both."""
+    """Does the same as `as_words` on a device. The words of a PRNG key are its data, those of a
+    complex number its real and its imaginary part."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

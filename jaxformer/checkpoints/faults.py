@@ -1,4 +1,4 @@
-"""What to make of a checkpoint that cannot be read or saved: damage, or something else."""
+"""Tells damage of a checkpoint from other errors of reading and saving it."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ from jaxformer.checkpoints.digests import Altered, altered_files
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, first_of, write_text
 
-# TensorStore's statuses, and a part of its messages, that speak of the machine and not of a file.
+# Statuses of TensorStore, and the mark in its messages, that concern the machine and not a file.
 OF_MACHINE = (
     "ABORTED",
     "CANCELLED",
@@ -49,23 +49,23 @@ ADVICE = {
 
 @functools.cache
 def quiet_threads() -> None:
-    """Keeps off the terminal what is printed on the threads of Orbax and TensorStore about an error
-    that is raised as well, Orbax's advice to save less often, and what its thread of a save says of
-    a draft whose description its other thread is still writing.
+    """Suppresses what the threads of Orbax and TensorStore print beside an error that is raised
+    anyway, Orbax's advice to save less often, and its note of a draft whose metadata another of its
+    threads is still writing.
 
-    The first error ends Orbax's event loop, and each callback that comes later fails in its turn.
+    The first error ends Orbax's event loop, and each later callback then fails too.
     """
-    logging.getLogger("absl").addFilter(_is_news_of_orbax)
-    logging.getLogger("asyncio").addFilter(_is_news_of_asyncio)
+    logging.getLogger("absl").addFilter(_keep_orbax_record)
+    logging.getLogger("asyncio").addFilter(_keep_asyncio_record)
     on_error, on_unraisable = sys.excepthook, sys.unraisablehook
 
     def report(kind: Any, error: Any, trace: Any) -> None:
         if not _is_late(error):
             on_error(kind, error, trace)
 
-    def report_unraisable(found: Any) -> None:
-        if not (_is_late(found.exc_value) or _is_thrown_away(found.object)):
-            on_unraisable(found)
+    def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not (_is_late(unraisable.exc_value) or _is_abandoned(unraisable.object)):
+            on_unraisable(unraisable)
 
     sys.excepthook, sys.unraisablehook = report, report_unraisable
 
@@ -75,26 +75,26 @@ def _is_late(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
 
 
-def _is_thrown_away(found: Any) -> bool:
-    """Whether it is a coroutine of Orbax, whose event loop leaves some behind after an error."""
-    return inspect.iscoroutine(found) and "orbax" in found.cr_code.co_filename
+def _is_abandoned(value: object) -> bool:
+    """Whether it is a coroutine of Orbax, whose event loop abandons some after an error."""
+    return inspect.iscoroutine(value) and "orbax" in value.cr_code.co_filename
 
 
-def _is_news_of_orbax(record: logging.LogRecord) -> bool:
+def _keep_orbax_record(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     early = "Metadata file" in text and ".orbax-checkpoint-tmp/" in text
     return not (record.exc_info or early or "Waiting for previous save" in text)
 
 
-def _is_news_of_asyncio(record: logging.LogRecord) -> bool:
+def _keep_asyncio_record(record: logging.LogRecord) -> bool:
     text = record.getMessage().lower()
     return "never retrieved" not in text or not ("tensorstore" in text or "ocdbt" in text)
 
 
 @contextlib.contextmanager
 def quiet_reads() -> Iterator[None]:
-    """Keeps the terminal clean while Orbax reads: of `quiet_threads`, and of the warnings about
-    coroutines that its event loop throws away after an error."""
+    """Suppresses, while Orbax reads, the warnings about coroutines that its event loop abandons
+    after an error, and what `quiet_threads` suppresses."""
     quiet_threads()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*was never (awaited|retrieved)")
@@ -106,38 +106,38 @@ def quiet_reads() -> Iterator[None]:
             raise
 
 
-def failure_of(place: Path, error: Exception, own: bool) -> Altered | ConfigError:
+def failure_of(checkpoint: Path, error: Exception, same_orbax: bool) -> Altered | ConfigError:
     """The error of a read in one sentence: Altered where the checkpoint is damaged, else
     ConfigError.
 
-    The digests of its files decide, and what the error says only where there are none. `own`: this
-    version of Orbax wrote the checkpoint and can therefore read its metadata, unless they were
+    The digests of its files decide; only where there are none, the error itself. `same_orbax` says
+    that this version of Orbax wrote the checkpoint, and so can read its metadata unless they were
     altered.
     """
     if isinstance(error, Altered):
         return error
     try:
-        altered = altered_files(place)
+        altered = altered_files(checkpoint)
         if altered:
             listed = first_of(altered, 5, ", ")
             return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
-        if altered is None and _shows_damage(error, own):
+        if altered is None and _shows_damage(error, same_orbax):
             return Altered(in_short(error))
     except Altered as problem:  # of the digests
         return problem
-    except OSError:  # a file that is there and cannot be read
+    except OSError:  # a file exists and cannot be read
         pass
     return ConfigError(
-        f"the checkpoint {place} cannot be read ({in_short(error)}), and that does not show"
+        f"the checkpoint {checkpoint} cannot be read ({in_short(error)}), and that does not show"
         " that it is damaged; nothing was changed. Check memory, file system and permissions,"
         " and run the same command again. To continue from an earlier step, move"
-        f" {place} elsewhere."
+        f" {checkpoint} elsewhere."
     )
 
 
-def _shows_damage(error: BaseException, own: bool) -> bool:
-    """Whether an error, or one of its causes, says that a file of a checkpoint is missing,
-    truncated or altered."""
+def _shows_damage(error: BaseException, same_orbax: bool) -> bool:
+    """Whether an error or one of its causes shows that a file of a checkpoint is missing, truncated
+    or altered."""
     chain = _causes(error)
     if any(isinstance(one, (MemoryError, PermissionError)) for one in chain):
         return False
@@ -148,11 +148,11 @@ def _shows_damage(error: BaseException, own: bool) -> bool:
     messages = [str(one) for one in chain if isinstance(one, ValueError)]
     statuses = [text for text in messages if STATUS.match(text)]
     if statuses:
-        return not any(_speaks_of_the_machine(text) for text in statuses)
-    return own and isinstance(chain[-1], UNEXPECTED)
+        return not any(_concerns_the_machine(text) for text in statuses)
+    return same_orbax and isinstance(chain[-1], UNEXPECTED)
 
 
-def _speaks_of_the_machine(text: str) -> bool:
+def _concerns_the_machine(text: str) -> bool:
     if text.startswith(MISSING):
         return False
     return text.startswith(OF_MACHINE) or OF_SYSTEM in text
@@ -174,20 +174,21 @@ def in_short(error: BaseException) -> str:
 
 
 def set_aside(folder: Path, damaged: Mapping[int, str], log: Log) -> None:
-    """Renames damaged checkpoints, so that their steps can be saved again."""
+    """Renames damaged checkpoints, given by step with the reasons, so that their steps can be saved
+    again."""
     for step in damaged:
-        place, number = folder / f"damaged-{step}", 1
-        while place.exists():
+        target, number = folder / f"damaged-{step}", 1
+        while target.exists():
             number += 1
-            place = folder / f"damaged-{step}-{number}"
-        (folder / str(step)).rename(place)
-        write_text(place / "damage.txt", damaged[step] + "\n", follow=False)
-        log(f"The checkpoint of step {step} was set aside as {place}; nothing in it was changed.")
+            target = folder / f"damaged-{step}-{number}"
+        (folder / str(step)).rename(target)
+        write_text(target / "damage.txt", damaged[step] + "\n", follow=False)
+        log(f"The checkpoint of step {step} was set aside as {target}; nothing in it was changed.")
 
 
 def why_not_saved(error: BaseException) -> tuple[str, str]:
-    """Why a save failed, and what to do: in a word where the disk is full, a limit is reached or
-    the system refuses, and else as Orbax says it."""
+    """Why a save failed, and what to do. The reason is the system's own message where the disk is
+    full, a limit is reached or access is refused, else the error of Orbax."""
     chain = _causes(error)
     codes = {one.errno for one in chain if isinstance(one, OSError)}
     text = " ".join(str(one) for one in chain)

@@ -1,13 +1,16 @@
-"""What the files of a checkpoint hold, verified before anything uses it.
+"""Reads checkpoints, and verifies what they hold before anything uses it.
 
-Its manifest lists the path, shape, dtype and digest of every array, the run that saved it, and the
-versions of the packages that did. Beside it are the digests of the bytes of all these files.
+The manifest of a checkpoint lists the path, shape, dtype and digest of every array, the run that
+saved it, and the versions of the packages that did. Beside it are the digests of the bytes of all
+these files.
 """
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import math
+import platform
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,19 +30,33 @@ from jaxformer.checkpoints.digests import (
     digests,
 )
 from jaxformer.checkpoints.faults import failure_of, in_short, quiet_reads
-from jaxformer.checkpoints.versions import versions
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, first_of
 
-# Of the manifest. Format 1 was the table of shapes and dtypes alone; format 2 had no digests of the
-# files beside it.
+# The format of the manifest. Format 1 was the table of shapes and dtypes alone; format 2 had no
+# digests of the files beside it.
 LATEST = 3
-ORBAX = "orbax-checkpoint"  # whose version tells whether its metadata can be read
+ORBAX = "orbax-checkpoint"  # its version says whether its metadata can be read
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
 
 class Damaged(Exception):
     """A checkpoint does not hold what was written; the message says where and why."""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """The versions of Python, jaxformer, JAX and Orbax, as a checkpoint records them; empty for a
+    package that is not installed, as jaxformer in a checkout."""
+
+    def version_of(name: str) -> str:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+    names = ("jaxformer", "jax", "jaxlib", ORBAX)
+    return {"python": platform.python_version()} | {name: version_of(name) for name in names}
 
 
 def flat_leaves(tree: Any) -> dict[str, Any]:
@@ -52,7 +69,8 @@ def shapes_of(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a state, with the digests of its arrays; `run` says who saved it."""
+    """The manifest of a state, with the digests of its arrays; `run` identifies the run that saves
+    it."""
     sums = jax.device_get(digests(leaves))
     table = {path: [*row, as_text(sums[path])] for path, row in shapes_of(leaves).items()}
     manifest = {"format": LATEST, "run": dict(run), "versions": versions(), "leaves": table}
@@ -60,32 +78,33 @@ def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    own = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_checkpoint(
     folder: Path,
     step: int,
-    wanted: dict[str, Any],
-    whole: bool = True,
+    targets: dict[str, Any],
+    exact: bool = True,
     *,
     run: Mapping[str, Any] | None = None,
     log: Log = warnings.warn,
 ) -> dict[str, jax.Array]:
-    """The leaves of `wanted` from the checkpoint of `step`, after a comparison with its manifest,
-    and verified by their digests. `whole`: the checkpoint may hold nothing else.
+    """Reads leaves from the checkpoint of `step`, after a comparison with its manifest, and
+    verifies them by their digests.
 
-    `run` is what identifies the run that should have saved it. Raises Damaged where two attempts
-    show that its files are truncated, altered or missing. Raises ConfigError if it is of another
-    run or model, or cannot be read for another reason (memory, permissions, a failing file system),
-    which says nothing about the checkpoint.
+    `targets` gives the shape, dtype and sharding of each leaf, by its dotted path; with `exact` the
+    checkpoint may hold nothing else. `run` identifies the run that should have saved it. Raises
+    Damaged where two attempts show that files are truncated, altered or missing. Raises ConfigError
+    if the checkpoint is of another run or model, or cannot be read for another reason (memory,
+    permissions, a failing file system), which says nothing about the checkpoint.
     """
-    place = folder / str(step)
+    checkpoint = folder / str(step)
     for _ in range(2):
         try:
             with quiet_reads():
-                leaves, verified = _read(place, wanted, whole, run or {})
+                leaves, verified = _read(checkpoint, targets, exact, run or {})
         except ConfigError:
             raise
         except Altered as error:
@@ -93,67 +112,70 @@ def read_checkpoint(
             continue
         if not verified:
             log(
-                f"the checkpoint {place} was saved by an earlier jaxformer, without digests: its"
-                " arrays are not verified."
+                f"the checkpoint {checkpoint} was saved by an earlier jaxformer, without digests:"
+                " its arrays are not verified."
             )
         return leaves
-    raise Damaged(f"{place}: {in_short(cause)}") from cause
+    raise Damaged(f"{checkpoint}: {in_short(cause)}") from cause
 
 
 def _read(
-    place: Path, wanted: dict[str, Any], whole: bool, run: Mapping[str, Any]
+    checkpoint: Path, targets: dict[str, Any], exact: bool, run: Mapping[str, Any]
 ) -> tuple[dict[str, jax.Array], bool]:
     """The leaves, and whether the manifest has digests of them."""
-    read = functools.partial(_read_files, place, wanted, whole, run)
-    if all(leaf.sharding.is_fully_addressable for leaf in wanted.values()):
-        found, manifest = read()
-    else:  # of several processes, one may find damage where another finds none
+    read = functools.partial(_read_files, checkpoint, targets, exact, run)
+    if all(leaf.sharding.is_fully_addressable for leaf in targets.values()):
+        leaves, manifest = read()
+    else:  # one process may find damage where another finds none
         from jaxformer.cluster.processes import together
 
         share = jax.process_index(), jax.process_count()
-        found, manifest = together(functools.partial(read, share), Altered)
+        leaves, manifest = together(functools.partial(read, share), Altered)
     if manifest["format"] == 1:
-        return found, False
-    sums = jax.device_get(digests(found))
+        return leaves, False
+    sums = jax.device_get(digests(leaves))
     _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
-    return found, True
+    return leaves, True
 
 
 def _read_files(
-    place: Path,
-    wanted: dict[str, Any],
-    whole: bool,
+    checkpoint: Path,
+    targets: dict[str, Any],
+    exact: bool,
     run: Mapping[str, Any],
     share: tuple[int, int] = (0, 1),
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """The leaves as this process's devices hold them, and the manifest. Raises Altered for any
-    damage. The bytes of the files are compared too where the whole state is read; `share` are the
-    index and number of the processes that do so together."""
-    for entry in place.rglob("*"):
+    """The leaves, of which each process holds what its devices do, and the manifest. Raises Altered
+    for any damage.
+
+    With `exact`, the bytes of the files are compared too; `share` is the index of this process and
+    the number of processes that divide this work.
+    """
+    for entry in checkpoint.rglob("*"):
         if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
             raise Altered(f"{entry.name} is no regular file")
-    own = False
+    same_orbax = False
     args = ocp.args.PyTreeRestore(
-        wanted,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-        partial_restore=not whole,
+        targets,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+        partial_restore=not exact,
     )
     try:
         with reader_of_one_process() as reader:
-            manifest = read_manifest(place, reader)
-            _compare(place, manifest["leaves"], shapes_of(wanted), whole)
-            _require_run(place, manifest["run"], run)
-            if whole and manifest["format"] > 2:
-                _require_files(place, share)
-            own = manifest["versions"].get(ORBAX) == versions()[ORBAX]
-            leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
-        return {path: leaves[path] for path in wanted}, manifest
+            manifest = read_manifest(checkpoint, reader)
+            _compare(checkpoint, manifest["leaves"], shapes_of(targets), exact)
+            _require_run(checkpoint, manifest["run"], run)
+            if exact and manifest["format"] > 2:
+                _require_files(checkpoint, share)
+            same_orbax = manifest["versions"].get(ORBAX) == versions()[ORBAX]
+            leaves = reader.restore(checkpoint, args=ocp.args.Composite(state=args))["state"]
+        return {path: leaves[path] for path in targets}, manifest
     except ConfigError:
         raise
     except Exception as error:
-        problem = failure_of(place, error, own)
-    # Raised here, so that nothing holds the error of Orbax: what it left behind can then be thrown
-    # away within `quiet_reads`.
+        problem = failure_of(checkpoint, error, same_orbax)
+    # Raised here, so that nothing refers to the error of Orbax: its coroutines can then be
+    # collected within `quiet_reads`.
     raise problem
 
 
@@ -168,92 +190,94 @@ def reader_of_one_process() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def read_manifest(place: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
-    """The manifest of a checkpoint, of any format in the form of this one.
+def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
+    """The manifest of a checkpoint; that of an older format is converted to this one.
 
-    Raises Altered where it is not what was written, and ConfigError for that of a newer format.
+    Raises Altered where it is not what was written, and ConfigError for a newer format.
     """
     args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-    saved = reader.restore(place, args=args)["manifest"]
+    saved = reader.restore(checkpoint, args=args)["manifest"]
     if isinstance(saved, dict) and saved and all(isinstance(row, list) for row in saved.values()):
         return {"format": 1, "run": {}, "versions": {}, "leaves": saved}
     if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
         raise Altered("the manifest is not what was saved")
     if saved["format"] not in (2, LATEST):
         raise ConfigError(
-            f"the checkpoint {place} was saved by jaxformer {saved['versions']['jaxformer']}, whose"
-            f" manifest has format {saved['format']}; this one reads formats 1 to {LATEST}. Upgrade"
-            " jaxformer to read it."
+            f"the checkpoint {checkpoint} was saved by jaxformer"
+            f" {saved['versions']['jaxformer']}, whose manifest has format {saved['format']}; this"
+            f" one reads formats 1 to {LATEST}. Upgrade jaxformer to read it."
         )
     return saved
 
 
-def _require_digests(manifest: Mapping[str, Any], found: Mapping[str, str]) -> None:
-    wrong = [path for path, digest in found.items() if manifest["leaves"][path][2] != digest]
+def _require_digests(manifest: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+    wrong = [path for path, digest in sums.items() if manifest["leaves"][path][2] != digest]
     if wrong:
         listed = first_of(wrong, 5, ", ")
         raise Altered(f"the values of {listed} are not those that were saved (digests differ)")
 
 
-def _require_files(place: Path, share: tuple[int, int]) -> None:
-    altered = altered_files(place, *share)
+def _require_files(checkpoint: Path, share: tuple[int, int]) -> None:
+    altered = altered_files(checkpoint, *share)
     if altered is None:
         raise Altered(f"{FILES} is missing")
     if altered:
         raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
 
 
-def read_back(place: Path) -> None:
-    """Reads a checkpoint that was just saved into this process's memory, its smallest arrays first
-    and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax raises."""
+def read_back(checkpoint: Path) -> None:
+    """Reads a checkpoint that was just saved back into the memory of this process, the smallest
+    arrays first and up to READ_BACK bytes, and verifies them. Raises Altered, or what Orbax
+    raises."""
     with reader_of_one_process() as reader:
-        manifest = read_manifest(place, reader)
+        manifest = read_manifest(checkpoint, reader)
         shapes = {
             path: jax.ShapeDtypeStruct(row[0], np.dtype(row[1]))
             for path, row in manifest["leaves"].items()
             if not row[1].startswith("key<")
         }
-        left, wanted = READ_BACK, {}
+        budget, targets = READ_BACK, {}
         for path, shape in sorted(shapes.items(), key=lambda entry: math.prod(entry[1].shape)):
-            left -= math.prod(shape.shape) * shape.dtype.itemsize
-            if left >= 0:
-                wanted[path] = shape
-        kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in wanted}
-        args = ocp.args.PyTreeRestore(wanted, restore_args=kinds, partial_restore=True)
-        leaves = reader.restore(place, args=ocp.args.Composite(state=args))["state"]
-    _require_digests(manifest, {path: digest_on_host(leaves[path]) for path in wanted})
+            budget -= math.prod(shape.shape) * shape.dtype.itemsize
+            if budget >= 0:
+                targets[path] = shape
+        kinds = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in targets}
+        args = ocp.args.PyTreeRestore(targets, restore_args=kinds, partial_restore=True)
+        leaves = reader.restore(checkpoint, args=ocp.args.Composite(state=args))["state"]
+    _require_digests(manifest, {path: digest_on_host(leaves[path]) for path in targets})
 
 
-def _require_run(place: Path, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _require_run(checkpoint: Path, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """Raises ConfigError where a checkpoint was saved by another run."""
-    apart = [
+    differences = [
         f"{name}: {saved[name]} in the checkpoint, {run[name]} here"
         for name in saved
         if name in run and saved[name] != run[name]
     ]
-    if apart:
+    if differences:
+        lines = "\n  ".join(differences)
         raise ConfigError(
-            f"the checkpoint {place} is of another run; nothing was changed:\n  "
-            + "\n  ".join(apart)
-            + "\nMove it back to its own run directory; train continues from what remains."
+            f"the checkpoint {checkpoint} is of another run; nothing was changed:\n  {lines}\nMove"
+            " it back to its own run directory; train continues from what remains."
         )
 
 
-def _compare(place: Path, saved: dict[str, Any], wanted: dict[str, Any], whole: bool) -> None:
-    """ConfigError where a manifest is not that of the leaves that are wanted."""
-    problems = [f"{path}: not in the checkpoint" for path in wanted if path not in saved]
-    if whole:
-        problems += [f"{path}: only in the checkpoint" for path in saved if path not in wanted]
-    for path, here in wanted.items():
-        there = saved.get(path, here)
-        if there[:2] != here:
+def _compare(checkpoint: Path, saved: dict[str, Any], shapes: dict[str, Any], exact: bool) -> None:
+    """Raises ConfigError where the shapes or dtypes in a manifest are not the expected ones."""
+    problems = [f"{path}: not in the checkpoint" for path in shapes if path not in saved]
+    if exact:
+        problems += [f"{path}: only in the checkpoint" for path in saved if path not in shapes]
+    for path, expected in shapes.items():
+        stored = saved.get(path, expected)
+        if stored[:2] != expected:
             problems.append(
-                f"{path}: {there[1]}{there[0]} in the checkpoint, {here[1]}{here[0]} in the model"
+                f"{path}: {stored[1]}{stored[0]} in the checkpoint, {expected[1]}{expected[0]} in"
+                " the model"
             )
     if problems:
         raise ConfigError(
-            f"the checkpoint {place} is of another model or optimizer; nothing was changed:\n  "
-            + first_of(problems)
+            f"the checkpoint {checkpoint} is of another model or optimizer; nothing was changed:"
+            f"\n  {first_of(problems)}"
         )
 
 

@@ -15,38 +15,38 @@ from jaxformer.checkpoints.digests import write_file_digests
 from jaxformer.checkpoints.faults import quiet_threads
 from jaxformer.files import ConfigError, read_object, sync
 
-METRICS = "*/metrics/metrics"  # where Orbax keeps the numbers of an evaluation
+METRICS = "*/metrics/metrics"  # where Orbax stores the metrics of an evaluation
 
 
 class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """A directory that Orbax writes and then renames, with an fsync before and after: its content
-    is on the disk when it gets its name, and the name is before an older checkpoint is deleted.
+    is on the disk before it gets its name, and the name before an older checkpoint is deleted.
 
-    TensorStore syncs arrays alone, and Orbax nothing. A whole checkpoint also gets the digests of
-    its files. All this is done on the thread that saves.
+    TensorStore syncs only arrays, and Orbax nothing. A complete checkpoint also gets the digests of
+    its files. All this happens on the thread that saves.
     """
 
     async def finalize(self) -> None:
-        draft, place = Path(self.get()), Path(self.get_final())
-        if place.name.isdecimal():  # a checkpoint, and not one of the folders in it
+        draft, target = Path(self.get()), Path(self.get_final())
+        if target.name.isdecimal():  # a checkpoint, rather than one of the folders in it
             write_file_digests(draft)
         sync(draft, *draft.rglob("*"))
         await super().finalize()  # which writes the marker of a complete checkpoint
-        sync(*place.glob("*"), place, place.parent)
+        sync(*target.glob("*"), target, target.parent)
 
 
 def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.CheckpointManager:
     """Orbax's manager, which keeps the `newest` checkpoints, those whose step is a multiple of
     `each`, and the `best` by their validation loss; it deletes others once a newer one is complete.
 
-    It removes what an earlier process has left of a save that it did not finish. Make it only to
-    save: a mere reader of the directory would remove what another process is writing.
+    It removes what an earlier process left of an unfinished save. Make it only to save: a reader of
+    the directory would remove what another process is writing.
     """
-    kept: list[Any] = [policies.LatestN(newest)]
+    rules: list[policies.PreservationPolicy] = [policies.LatestN(newest)]
     if each:
-        kept.append(policies.EveryNSteps(each))
+        rules.append(policies.EveryNSteps(each))
     if best:
-        kept.append(
+        rules.append(
             policies.BestN(
                 get_metric_fn=_validation_loss,
                 reverse=True,
@@ -56,7 +56,7 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
         )
 
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy(kept),
+        preservation_policy=policies.AnyPreservationPolicy(rules),
         best_fn=_validation_loss if best else None,
         best_mode="min",
         cleanup_tmp_directories=True,
@@ -73,8 +73,8 @@ def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.Checkpo
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, without JAX's notice of a preemption, which `runs.launch` turns off, since `fit`
-    heeds signals. Orbax 0.11 raises an error where it is off."""
+    """Orbax's manager without JAX's notice of a preemption: `cluster.launch` turns that service
+    off, since `fit` handles signals, and Orbax 0.11 raises an error where it is off."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -92,6 +92,6 @@ def _leave_out_unreadable(folder: Path) -> None:
 
 
 def _validation_loss(metrics: Mapping[str, Any]) -> float:
-    """What the best checkpoints have least of; a loss that is no number is that of the worst."""
+    """The loss by which the best checkpoints are chosen; infinity where it is missing or NaN."""
     loss = metrics.get("val_loss")
     return loss if isinstance(loss, float | int) and not math.isnan(loss) else math.inf

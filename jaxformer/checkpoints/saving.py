@@ -1,8 +1,8 @@
 """Checkpoints by Orbax: saved on a thread, kept by policy, and verified when they are read. A run
-never starts anew in silence where they cannot be read.
+whose checkpoints cannot be read raises an error and does not start anew.
 
 A checkpoint holds the train state as a flat table (dotted path to array) and a manifest of that
-table (`checkpoint_reading`).
+table (see `reading`).
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from jaxformer.arrays.params import dotted
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
 
-# Characters for which Orbax saves files that nobody can read again: it takes the path of a
-# checkpoint for a pattern of glob, and TensorStore a backslash for a slash.
+# With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
+# for a glob pattern, and TensorStore a backslash for a slash.
 UNSAVABLE = "*?[\\"
 
 
@@ -32,10 +32,11 @@ class Checkpoints:
     waits for the last save at its end.
 
     `every` is the number of steps between two saves of `fit` (0: only at the end and on a signal).
-    Kept are the newest `keep`, those whose step is a multiple of `keep_every` (0: none), and the
-    `keep_best` with the lowest validation loss (0: none); others are deleted once a newer one is
-    on the disk. `run` identifies the run: checkpoints that say otherwise are refused. The leaves at
-    the dotted paths of `without`, as those below an adapter, are not saved.
+    The newest `keep` checkpoints are kept, those whose step is a multiple of `keep_every` (0:
+    none), and the `keep_best` with the lowest validation loss (0: none); others are deleted once a
+    newer one is on the disk. `run` identifies the run; checkpoints of another run are refused. The
+    leaves at the dotted paths of `without`, such as the frozen weights below an adapter, are not
+    saved.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Checkpoints:
         self.every = every
         self._run = dict(run or {})
         self._without = frozenset(without)
-        self._kept = (keep, keep_every, keep_best)
+        self._retention = (keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
         self._saving: int | None = None
         self._read_back = False
@@ -77,24 +78,24 @@ class Checkpoints:
                 raise
         finally:
             if self._manager is not None:
-                with contextlib.suppress(Exception):  # what `wait` has told
+                with contextlib.suppress(Exception):  # which `wait` has raised already
                     self._manager.close()
 
     def wait(self) -> None:
         """Waits until all saves are on the disk. Raises NotSaved where one failed.
 
-        The first one is read back, as far as `READ_BACK` allows.
+        The first save is read back, up to `READ_BACK` bytes.
         """
         step, self._saving = self._saving, None
         if step is None or self._manager is None:
             return
         from jaxformer.checkpoints.reading import read_back
 
-        place = self.folder / str(step)
-        with _told(place):
+        checkpoint = self.folder / str(step)
+        with _as_not_saved(checkpoint):
             self._manager.wait_until_finished()
             if jax.process_index() == 0 and not self._read_back:
-                read_back(place)
+                read_back(checkpoint)
                 self._read_back = True
 
     def steps(self) -> list[int]:
@@ -107,8 +108,9 @@ class Checkpoints:
         """Copies the state to the host and returns; a thread writes it. A step that is already
         saved is not written again.
 
-        `evaluation` are the numbers of an evaluation of this state, if there was one, by which the
-        best are kept. Raises NotSaved if the save before this one failed, or this one at once.
+        `evaluation` has the metrics of an evaluation of this state, if there was one; the best
+        checkpoints are chosen by its `val_loss`. Raises NotSaved if the previous save failed, or
+        this one fails at once.
         """
         self.wait()
         if step in self.steps():
@@ -116,22 +118,22 @@ class Checkpoints:
         if self._manager is None:
             from jaxformer.checkpoints.retention import make_manager
 
-            self._manager = make_manager(self.folder, *self._kept)
+            self._manager = make_manager(self.folder, *self._retention)
         from jaxformer.checkpoints.reading import flat_leaves, manifest_of
 
         leaves, metrics = flat_leaves(state), None
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
-        if self._kept[2] and "val_loss" in (evaluation or {}):
+        if self._retention[2] and "val_loss" in (evaluation or {}):
             metrics = {"val_loss": float(evaluation["val_loss"])}  # type: ignore[index]
-        with _told(self.folder / str(step)):
+        with _as_not_saved(self.folder / str(step)):
             manifest = ocp.args.JsonSave(manifest_of(leaves, self._run))
             args = ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=manifest)
             self._saving = step
             self._manager.save(step, args=args, metrics=metrics)
 
     def newest(self, state: Any, log: Log = warnings.warn) -> Any:
-        """The newest checkpoint that can be read, placed as `state` is, if it is of a later step;
-        else `state` itself.
+        """The newest checkpoint that can be read, with the shardings of `state`, if it is of a
+        later step; else `state` itself.
 
         The arrays of `state` are freed before those of the checkpoint are read. Raises ConfigError
         as `restore` does.
@@ -149,10 +151,10 @@ class Checkpoints:
         return self.restore(jax.tree.map_with_path(freed, state), log)
 
     def restore(self, target: Any, log: Log) -> Any | None:
-        """The newest checkpoint that can be read, placed as `target` says; None if there are none.
-        The leaves that are not saved are those of `target`.
+        """The newest checkpoint that can be read, with the shardings of `target`; None if there are
+        no checkpoints. The leaves that are not saved are those of `target`.
 
-        Damaged checkpoints are renamed, with a file that says why, once an earlier one was read;
+        Once an earlier one was read, damaged checkpoints are renamed and get a file that says why;
         none is deleted. Raises ConfigError if a checkpoint is of another run, model or optimizer,
         if all are damaged, or if one cannot be read for another reason.
         """
@@ -160,11 +162,11 @@ class Checkpoints:
         from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint
 
         damaged: dict[int, str] = {}
+        current = flat_leaves(target)
+        saved = {path: leaf for path, leaf in current.items() if path not in self._without}
         for step in reversed(self.steps()):
             try:
-                given = flat_leaves(target)
-                wanted = {path: leaf for path, leaf in given.items() if path not in self._without}
-                leaves = read_checkpoint(self.folder, step, wanted, run=self._run, log=log)
+                leaves = read_checkpoint(self.folder, step, saved, run=self._run, log=log)
             except Damaged as error:
                 damaged[step] = str(error)
                 log(
@@ -176,8 +178,7 @@ class Checkpoints:
                 set_aside(self.folder, damaged, log)
                 if self._manager is not None:
                     self._manager.reload()
-            whole = (given | leaves).values()
-            return jax.tree.unflatten(jax.tree.structure(target), whole)
+            return jax.tree.unflatten(jax.tree.structure(target), (current | leaves).values())
         if damaged:
             lines = "\n  ".join(damaged.values())
             raise ConfigError(
@@ -187,17 +188,17 @@ class Checkpoints:
 
 
 def require_savable(folder: Path) -> None:
-    """Raises ConfigError for a path below which Orbax saves what cannot be read."""
-    if found := [mark for mark in UNSAVABLE if mark in str(folder)]:
+    """Raises ConfigError for a directory in which Orbax saves checkpoints that cannot be read."""
+    if marks := [mark for mark in UNSAVABLE if mark in str(folder)]:
         raise ConfigError(
-            f"{folder} has {' and '.join(found)} in its path, and checkpoints saved there cannot be"
+            f"{folder} has {' and '.join(marks)} in its path, and checkpoints saved there cannot be"
             " read again: choose a directory without any of *, ?, [ and \\ in its path."
         )
 
 
 @contextlib.contextmanager
-def _told(place: Path) -> Iterator[None]:
-    """Errors of a save as NotSaved, in one sentence."""
+def _as_not_saved(checkpoint: Path) -> Iterator[None]:
+    """Converts the errors of a save to NotSaved, in one sentence."""
     try:
         yield
     except ConfigError:
@@ -207,6 +208,6 @@ def _told(place: Path) -> Iterator[None]:
 
         reason, advice = why_not_saved(error)
         raise NotSaved(
-            f"the checkpoint {place} could not be saved ({reason}). Those from before are"
+            f"the checkpoint {checkpoint} could not be saved ({reason}). Those from before are"
             f" untouched: {advice}, and the same command continues from the newest."
         ) from error

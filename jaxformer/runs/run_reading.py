@@ -93,7 +93,7 @@ def _from_newest(
         raise ConfigError(f"{run_dir} has {missing}: {held}.")
     errors, folder = [], run_dir.absolute() / "checkpoints"
     for candidate in [step] if step is not None else reversed(steps):
-        read = functools.partial(read_checkpoint, folder, candidate, whole=False, run=record)
+        read = functools.partial(read_checkpoint, folder, candidate, exact=False, run=record)
         try:
             return take(read)
         except Damaged as error:
