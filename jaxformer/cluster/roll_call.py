@@ -265,7 +265,7 @@ class RollCall:
         request = current()
         if not self._closed.is_set() and (request is None or request.signal is None):
             os.kill(os.getpid(), number)
-        return SAVE_GRACE if request is not None and request.held else STOP_GRACE
+        return SAVE_GRACE if request is not None and request.holding else STOP_GRACE
 
     def _exit(self) -> NoReturn:
         error = self._error()

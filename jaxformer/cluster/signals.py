@@ -72,7 +72,7 @@ class StopRequest:
         return "" if self.signal is None else name_of(self.signal)
 
     @property
-    def held(self) -> bool:
+    def holding(self) -> bool:
         """Whether a signal is only noted now."""
         return self._holds > 0
 
@@ -101,7 +101,7 @@ class StopRequest:
         self.signal = number
         if self.imports:
             end(number, self.ending())
-        if not self.held:
+        if not self.holding:
             self.obey()
 
     def send_again(self, number: int) -> None:
@@ -250,7 +250,7 @@ class _Watch:
     def _wait(self, number: int) -> None:
         since = time.monotonic()
         while _current is self._request:
-            if self._request.held or self._request.finished:
+            if self._request.holding or self._request.finished:
                 since = time.monotonic()
             elif time.monotonic() - since > PATIENCE:
                 self._request.signal = number  # the main thread may not have seen it
