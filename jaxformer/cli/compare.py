@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     check_output(asked.output)
     from jaxformer.config.format import escaped
     from jaxformer.files import write_text
-    from jaxformer.report.table import aligned
+    from jaxformer.report.banner import aligned
     from jaxformer.tools.comparing import band_of, configurations, read_runs
     from jaxformer.tools.comparison import Overlaid, comparison_page
 

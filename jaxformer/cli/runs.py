@@ -34,7 +34,7 @@ class RunsArguments:
 def run(arguments: Sequence[str]) -> int:
     asked = parse(RunsArguments, "runs", arguments)
     from jaxformer.config.format import escaped
-    from jaxformer.report.table import aligned
+    from jaxformer.report.banner import aligned
     from jaxformer.tools.listing import runs_below
 
     found = list(runs_below(asked.dir))

@@ -76,7 +76,7 @@ def _amounts(*numbers: int) -> tuple[str, ...]:
 
 def _table(lines: Sequence[Sequence[str]], style: str) -> str:
     """Columns, the last two to the right: aligned, or as Markdown."""
-    from jaxformer.report.table import aligned
+    from jaxformer.report.banner import aligned
 
     if style == "markdown":
         bars = ("---",) * 4 + ("---:",) * 2

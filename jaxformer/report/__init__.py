@@ -1,5 +1,5 @@
-"""Shows and records a run: numbers and text in, files and terminal lines out. Knows nothing of
-arrays or models."""
+"""Shows and records a run: numbers and text in, files and lines of the terminal out. It knows
+nothing of arrays or models."""
 
 from jaxformer.config.format import human_bytes, human_count, human_time, printable
 from jaxformer.report.banner import banner, closing

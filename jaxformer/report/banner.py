@@ -1,14 +1,27 @@
-"""What a run prints before its first step and after its last, as plain text that also reads well in
-a file."""
+"""What a run prints before its first step and after its last, and tables with aligned columns, as
+plain text that also reads well in a file."""
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxformer.config.format import human_time, printable
 
 WIDTH = 100
 INDENT = "  "
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of cells as lines with aligned columns; the columns numbered in `right` are aligned to
+    the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if column in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer") -> str:
@@ -24,7 +37,7 @@ def banner(summary: Mapping[str, str | Sequence[str]], title: str = "jaxformer")
             )
             for line in wrapped or [""]:
                 lines.append(f"{INDENT}{name:<{margin}}{INDENT}{line}".rstrip())
-                name = ""  # stands beside the first line alone
+                name = ""  # only the first line has it
     return "\n".join(lines)
 
 
@@ -39,12 +52,12 @@ def closing(
     run_dir: str,
     next_command: str,
 ) -> str:
-    """The end of a run in plain text: how well it predicts held-out text, a sample (prompt,
-    continuation), and what to do next.
+    """The last lines of a run: how well it predicts held-out text, a sample (prompt, continuation),
+    and the next command.
 
-    `val_loss` is in nats per target, None where nothing was held out or it is in another unit;
-    `figures` are other results by name. `gzip_bits_per_byte` is that of `gzip -9` on the same
-    held-out bytes.
+    `val_loss` is in nats per target, None where nothing was held out or it has another unit.
+    `figures` are other results by name. `gzip_bits_per_byte` is the size that `gzip -9` reaches on
+    the same held-out bytes.
     """
     summary: dict[str, str] = {}
     if val_loss is not None:
@@ -55,18 +68,20 @@ def closing(
         beside_gzip = _beside_gzip(bits_per_byte, gzip_bits_per_byte)
         summary["bits per byte"] = f"{bits_per_byte:.3f}{beside_gzip}"
     summary |= {"run directory": run_dir, "next": next_command}
-    end = banner(summary, title=f"Done in {human_time(seconds)}")
+    text = banner(summary, title=f"Done in {human_time(seconds)}")
     if sample is None:
-        return end
+        return text
     lines = ["Sample"]
     for row in printable("".join(sample)).strip("\n").split("\n"):
         for line in textwrap.wrap(row, WIDTH - 4, drop_whitespace=False) or [""]:
             lines.append(f"{INDENT}| {line}".rstrip())
-    return "\n".join(lines) + "\n\n" + end
+    return "\n".join([*lines, "", text])
 
 
 def _perplexity(loss: float) -> str:
-    value = math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
+    if math.isnan(loss):
+        return "nan"
+    value = math.exp(loss) if loss < 700 else math.inf
     return f"{value:,.1f}" if value < 1e6 else f"{value:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what a run measured, one line of JSON for each logged step. A tracker gets the
+"""`metrics.jsonl`: the metrics of a run, one line of JSON for each logged step. A tracker gets the
 same numbers."""
 
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxformer.report.trackers import Tracker
 
 FILE = "metrics.jsonl"
-LARGEST_STEP = 2**53  # the whole numbers that a float64 holds
+LARGEST_STEP = 2**53  # up to here a float64 holds every integer
 LARGEST_NUMBER = sys.float_info.max
 NON_FINITE = ("nan", "inf", "-inf")
 
@@ -28,15 +28,15 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """Appends metrics to a run directory, each line on disk as soon as it is logged.
 
     A run that resumes after `resume_step` steps removes the lines of later steps, which it will log
-    again, and a last line that a kill left incomplete; so its file ends up with the steps of an
+    again, and a last line that a kill left incomplete, so that its file has the steps of an
     uninterrupted run. `resume_step=0` starts anew.
 
     Every line has `seconds`, the wall time of the run up to it, with evaluations and saving. It
-    counts from `began`, a value of `time.monotonic()` (default: now), and a run that resumes counts
-    on from the last line that is kept.
+    counts from `began`, a value of `time.monotonic()` (default: now). A run that resumes adds the
+    seconds of the last line that remains.
 
-    A line that cannot be written, as on a full disk, is warned of once and written with a later
-    one. Where that does not come either, the last warning names the steps that are missing.
+    A line that cannot be written, as on a full disk, gives one warning and is written with a later
+    line. If it is still unwritten when the log is closed, a warning names the missing steps.
 
     `tracker` gets the finite numbers of each line that is written, and is closed with the log; by
     default it is TensorBoard, where tensorboardX is installed.
@@ -90,9 +90,10 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             self._tracker.log(int(step), finite)
 
     def _write(self) -> str:
-        """Writes all lines that are not written yet; why it is not possible, or nothing."""
+        """Writes all lines that are not written yet. Returns the reason where that fails, else an
+        empty string."""
         try:
-            while self._unwritten:  # a full disk takes a part
+            while self._unwritten:  # a full disk may take only a prefix
                 del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             return error.strerror or str(error)
@@ -130,8 +131,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float:
-    """A Python int or float from a number, a NumPy scalar or an array of one element, without
-    losing a bit."""
+    """The exact Python int or float of a number, a NumPy scalar or an array of one element."""
     value = value.item() if hasattr(value, "item") else value
     return value if isinstance(value, (int, float)) else float(value)
 
@@ -154,7 +154,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _fault(entry: Any) -> str:
-    """What is wrong with a line of metrics.jsonl; nothing for one that `MetricsLog` writes."""
+    """What is wrong with a line of metrics.jsonl; empty for one that `MetricsLog` writes."""
     if not isinstance(entry, dict):
         return "it is no object"
     step, odd = entry.get("step"), entry.get("non_finite", {})
@@ -180,9 +180,10 @@ def _shown(value: Any) -> str:
 
 
 def _remove_later_lines(path: Path, resume_step: int) -> float:
-    """Keeps the lines up to `resume_step`; the seconds of the last of them, 0 where it has none."""
-    lines = _lines(path) if path.exists() else ()  # a link may lead to nothing
-    kept = [line for line in lines if resume_step > 0 and line["step"] <= resume_step]
+    """Removes the lines after `resume_step`, all if that is 0. Returns the seconds of the last line
+    that remains, 0 without one."""
+    lines = _lines(path) if path.exists() else ()  # a symbolic link may lead nowhere
+    remaining = [line for line in lines if resume_step > 0 and line["step"] <= resume_step]
     with replacing(path, follow=False) as file:
-        file.writelines(json.dumps(line, allow_nan=False).encode() + b"\n" for line in kept)
-    return max((line.get("seconds", 0.0) for line in kept), default=0.0)
+        file.writelines(json.dumps(line, allow_nan=False).encode() + b"\n" for line in remaining)
+    return max((line.get("seconds", 0.0) for line in remaining), default=0.0)

@@ -19,14 +19,15 @@ NARROW, NARROWER = 76, 64
 
 
 class Evaluated(NamedTuple):
-    """How far an evaluation is: batches done, of `total`, since `began` (`time.monotonic()`)."""
+    """The progress of an evaluation: `done` of `total` batches since `began`, a value of
+    `time.monotonic()`."""
 
     done: int
     total: int
     began: float
 
-    def left(self) -> str:
-        """The time left at the mean pace since it began; empty before the first batch is done."""
+    def time_left(self) -> str:
+        """The time left at the mean pace so far; empty before the first batch is done."""
         if not self.done:
             return ""
         pace = (time.monotonic() - self.began) / self.done
@@ -34,12 +35,11 @@ class Evaluated(NamedTuple):
 
 
 class ProgressBar:
-    """Shows how far a run is. As a context manager around the steps it leaves the terminal as it
-    found it.
+    """Shows the progress of a run. A context manager around the steps, which restores the terminal.
 
-    `mode` is "bar", "lines", "none" (shows only what `log` is given), or "auto": a bar if `stream`,
-    by default standard output, is a terminal, else lines. With no steps at all it shows evaluations
-    alone.
+    `mode` is "bar", "lines", "none" (prints only what is passed to `log`), or "auto": a bar if
+    `stream`, by default standard output, is a terminal, else lines. With `total_steps` of 0 it
+    shows only evaluations.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class ProgressBar:
             self._live = None
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Marks `step` steps as done; `metrics` (host numbers) are those of a logged step or of an
-        evaluation.
+        """Marks `step` steps as done; `metrics` are the numbers of a logged step or of an
+        evaluation, on the host.
 
         The time left is estimated from the first update on, so that compilation does not count.
         """
@@ -104,15 +104,15 @@ class ProgressBar:
         print(shown, file=self.stream, flush=True)
 
     def evaluation(self, batches: Iterable[BatchT], total: int) -> Iterator[BatchT]:
-        """The batches of an evaluation, as they are read. Meanwhile the bar counts them; among
-        lines there is one every `EVALUATION_SECONDS`."""
-        began = told = time.monotonic()
+        """The batches of an evaluation, as they are read. The bar counts them; in "lines" mode
+        there is a line every `EVALUATION_SECONDS`."""
+        began = logged = time.monotonic()
         try:
             for number, batch in enumerate(batches):
                 self.evaluated = Evaluated(number, total, began)
-                if self._mode == "lines" and time.monotonic() - told >= EVALUATION_SECONDS:
-                    told = time.monotonic()
-                    self.log(f"evaluation {number}/{total} batches  {self.evaluated.left()}")
+                if self._mode == "lines" and time.monotonic() - logged >= EVALUATION_SECONDS:
+                    logged = time.monotonic()
+                    self.log(f"evaluation {number}/{total} batches  {self.evaluated.time_left()}")
                 yield batch
         finally:
             self.evaluated = None
@@ -127,14 +127,14 @@ class ProgressBar:
 
     def line(self, metrics: Mapping[str, Any]) -> str:
         """One plain line about a logged step or an evaluation."""
-        parts = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
-        parts += [text(metrics[name]) for name, text in LINE_PARTS.items() if name in metrics]
+        fields = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
+        fields += [text(metrics[name]) for name, text in LINE_PARTS.items() if name in metrics]
         if "loss" in metrics and self.step < self.total and self.seconds_left() >= 0:
-            parts.append(f"{human_time(self.seconds_left())} left")
-        return "  ".join(filter(None, parts))
+            fields.append(f"{human_time(self.seconds_left())} left")
+        return "  ".join(filter(None, fields))
 
     def status(self) -> str:
-        """What the bar says at its end: the time left, or why there is none."""
+        """The text at the end of the bar: the time left, or why there is none."""
         if self._first is None:
             return "compiling"
         return "done" if self.step >= self.total else f"{human_time(self.seconds_left())} left"
@@ -154,14 +154,14 @@ LINE_PARTS: dict[str, Callable[[Any], str]] = {
 
 
 def _can_redraw() -> bool:
-    """Whether the terminal can redraw a line, which the dumb ones of editors and logs cannot."""
+    """Whether the terminal can redraw a line; the dumb terminals of editors cannot."""
     from rich.console import Console
 
     return not Console().is_dumb_terminal
 
 
 def _live(progress: ProgressBar) -> "Live":
-    """The bar, which is composed when it is drawn, so that a step costs nothing."""
+    """The bar. It is composed when it is drawn, so that a step costs nothing."""
     from rich.console import Console
     from rich.live import Live
     from rich.progress_bar import ProgressBar as Bar
@@ -171,20 +171,20 @@ def _live(progress: ProgressBar) -> "Live":
     console = Console(force_terminal=True, file=progress.stream)
 
     def metric(name: str, style: str, narrowest: int = 0) -> Text:
-        known = name in progress.shown and console.width >= narrowest
-        text = LINE_PARTS[name](progress.shown[name]) if known else ""
+        shown = name in progress.shown and console.width >= narrowest
+        text = LINE_PARTS[name](progress.shown[name]) if shown else ""
         return Text(text, style, no_wrap=True)
 
     def draw() -> Table:
-        total, step, part = progress.total, progress.step, progress.evaluated
+        total, step, evaluated = progress.total, progress.step, progress.evaluated
         row = Table.grid(padding=(0, 1), expand=True)
-        if part is not None:
+        if evaluated is not None:
             row.add_row(
-                Text(f"evaluation {part.done}/{part.total}", "bold", no_wrap=True),
-                Bar(part.total, part.done, complete_style="magenta"),
-                Text(part.left(), no_wrap=True),
+                Text(f"evaluation {evaluated.done}/{evaluated.total}", "bold", no_wrap=True),
+                Bar(evaluated.total, evaluated.done, complete_style="magenta"),
+                Text(evaluated.time_left(), no_wrap=True),
             )
-        if part is not None or not total:
+        if evaluated is not None or not total:
             return row
         row.add_row(
             Text(f"step {step}/{total}", "bold", no_wrap=True),

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: the rows of `run.tracker`."""
+"""Trackers, to which metrics go beside metrics.jsonl: the rows of `run.tracker`."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ from jaxformer.files import ConfigError
 
 
 class Tracker(Protocol):
-    """Gets the finite numbers of each logged step, and is closed at the end of a run."""
+    """Receives the finite numbers of each logged step, and is closed at the end of a run."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -23,7 +23,7 @@ class Tracker(Protocol):
 
 
 class NoTracker:
-    """Keeps nothing."""
+    """Discards the numbers."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         pass
@@ -34,8 +34,8 @@ class NoTracker:
 
 class TensorBoard:
     """Writes event files into `tensorboard/` of a run directory. Events of steps after
-    `resume_step`, which are logged again, are marked as purged. Where they cannot be written, as on
-    a full disk, this is warned of once, and there are no more of them."""
+    `resume_step`, which are logged again, are marked as purged. After an error of writing, as on a
+    full disk, there is one warning and no further event."""
 
     def __init__(self, run_dir: str | Path, resume_step: int) -> None:
         self._folder = Path(run_dir) / "tensorboard"
@@ -48,7 +48,8 @@ class TensorBoard:
             return
         try:
             if self._board is None:
-                suffix = f".{uuid.uuid4().hex}"  # no link can stand at a name that nobody foresees
+                # Nobody can put a symbolic link at an unpredictable name.
+                suffix = f".{uuid.uuid4().hex}"
                 self._board = _summary_writer()(
                     str(self._folder), purge_step=self._purged, filename_suffix=suffix
                 )
@@ -64,7 +65,7 @@ class TensorBoard:
         return getattr(self._board.file_writer.event_writer, "_worker", None)
 
     def _is_written(self) -> bool:
-        """Whether that thread lives; a full disk ends it, and then no event is taken."""
+        """Whether that thread is alive; a full disk ends it, and later events would be lost."""
         worker = self._worker()
         if worker is None or worker.is_alive():
             return True
@@ -73,7 +74,8 @@ class TensorBoard:
 
     def _fail(self, reason: str) -> None:
         self._failed = True
-        if self._board is not None:  # at the end of the process it would fail again
+        if self._board is not None:
+            # The writer is closed when the process ends, and would fail again.
             self._board.file_writer.event_writer.close = lambda: None
         warnings.warn(
             f"{self._folder} cannot be written ({reason}): the run goes on without it, and"
@@ -91,8 +93,8 @@ class TensorBoard:
             self._fail(error.strerror or str(error))
 
 
-# Starts a tracker for a run directory whose run continues after a step; with the settings of the
-# run, by dotted names. Raises ConfigError where it cannot be started.
+# Starts a tracker from the run directory, the step after which the run continues, and the settings
+# of the run by dotted names. Raises ConfigError where it cannot be started.
 Start = Callable[[Path, int, Mapping[str, Any]], Tracker]
 
 
@@ -105,7 +107,7 @@ def _hosted(name: str) -> Start:
     return start
 
 
-# The rows of `run.tracker`; to add one is to add a tracker.
+# The rows of `run.tracker`; a new tracker is a new row.
 TRACKERS: Table[Start] = Table(
     TrackerName,
     {
@@ -141,25 +143,25 @@ def _is_installed(name: str) -> bool:
 
 
 def _keep_quiet(worker: threading.Thread | None) -> None:
-    """Keeps off the terminal the traceback of a thread that a full disk ends."""
+    """Suppresses the traceback of a thread that a full disk ends."""
     on_error = threading.excepthook
 
-    def report(found: Any) -> None:
-        if found.thread is not worker or not isinstance(found.exc_value, OSError):
-            on_error(found)
+    def report(failure: threading.ExceptHookArgs) -> None:
+        if failure.thread is not worker or not isinstance(failure.exc_value, OSError):
+            on_error(failure)
 
     threading.excepthook = report
 
 
 def _summary_writer() -> Any:
-    """The SummaryWriter of tensorboardX, which is imported as if PyTorch were not installed: else
-    it would import PyTorch, for names of types alone, which takes seconds before the first line."""
-    without = "torch" not in sys.modules
-    if without:
+    """The SummaryWriter of tensorboardX, which is imported as if PyTorch were not installed: it
+    would import PyTorch only for names of types, which takes seconds."""
+    hides_torch = "torch" not in sys.modules
+    if hides_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from tensorboardX import SummaryWriter
     finally:
-        if without:
+        if hides_torch:
             del sys.modules["torch"]
     return SummaryWriter
