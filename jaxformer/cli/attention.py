@@ -22,7 +22,7 @@ from jaxformer.cli.prompts import (
 )
 from jaxformer.cli.walkthrough import SHOWN_PER_STEP, beam_candidates, naming, walkthrough_of
 from jaxformer.files import ConfigError, write_text
-from jaxformer.tokenizer.characters import character_groups
+from jaxformer.tokenizer.pieces import character_groups
 from jaxformer.tools.walkthrough import BeamCandidate
 
 PADDING = "[padding]"  # shown in the place of a token

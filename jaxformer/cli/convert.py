@@ -17,7 +17,7 @@ from jaxformer.cli.arguments import StepArguments, parse
 from jaxformer.files import ConfigError
 from jaxformer.interop.hf_config import Dtype
 from jaxformer.report import human_count
-from jaxformer.tokenizer.files import TOKENIZER_FILES
+from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from jaxformer.runs.loading import Loaded

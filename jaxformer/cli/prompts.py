@@ -15,7 +15,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.files import ROLES, without_tokenizer
+from jaxformer.tokenizer.metadata import ROLES, without_tokenizer
 
 if TYPE_CHECKING:
     from jaxformer.data.templates import Template

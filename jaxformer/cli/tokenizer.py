@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(asked: Train) -> None:
     from jaxformer.tokenizer import Tokenizer
-    from jaxformer.tokenizer.files import TOKENIZER_FILE
+    from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
     file = asked.output / TOKENIZER_FILE
     if file.exists() or (asked.output.exists() and not asked.output.is_dir()):
@@ -221,7 +221,7 @@ def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
 def _inspect(asked: Inspect) -> None:
     from jaxformer.config.format import escaped
     from jaxformer.tokenizer import Tokenizer
-    from jaxformer.tokenizer.files import ROLES
+    from jaxformer.tokenizer.metadata import ROLES
 
     tokenizer = Tokenizer.load(asked.tokenizer)
     sizes, ordinary = tokenizer.token_bytes(), tokenizer.ordinary()

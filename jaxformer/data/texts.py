@@ -22,7 +22,7 @@ from jaxformer.data.token_shards import missing_of
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
 from jaxformer.files import ConfigError, read_file, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.files import TOKENIZER_FILE
+from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
 # A change in how text becomes tokens or files takes a new number, so that no older cache is read.
 FORMAT = 2

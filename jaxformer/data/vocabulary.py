@@ -14,7 +14,7 @@ from jaxformer.data.splits import Sides, Split
 from jaxformer.data.texts import FORMAT, Prepared, megabytes
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
-from jaxformer.tokenizer.files import TOKENIZER_FILE
+from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
 # Where a tokenizer is trained on a part of the text, the most that is taken from one place.
 SAMPLE_CHARACTERS = 1 << 12

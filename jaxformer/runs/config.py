@@ -110,7 +110,7 @@ def with_base(
 
 def with_tokenizer_of(origin: Path, config: RunConfig) -> RunConfig:
     """`config` with the tokenizer of a model directory if it names none."""
-    from jaxformer.tokenizer.files import tokenizer_file
+    from jaxformer.tokenizer.metadata import tokenizer_file
 
     if config.tokenizer.path:
         return config

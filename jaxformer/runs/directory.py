@@ -21,7 +21,7 @@ from jaxformer.config.saved import to_json
 from jaxformer.files import LOCK, ConfigError, first_of, read_object, write_text
 from jaxformer.report import read_metrics
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.files import TOKENIZER_FILES
+from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
 ROLLBACKS = "rollbacks.json"  # of `runs.rollback`
 LEFT_OPEN = (

@@ -29,7 +29,7 @@ from jaxformer.runs.run_reading import (
     require_tokenizer,
 )
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.files import tokenizer_file
+from jaxformer.tokenizer.metadata import tokenizer_file
 
 # The longest row when a model directory is evaluated, which does not say how it was trained.
 MOST_EVALUATION_TOKENS = 1024

@@ -21,7 +21,7 @@ from jaxformer.runs.evaluation import (
     unwatched,
 )
 from jaxformer.runs.objectives import objective_of, task_of
-from jaxformer.tokenizer.files import tokenizer_file
+from jaxformer.tokenizer.metadata import tokenizer_file
 
 
 def evaluate_run(

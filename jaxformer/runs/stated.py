@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
-from jaxformer.tokenizer.files import PENALTIES, RULES_NOT_TAKEN, read_optional, stored_rules
+from jaxformer.tokenizer.metadata import PENALTIES, RULES_NOT_TAKEN, read_optional, stored_rules
 
 
 def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:

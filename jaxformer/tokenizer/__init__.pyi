@@ -1,7 +1,7 @@
 from .bpe import train_bpe
 from .chat import ChatTemplate, set_chat_template
-from .files import END_OF_TEXT, MARKS, SENTINELS
-from .make import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from .makers import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
+from .metadata import END_OF_TEXT, MARKS, SENTINELS
 from .tokenizer import Tokenizer
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""Bounds on the tokenizer.json of a stranger: it must neither make a text many times longer, nor
-take more than a moment to split a short one.
+"""Bounds on an untrusted tokenizer.json: it must neither make a text many times longer, nor take
+more than a moment to split a short one.
 
-What grows is found by reading the file. Whether a pattern ends is found by a trial, in a process of
-its own that is stopped after a while: the regular expressions of the tokenizers library give up a
-match after ten million steps, with a panic, but a text has as many matches as characters.
+The growth follows from the file. Whether its regular expressions end is tried in a process of its
+own with a timeout: those of the tokenizers library give up a match after ten million steps, with a
+panic, but a text has as many matches as characters.
 """
 
 import json
@@ -24,7 +24,7 @@ MOST_GROWTH = 1000.0  # characters that a normalizer or decoder may make of one
 FORM_GROWTH = 18.0  # of Unicode's forms NFKC and NFKD, by U+FDFA
 TRIAL_SECONDS = 10.0
 TRIAL_LENGTH = 1000  # characters of each text of the trial
-MOST_TEXTS = 200
+TRIAL_TEXTS = 200  # at most
 
 # Run as `python -c TRIAL FILE` with a JSON list of texts as standard input.
 TRIAL = """
@@ -45,16 +45,18 @@ for text in json.load(sys.stdin):
 def check_bounds(spec: dict[str, Any], file: Path) -> None:
     """Raises ConfigError for a tokenizer.json that makes a text too long, or splits it too
     slowly."""
-    for part in ("normalizer", "decoder"):
-        if (growth := _growth(spec.get(part))) > MOST_GROWTH:
+    for stage in ("normalizer", "decoder"):
+        growth = _growth(spec.get(stage))
+        if growth > MOST_GROWTH:
             raise ConfigError(
-                f"{file}: its {part} can make {growth:.3g} characters of one, and at most"
+                f"{file}: its {stage} can make {growth:.3g} characters of one, and at most"
                 f" {MOST_GROWTH:g} are allowed: take another tokenizer."
             )
-    known = {ANY_CHARACTER, *(pattern.words for pattern in WORD_PATTERNS.values())}
+    trusted = {ANY_CHARACTER, *(pattern.words for pattern in WORD_PATTERNS.values())}
     patterns = [*dict.fromkeys(_patterns([spec.get("normalizer"), spec.get("pre_tokenizer")]))]
-    if unknown := [pattern for pattern in patterns if pattern not in known]:
-        _try(unknown, file)
+    untrusted = [pattern for pattern in patterns if pattern not in trusted]
+    if untrusted:
+        _try(untrusted, file)
 
 
 def _growth(step: Any) -> float:
@@ -78,9 +80,9 @@ def _growth(step: Any) -> float:
     return 1.0 + size  # a regular expression may match between any two characters
 
 
-def _patterns(found: Any) -> Iterator[str]:
-    """The regular expressions in a part of a tokenizer.json."""
-    values = found.items() if isinstance(found, dict) else enumerate(found)
+def _patterns(spec: Any) -> Iterator[str]:
+    """The regular expressions in an object or list of a tokenizer.json."""
+    values = spec.items() if isinstance(spec, dict) else enumerate(spec)
     for key, value in values:
         if key == "Regex" and isinstance(value, str):
             yield value
@@ -89,12 +91,14 @@ def _patterns(found: Any) -> Iterator[str]:
 
 
 def _try(patterns: list[str], file: Path) -> None:
-    """Splits texts on which a careless pattern takes long: repetitions of what it names."""
-    named = {char for pattern in patterns for char in re.sub(r"\\.", "", pattern)}
-    units = ["a", "A", "1", " ", "\n", "\t", ".", "é", "中", "\u0301", "a ", "a1", " \n", *named]
+    """Splits texts on which a careless pattern takes long: repetitions of the characters that it
+    names, and of others. Raises ConfigError where that takes too long or fails."""
+    characters = {char for pattern in patterns for char in re.sub(r"\\.", "", pattern)}
+    units = ["a", "A", "1", " ", "\n", "\t", ".", "é", "中", "\u0301", "a ", "a1", " \n"]
+    units += characters
     texts = [unit * (TRIAL_LENGTH // len(unit)) + end for unit in units for end in ("", "\0")]
     options: dict[str, Any] = {
-        "input": json.dumps(texts[:MOST_TEXTS]),
+        "input": json.dumps(texts[:TRIAL_TEXTS]),
         "env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"},
         "timeout": TRIAL_SECONDS,
     }
@@ -104,7 +108,8 @@ def _try(patterns: list[str], file: Path) -> None:
     except subprocess.TimeoutExpired:
         problem = f"takes more than {TRIAL_SECONDS:g} s"
     except subprocess.CalledProcessError as error:
-        problem = f"fails ({(error.stderr.strip().splitlines() or ['no reason given'])[-1]})"
+        lines = error.stderr.strip().splitlines()
+        problem = f"fails ({lines[-1] if lines else 'no reason given'})"
     else:
         return
     raise ConfigError(

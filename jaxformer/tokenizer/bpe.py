@@ -1,10 +1,10 @@
-"""Trains a byte-level BPE (arXiv:1508.07909) by a rule that leaves nothing open, so that any two
-programs that follow it give the same result.
+"""Trains a byte-level BPE (arXiv:1508.07909) by a fully specified rule: any two programs that
+follow it give the same result.
 
 The text between special tokens is split into words, and the most frequent pair of adjacent tokens
-within words is merged, again and again. Of pairs that are equally frequent the greater one is
-merged, in the order of byte strings; within a word, occurrences are merged from the left. Ids are
-those of the special tokens, of the 256 bytes, and of the merges in their order.
+within words is merged, again and again. Of equally frequent pairs the greater one in the order of
+byte strings is merged; within a word, occurrences are merged from the left. Ids are those of the
+special tokens, then of the 256 bytes, then of the merges in their order.
 """
 
 import codecs
@@ -18,11 +18,11 @@ from functools import partial
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.pieces import check_pattern, check_special_tokens
-from jaxformer.tokenizer.words import BLOCK_CHARACTERS, count_words, parts
+from jaxformer.tokenizer.words import BLOCK_CHARACTERS, count_words, segments
 
 Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
-# For each pair, the numbers of the words that hold it, each as often as the pair occurs in it.
+# For each pair, the indices of the words that hold it, each as often as the pair occurs in it.
 Occurrences = dict[str, "array[int]"]
 
 COMPLEMENT = bytes(range(255, -1, -1))
@@ -39,9 +39,10 @@ def train_bpe(
     """The vocabulary and the merges of a UTF-8 text file; fewer than `vocab_size` entries where no
     pair is left to merge.
 
-    `pattern` names how text is split into words (gpt2, llama3). `processes` is how many processes
-    count words, which does not change the result; None takes all cores where that is faster.
-    Raises ConfigError.
+    `pattern` names how text is split into words (gpt2, llama3). `processes` is the number of
+    processes that count words, which does not change the result; None takes all cores where that is
+    faster. Raises ConfigError for arguments out of range, and for a file that is empty, not UTF-8
+    or cannot be read.
     """
     texts, specials = [blocks_of(path)], special_tokens or ()
     return train_on(texts, vocab_size, specials, pattern=pattern, processes=processes)
@@ -55,21 +56,21 @@ def train_on(
     pattern: str = "gpt2",
     processes: int | None = None,
 ) -> tuple[Vocab, Merges]:
-    """Does the same for texts that each come in blocks."""
+    """Does the same as `train_bpe` for texts that each come in blocks."""
     check_special_tokens(special_tokens)
     check_pattern(pattern)
     # A token is a character in `merge_words`, so there can be no more than there are code points.
-    least, most = 256 + len(special_tokens), 0x110000 + len(special_tokens)
-    if not isinstance(vocab_size, int) or not least <= vocab_size <= most:
+    lowest, highest = 256 + len(special_tokens), 0x110000 + len(special_tokens)
+    if not isinstance(vocab_size, int) or not lowest <= vocab_size <= highest:
         raise ConfigError(
-            f"vocab_size={vocab_size!r} must be a whole number from {least} (256 bytes and"
-            f" {len(special_tokens)} special tokens) to {most:,}."
+            f"vocab_size={vocab_size!r} must be a whole number from {lowest} (256 bytes and"
+            f" {len(special_tokens)} special tokens) to {highest:,}."
         )
     if processes is not None and processes < 1:
         raise ConfigError(f"processes={processes} must be at least 1; None takes all cores.")
-    between = (part for blocks in texts for part in parts(blocks, special_tokens, pattern))
+    between = (text for blocks in texts for text in segments(blocks, special_tokens, pattern))
     words, times = spell(count_words(between, pattern, processes))
-    merges = merge_words(words, times, vocab_size - least)
+    merges = merge_words(words, times, vocab_size - lowest)
     entries = [token.encode() for token in special_tokens]
     entries += [bytes([byte]) for byte in range(256)]
     entries += [first + second for first, second in merges]
@@ -78,34 +79,37 @@ def train_on(
 
 def blocks_of(path: str | os.PathLike[str]) -> Iterator[str]:
     """The text of a UTF-8 file in blocks, its line ends as they are. Raises ConfigError."""
-    name, decoder, end = os.fspath(path), codecs.getincrementaldecoder("utf-8")(), 0
+    name, decoder, size = os.fspath(path), codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open(path, "rb", buffering=0) as file:
             while block := file.read(BLOCK_CHARACTERS):
-                end += len(block)
+                size += len(block)
                 yield decoder.decode(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        # `error.object` ends where the block does, and begins with bytes kept of the block before.
-        place, byte = end - len(error.object) + error.start, error.object[error.start]
+        # `error.object` is the block, after the bytes that were left of the block before.
+        position, byte = size - len(error.object) + error.start, error.object[error.start]
         raise ConfigError(
-            f"{name}: byte {place:,} (0x{byte:02x}) is not UTF-8: give a UTF-8 text file, unpacked."
+            f"{name}: byte {position:,} (0x{byte:02x}) is not UTF-8: give a UTF-8 text file,"
+            " unpacked."
         ) from None
     except OSError as error:
         raise ConfigError(
             f"{name} cannot be read ({error.strerror or error}): give a UTF-8 text file."
         ) from None
-    if not end:
+    if not size:
         raise ConfigError(f"{name} is empty: give a text file to train on.")
 
 
 def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:
-    """The words of more than one byte, with a character for each byte, and how often they occur."""
+    """The words of more than one byte, with a character for each byte, and how often each occurs.
+    Raises ConfigError for half a surrogate pair, which UTF-8 cannot encode."""
     spelled: list[str] = []
     times: list[int] = []
     try:
         for word, count in words.items():
-            if len(raw := word.encode()) > 1:
+            raw = word.encode()
+            if len(raw) > 1:
                 spelled.append(raw.decode("latin-1"))
                 times.append(count)
     except UnicodeEncodeError as error:
@@ -115,20 +119,23 @@ def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:
     return spelled, times
 
 
-def merge_words(words: list[str], times: Sequence[int], most: int) -> Merges:
-    """The first `most` merges, or all there are, of words as `spell` gives them. Changes `words`.
+def merge_words(words: list[str], times: Sequence[int], limit: int) -> Merges:
+    """The first `limit` merges, or all that there are, of words as `spell` gives them. Changes
+    `words`.
 
     A token is a character: chr(0) to chr(255) are the bytes, chr(256) and on the merges in order. A
     pair is a string of two, which str.split finds in a word and str.join replaces.
     """
     # At most one word becomes a single token with each merge. So before the k-th merge one of the k
     # most frequent words still holds a pair, which is at least as frequent as that word. A pair
-    # rarer than the `most`-th most frequent word is therefore never the best, and is not tracked.
-    least = sorted(times)[-most] if 0 < most <= len(times) else 1
-    places = _occurrences(words)
-    counts = {
-        pair: count for pair, found in places.items() if (count := _total(found, times)) >= least
-    }
+    # rarer than the `limit`-th most frequent word is therefore never the best, and is not tracked.
+    threshold = sorted(times)[-limit] if 0 < limit <= len(times) else 1
+    occurrences = _occurrences(words)
+    counts: dict[str, int] = {}
+    for pair, indices in occurrences.items():
+        count = _total(indices, times)
+        if count >= threshold:
+            counts[pair] = count
     tokens = [bytes([byte]) for byte in range(256)]
     order = [_descending(token) for token in tokens]
     # Smallest first: the highest count, and among equal counts the greatest pair of byte strings.
@@ -137,26 +144,27 @@ def merge_words(words: list[str], times: Sequence[int], most: int) -> Merges:
     ]
     heapq.heapify(heap)
     merges: Merges = []
-    while heap and len(merges) < most:
-        known, first, second, pair = heapq.heappop(heap)
-        # The count in the heap may be out of date. All occurrences of a pair come to be with the
-        # newer of its two tokens, so its count only falls afterwards, and what is in the heap is
+    while heap and len(merges) < limit:
+        negative_count, first, second, pair = heapq.heappop(heap)
+        count = counts[pair]
+        # The count in the heap may be out of date. All occurrences of a pair are made with the
+        # newer of its two tokens, so its count only falls afterwards, and the one in the heap is
         # never too small: an entry that is too large goes back with the present count.
-        if (count := counts[pair]) < -known:
-            if count >= least:
+        if count < -negative_count:
+            if count >= threshold:
                 heapq.heappush(heap, (-count, first, second, pair))
             else:
-                del counts[pair], places[pair]
+                del counts[pair], occurrences[pair]
             continue
         merges.append((tokens[ord(pair[0])], tokens[ord(pair[1])]))
         tokens.append(b"".join(merges[-1]))
         order.append(_descending(tokens[-1]))
-        for new, gone, found in _merge(pair, chr(len(tokens) - 1), words, places.pop(pair)):
-            count = _total(found, times)
-            if gone in counts:
-                counts[gone] -= count
-            if count >= least:
-                counts[new], places[new] = count, found
+        for new, old, indices in _merge(pair, chr(len(tokens) - 1), words, occurrences.pop(pair)):
+            count = _total(indices, times)
+            if old in counts:
+                counts[old] -= count
+            if count >= threshold:
+                counts[new], occurrences[new] = count, indices
                 heapq.heappush(heap, (-count, order[ord(new[0])], order[ord(new[1])], new))
     return merges
 
@@ -166,15 +174,15 @@ def _no_occurrences() -> Occurrences:
 
 
 def _occurrences(words: Sequence[str]) -> Occurrences:
-    places = _no_occurrences()
-    for place, word in enumerate(words):
+    occurrences = _no_occurrences()
+    for index, word in enumerate(words):
         for pair in map(str.__add__, word, word[1:]):
-            places[pair].append(place)
-    return places
+            occurrences[pair].append(index)
+    return occurrences
 
 
-def _total(places: Sequence[int], times: Sequence[int]) -> int:
-    return sum(map(times.__getitem__, places))
+def _total(indices: Sequence[int], times: Sequence[int]) -> int:
+    return sum(map(times.__getitem__, indices))
 
 
 def _descending(token: bytes) -> str:
@@ -184,33 +192,33 @@ def _descending(token: bytes) -> str:
 
 
 def _merge(
-    pair: str, token: str, words: list[str], places: Sequence[int]
+    pair: str, token: str, words: list[str], indices: Sequence[int]
 ) -> Iterator[tuple[str, str, "array[int]"]]:
-    """Replaces a pair by its token in the words at `places`. Gives each new pair, the pair that
-    stood there before, and the words where."""
+    """Replaces a pair by its token in the words at `indices`. Yields each new pair, the pair that
+    it replaces, and the indices of the words, each as often as that happens in it."""
     first, second = pair[0], pair[1]
-    before, after = _no_occurrences(), _no_occurrences()  # by the token to the left, to the right
-    # A word that holds the pair many times is named as often, one after the other, and is read once
-    # for all: else a word of millions of characters would take its square.
-    for place, _ in itertools.groupby(places):
-        pieces = words[place].split(pair)
-        # The list of places is not updated as merges take occurrences away: a word without the pair
-        # is passed over.
+    # The words of new pairs, by the token to the left and by the token to the right.
+    by_previous, by_following = _no_occurrences(), _no_occurrences()
+    # A word that holds the pair many times has its index as often, in a row, and is processed once:
+    # otherwise the time would grow with the square of its length.
+    for index, _ in itertools.groupby(indices):
+        pieces = words[index].split(pair)
+        # `indices` is not updated when merges remove occurrences, so the pair may be gone.
         if len(pieces) == 1:
             continue
-        words[place] = token.join(pieces)
+        words[index] = token.join(pieces)
         # With t for the token, x a b y becomes x t y: (x, a) becomes (x, t), (b, y) becomes (t, y).
         # Between two occurrences, a b a b, (b, a) becomes (t, t), counted from the left one only.
-        left = pieces[0][-1:]
+        previous = pieces[0][-1:]
         for piece in pieces[1:]:
-            if left:
-                before[left].append(place)
+            if previous:
+                by_previous[previous].append(index)
             if piece:
-                after[piece[0]].append(place)
-                left = piece[-1]
+                by_following[piece[0]].append(index)
+                previous = piece[-1]
             else:
-                left = token
-    for left, found in before.items():
-        yield left + token, (second if left == token else left) + first, found
-    for right, found in after.items():
-        yield token + right, second + right, found
+                previous = token
+    for previous, occurrences in by_previous.items():
+        yield previous + token, (second if previous == token else previous) + first, occurrences
+    for following, occurrences in by_following.items():
+        yield token + following, second + following, occurrences

@@ -1,8 +1,8 @@
 """Chat templates: a conversation as the text that a model reads, its token ids, and which of them
 the assistant wrote.
 
-A template is a text in Jinja, as the tokenizers of Hugging Face models have it:
-chat_template.jinja, or chat_template in tokenizer_config.json.
+A template is a text in Jinja, as tokenizers of Hugging Face models have it: chat_template.jinja, or
+chat_template in tokenizer_config.json.
 """
 
 import copy
@@ -22,56 +22,60 @@ import numpy as np
 
 from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
 from jaxformer.files import ConfigError, read_text
-from jaxformer.tokenizer.chat_files import special_names, template_of
 from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, require_assistant
+from jaxformer.tokenizer.metadata import SETTINGS_FILE, TEMPLATE_FILE
 from jaxformer.tokenizer.pieces import without_panic
 from jaxformer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-# A text, and the places of characters in it: (of the first, after the last).
-Span = tuple[int, int]
-Marked = tuple[str, list[Span]]
-# How many of the first messages are rendered, and whether with the beginning of an answer.
+Span = tuple[int, int]  # the indices of the first character and after the last one
+Marked = tuple[str, list[Span]]  # a text, and the spans that are learned
+# The number of messages that are rendered, and whether with the beginning of an answer.
 Cut = tuple[int, bool]
 
-# A change in how conversations become ids takes a new number, so that no older cache is read.
+# To be increased when conversations become other ids, so that no older cache is read.
 FORMAT_OF_CHATS = 1
 
-# The day that strftime_now shows in training data, so that tokens do not depend on when they were
-# made; it is the one that Llama 3's template names where there is no clock.
+# The day that strftime_now shows in training data, so that tokens do not depend on the date; Llama
+# 3's template has it where there is no clock.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 OLDEST_JINJA = (3, 1, 6)
 
+# Classes of tokenizers that have no special tokens but those that the files name.
+WITHOUT_DEFAULTS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
 GENERATION = "{% generation %} ... {% endgeneration %}"
 ANOTHER_TEMPLATE = "correct it, or set tokenizer.chat_template to another one"
 PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
-CUTS_AT_ONCE = 64  # which have the time of one question together
+CUTS_AT_ONCE = 64  # cuts that are rendered in the time of one question
 
-# It stays for all templates of this process.
+# One process for all templates of this process.
 RENDERER = BoundedProcess("jaxformer.tokenizer.chat_environment", "answer")
 
 
 class UnboundedTemplate(ConfigError):
-    """A template takes longer or more memory than it may."""
+    """A template exceeds its bounds of time or memory."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. It is rendered in a process of its own, since a template
-    may take longer, or more memory, than anybody has; then `UnboundedTemplate` is raised.
+    """The chat template of a tokenizer. It is rendered in a process of its own with bounds of time
+    and memory; `UnboundedTemplate` is raised where it exceeds them.
 
     Names of special tokens are these tokens wherever they are in the rendered text, as in
-    transformers; nothing is put before or after it, since templates write <s> and so on themselves.
+    transformers; nothing is added before or after it, since templates write <s> and so on
+    themselves.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, where: str, today: bool = False) -> None:
-        """`where` names the template in messages; `today`: strftime_now shows the present, and not
-        `TRAINING_DAY`. Raises ConfigError for a text that is no template, and without jinja2."""
+        """`where` names the template in messages. With `today`, strftime_now shows the current day
+        instead of `TRAINING_DAY`. Raises ConfigError for a text that is no template, and without
+        jinja2."""
         _require_jinja(where)
         self.text, self.tokenizer, self.where = text, tokenizer, where
-        # Marks that no text holds by chance: noncharacters of Unicode around random digits.
+        # Marks that no text contains by chance: noncharacters of Unicode around random digits.
         digits = secrets.token_hex(8)
         self._marks = (f"\ufdd0{digits}\ufdd0", f"\ufdd1{digits}\ufdd1")
         self._day = None if today else TRAINING_DAY.isoformat()
@@ -86,7 +90,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, today: bool = False) -> "ChatTemplate":
-        """The template that a tokenizer was read with, or was given by `set_chat_template`. Raises
+        """The template with which a tokenizer was read, or that `set_chat_template` set. Raises
         ConfigError where it has none."""
         text, where = template_of(tokenizer)
         return cls(text, tokenizer, where, today)
@@ -94,10 +98,10 @@ class ChatTemplate:
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them are learned: those of the assistant's turns.
 
-        With generation blocks these are the tokens inside of them. Otherwise a turn is what the
+        With generation blocks these are the tokens inside them. Otherwise a turn is what the
         template adds to the prompt for it, up to the special token that ends it. A token that also
-        holds text from outside of a turn is not learned. Raises ConfigError for messages that are
-        none, that the template refuses or whose turns cannot be told.
+        has text from outside a turn is not learned. Raises ConfigError for malformed messages, for
+        those that the template refuses, and where the turns cannot be told.
         """
         return self.encode_marked([self.marked(messages)])[0]
 
@@ -106,21 +110,21 @@ class ChatTemplate:
         text = self.render(checked_messages(messages), True)
         return [int(token) for token in self.tokenizer.encoder.rows([text], True)[0]]
 
-    def encode_marked(self, several: Sequence[Marked]) -> list[tuple[list[int], list[bool]]]:
-        """What `encode` gives for each text of `marked`, computed on all cores."""
-        texts = [text for text, _ in several]
+    def encode_marked(self, conversations: Sequence[Marked]) -> list[tuple[list[int], list[bool]]]:
+        """The result of `encode` for each result of `marked`, computed on all cores."""
+        texts = [text for text, _ in conversations]
         try:
             encodings = without_panic(self._aligned.encode_batch, texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise self.tokenizer.encoder.unencodable(texts, error) from None
         return [
             (encoding.ids, _inside(encoding.offsets, spans))
-            for encoding, (_, spans) in zip(encodings, several, strict=True)
+            for encoding, (_, spans) in zip(encodings, conversations, strict=True)
         ]
 
     def marked(self, messages: Sequence[Message]) -> Marked:
-        """The text of a conversation, and the places in it of what is learned. Raises ConfigError
-        as `encode` does."""
+        """The text of a conversation, and the spans of it that are learned. Raises ConfigError as
+        `encode` does."""
         checked = checked_messages(messages)
         require_assistant(checked)
         cuts = [(len(checked), False), *(() if self.has_blocks else _cuts_by_turn(checked))]
@@ -142,16 +146,16 @@ class ChatTemplate:
         return self._without_marks(text)[0]
 
     def end_of_turn(self, messages: Sequence[Message]) -> int | None:
-        """The special token with which the template ends an answer to `messages`; None where it
-        writes no special token after its content."""
+        """The special token with which the template ends an answer to `messages`; None where no
+        special token follows its content."""
         text = self.render([*messages, {"role": ASSISTANT, "content": PROBE}])
         after = text.rpartition(PROBE)[2].lstrip()
         name = next((name for name in self._added if after.startswith(name)), None)
         return None if name is None else self._added[name]
 
     def learns_end(self) -> bool:
-        """Whether what is learned of an answer ends with a special token after its content. True
-        also where the template refuses the conversation by which this is found."""
+        """Whether the learned text of an answer has a special token after its content. True also
+        where the template refuses the conversation by which this is tested."""
         messages = [{"role": role, "content": PROBE} for role in ("user", ASSISTANT)]
         try:
             text, spans = self.marked(messages)
@@ -161,7 +165,7 @@ class ChatTemplate:
         return any(name in after for name in self._added)
 
     def unlearned_end(self) -> str:
-        """The warning where `learns_end` is false: what follows, and the remedy."""
+        """The warning where `learns_end` is false: the consequence and the remedy."""
         return (
             f"{self.where} writes no special token inside of what is learned of an answer, as where"
             " the marker of the next role ends a turn: the model does not learn to end its answers,"
@@ -170,77 +174,82 @@ class ChatTemplate:
         )
 
     def fingerprint(self) -> str:
-        """A digest that is the same for templates that give the same ids of a tokenizer."""
+        """A digest of the template, the special tokens and the format: equal digests give equal ids
+        with a tokenizer."""
         return _digest(self.text, self._names)
 
     def _texts(self, messages: Sequence[Message], cuts: Sequence[Cut]) -> Iterator[str]:
-        """What the template writes for each cut of messages, marks included. Raises ConfigError at
-        the first that it refuses."""
+        """The text of each cut of the messages, with marks. Raises ConfigError at the first cut
+        that the template refuses."""
         when = f"where {len(messages)} messages are rendered"
         for first in range(0, len(cuts), CUTS_AT_ONCE):
-            asked = cuts[first : first + CUTS_AT_ONCE]
-            more = {"messages": [*messages], "names": self._names, "cuts": asked}
-            answer = self._ask(when, more)
+            batch = cuts[first : first + CUTS_AT_ONCE]
+            rendering = {"messages": [*messages], "names": self._names, "cuts": batch}
+            answer = self._ask(when, rendering)
             yield from answer["texts"]
             if answer["refused"] is not None:
                 raise ConfigError(f"{self.where} refuses the messages: {answer['refused']}")
 
-    def _ask(self, when: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """An answer of `chat_environment`. Raises UnboundedTemplate where there is none, and
-        ConfigError for messages that are not of JSON."""
-        question = {"text": self.text, "marks": self._marks, "day": self._day, **(more or {})}
+    def _ask(self, when: str, rendering: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of `chat_environment`; `rendering` are the messages, names and cuts. Raises
+        UnboundedTemplate without an answer, and ConfigError for messages that JSON cannot hold."""
+        question = {"text": self.text, "marks": self._marks, "day": self._day, **(rendering or {})}
         try:
             return RENDERER.ask(question)  # type: ignore[no-any-return]
         except OutOfBounds as error:
             raise UnboundedTemplate(f"{self.where} {error}, {when}: {ANOTHER_TEMPLATE}.") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"the messages hold a value that JSON has not ({error}): give texts, numbers, lists"
-                " and objects"
+                f"the messages hold a value that JSON cannot hold ({error}): give texts, numbers,"
+                " lists and objects"
             ) from None
 
-    def _without_marks(self, found: str) -> Marked:
-        """A text, and the places in it of generation blocks that hold some text."""
+    def _without_marks(self, marked: str) -> Marked:
+        """The text without its marks, and the spans of the generation blocks that are not empty."""
+        begin_mark, end_mark = self._marks
         text, begins, spans = "", list[int](), list[Span]()
-        for part in re.split("|".join(f"({mark})" for mark in self._marks), found):
-            if part == self._marks[0]:
+        for piece in re.split(f"({begin_mark}|{end_mark})", marked):
+            if piece == begin_mark:
                 begins.append(len(text))
-            elif part == self._marks[1]:
-                if begins and len(text) > (begin := begins.pop()):
+            elif piece != end_mark:
+                text += piece
+            elif begins:
+                begin = begins.pop()
+                if len(text) > begin:
                     spans.append((begin, len(text)))
-            else:
-                text += part or ""
         return text, spans
 
-    def _turns(self, messages: list[Message], whole: str, texts: Iterator[str]) -> list[Span]:
-        """The places of the assistant's turns in the text of all messages, each after the prompt
-        for it, to the special token that ends it. `texts` are those of `_cuts_by_turn`. Raises
-        ConfigError where the text of the first messages is no beginning of the whole."""
+    def _turns(self, messages: list[Message], full_text: str, texts: Iterator[str]) -> list[Span]:
+        """The spans of the assistant's turns in the text of all messages, each from the end of the
+        prompt for it to the special token that ends it. `texts` are those of `_cuts_by_turn`.
+        Raises ConfigError where `full_text` does not begin with the text of the first messages."""
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            last = index == len(messages) - 1
+            is_last = index == len(messages) - 1
             try:
                 prompt = next(texts)
-                turn = whole if last else next(texts)
+                turn = full_text if is_last else next(texts)
             except ConfigError as error:
                 raise ConfigError(
                     f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
                     f" which a turn is found). {self._remedy()}"
                 ) from None
-            if not (turn.startswith(prompt) and whole.startswith(turn)):
-                part = f"the first {index + 1} messages"
-                if not turn.startswith(prompt):
-                    part = f"the prompt for message {index + 1}"
-                raise ConfigError(
-                    f"{self.where} renders {part} otherwise than at the beginning of what follows,"
-                    f" so that the turns of the assistant cannot be told. {self._remedy()}"
-                )
+            if not turn.startswith(prompt):
+                raise ConfigError(self._inconsistent(f"the prompt for message {index + 1}"))
+            if not full_text.startswith(turn):
+                raise ConfigError(self._inconsistent(f"the first {index + 1} messages"))
             content = turn[len(prompt) :].rstrip()
-            ended = content.endswith(tuple(self._added))
-            spans.append((len(prompt), len(prompt) + len(content) if ended else len(turn)))
+            ends_in_token = content.endswith(tuple(self._added))
+            spans.append((len(prompt), len(prompt) + len(content) if ends_in_token else len(turn)))
         return [(begin, end) for begin, end in spans if end > begin]
+
+    def _inconsistent(self, prefix: str) -> str:
+        return (
+            f"{self.where} renders {prefix} otherwise than at the beginning of what follows, so"
+            f" that the turns of the assistant cannot be told. {self._remedy()}"
+        )
 
     @staticmethod
     def _remedy() -> str:
@@ -251,7 +260,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:
-        """The tokens that the tokenizer reads as a whole, the longest first."""
+        """The ids of the added tokens by their names, the longest first."""
         added = self.tokenizer.encoder.spec()["added_tokens"]
         return {
             entry["content"]: entry["id"]
@@ -260,16 +269,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def _aligned(self) -> "tokenizers.Tokenizer":
-        """The tokenizer that reads names of special tokens, and whose offsets are those of whole
-        tokens: its last step may cut off spaces from them."""
+        """The tokenizer that reads names of special tokens, without its post-processor, which may
+        exclude spaces of tokens from their offsets."""
         backend = copy.deepcopy(self.tokenizer.encoder.marking)
         backend.post_processor = None  # type: ignore[assignment]
         return backend
 
 
 def _cuts_by_turn(messages: Sequence[Message]) -> Iterator[Cut]:
-    """Of each turn of the assistant the prompt for it and, unless it is the last message, the
-    messages to its end."""
+    """For each turn of the assistant, the prompt for it and, unless it is the last message, the
+    messages up to its end."""
     for index, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             yield index, True
@@ -277,8 +286,60 @@ def _cuts_by_turn(messages: Sequence[Message]) -> Iterator[Cut]:
                 yield index + 1, False
 
 
+def template_of(tokenizer: Tokenizer) -> tuple[str, str]:
+    """The template with which a tokenizer was read or that was set, and its name for messages. As
+    in transformers, chat_template.jinja comes before tokenizer_config.json. Raises ConfigError
+    where there is none."""
+    if tokenizer.metadata.template is not None:
+        return tokenizer.metadata.template, tokenizer.metadata.template_name
+    value = tokenizer.metadata.settings.get("chat_template")
+    if value is None:
+        raise ConfigError(
+            f"{tokenizer.origin} has no chat template, neither {TEMPLATE_FILE} beside it nor"
+            f" chat_template in {SETTINGS_FILE}: put {TEMPLATE_FILE} there, or train with"
+            " tokenizer.chat_template set to a file of Jinja."
+        )
+    where = f"{Path(tokenizer.origin).parent / SETTINGS_FILE}: chat_template"
+    return _default_of(value, where), where
+
+
+def _default_of(value: Any, where: str) -> str:
+    """The template in tokenizer_config.json: a text, or the entry "default" of a list."""
+    if isinstance(value, str):
+        return value
+    templates: dict[Any, Any] = {}
+    for entry in value if isinstance(value, list) else ():
+        if isinstance(entry, dict):
+            templates[entry.get("name")] = entry.get("template")
+    default = templates.get("default")
+    if not isinstance(default, str):
+        names = ", ".join(map(repr, templates)) or "none"
+        raise ConfigError(
+            f'{where} must be a text, or a list with {{"name": "default", "template": "..."}} (its'
+            f" names are {names}): correct it, or set tokenizer.chat_template."
+        )
+    return default
+
+
+def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """The names of special tokens that a template reads, such as bos_token: those in the files and,
+    for a class with default special tokens, the usual ones."""
+    settings, names = tokenizer.metadata.settings, dict[str, str]()
+    if settings.get("tokenizer_class") not in WITHOUT_DEFAULTS:
+        for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+            token = tokenizer.special(role)
+            if token is not None and f"{role}_token" not in settings:
+                names[f"{role}_token"] = tokenizer.shown(token)
+    extra = settings.get("extra_special_tokens")
+    for key, value in {**settings, **(extra if isinstance(extra, dict) else {})}.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            names[key] = content
+    return names
+
+
 def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
-    """Gives a tokenizer the template of a file, in place of its own; it is saved with it. Raises
+    """Sets the template of a tokenizer to that of a file; it is saved with the tokenizer. Raises
     ConfigError for a file that is missing or no template."""
     file = Path(path).expanduser()
     text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
@@ -300,29 +361,27 @@ def template_fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def _digest(text: str, names: dict[str, str]) -> str:
-    parts = json.dumps([FORMAT_OF_CHATS, text, names])
-    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+    content = json.dumps([FORMAT_OF_CHATS, text, names])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _require_jinja(where: str) -> None:
-    """Raises ConfigError where jinja2 is missing, or is of a version from which a template can get
-    out of its sandbox."""
+    """Raises ConfigError where jinja2 is missing, or has a version whose sandbox a template can
+    leave."""
     try:
-        found = importlib.metadata.version("jinja2")
-        import jinja2  # noqa: F401  (its metadata may be there without it)
+        version = importlib.metadata.version("jinja2")
+        import jinja2  # noqa: F401  (its metadata may exist without it)
     except ImportError:
-        found = ""
-    if tuple(map(int, re.findall(r"\d+", found)[:3])) < OLDEST_JINJA:
-        told = f"is {found}" if found else "is not installed"
-        oldest = ".".join(map(str, OLDEST_JINJA))
+        version = ""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST_JINJA:
         raise ConfigError(
-            f"{where} needs jinja2 {oldest} or newer, which {told}: pip install 'jaxformer[chat]'."
+            f"{where} needs jinja2 {'.'.join(map(str, OLDEST_JINJA))} or newer, and here it is"
+            f" {version or 'not installed'}: pip install 'jaxformer[chat]'."
         )
 
 
 def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens lie within one of the spans, by the places of their first character and after
-    their last."""
+    """Which tokens lie within one of the spans of characters, by their offsets."""
     learned = np.zeros(len(offsets), bool)
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     for begin, end in spans:

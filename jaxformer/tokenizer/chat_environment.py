@@ -1,6 +1,6 @@
-"""The Jinja environment in which chat templates are rendered, as transformers renders them: in a
-sandbox, with its functions. The templates of a model are a stranger's code, so that this file is
-run by a process with bounds (`BoundedProcess`), whose questions `answer` answers.
+"""The Jinja environment in which chat templates are rendered as transformers renders them: in a
+sandbox, with its functions. The templates of a model are untrusted code, so a process with bounds
+(`BoundedProcess`) runs this file, and `answer` answers its questions.
 
 Only this file imports jinja2, which is an optional package.
 """
@@ -20,21 +20,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxformer.cluster.bounded import OutOfBounds
 
-MOST_RENDERED = 1 << 26  # of a text that a template writes
+LONGEST_RENDERED = 1 << 26  # characters of a text that a template writes
+LONGEST_ERROR = 1000  # characters of the message of an error
 
 Now = Callable[[], datetime.datetime]
-MOST_TOLD = 1000  # characters of the message of an error
 
 
 class GenerationBlocks(Extension):
     """`{% generation %} ... {% endgeneration %}`: renders its content between the two `marks` of
-    the environment, so that the places of what the assistant writes are known."""
+    the environment, which show what the assistant writes."""
 
-    tags = {"generation"}  # noqa: RUF012  (Jinja reads it of the class)
-    found = False
+    tags = {"generation"}  # noqa: RUF012  (Jinja reads it from the class)
+    is_used = False
 
     def parse(self, parser: Parser) -> nodes.Node:
-        self.found = True
+        self.is_used = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
@@ -45,12 +45,12 @@ class GenerationBlocks(Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore, which lead out of the
-    sandbox."""
+    """Jinja's namespace without names that begin with an underscore, by which a template could
+    leave the sandbox."""
 
-    def __init__(*given: Any, **named: Any) -> None:
-        self, rest = given[0], given[1:]
-        attributes = dict(*rest, **named)
+    def __init__(*arguments: Any, **keywords: Any) -> None:
+        self, mappings = arguments[0], arguments[1:]
+        attributes = dict(*mappings, **keywords)
         for name in attributes:
             _require_public(name)
         jinja2.utils.Namespace.__init__(self, attributes)
@@ -69,13 +69,13 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Compiles a template, and renders it.
 
     The question has the `text` of the template, the `marks` around what it writes in generation
-    blocks, and the `day` that strftime_now shows, null for the present. Without messages the answer
-    has `blocks`, whether it has generation blocks, or `wrong`: what is wrong, and `line` if that is
-    in one line.
+    blocks, and the `day` that strftime_now shows, null for today. Without messages the answer has
+    `blocks`, which says whether the template has generation blocks, or the error `wrong` and its
+    `line`, null where the error is in no single line.
 
-    With `messages`, the `names` of special tokens and `cuts`, it has `texts`: for each cut [count,
-    prompt] the text of the first messages, with the beginning of an answer if `prompt`. They end
-    where the template refuses the messages, and `refused` says why; else that is null.
+    With `messages`, the `names` of special tokens and `cuts`, the answer has `texts`: for each cut
+    [count, prompt] the text of the first `count` messages, with the beginning of an answer if
+    `prompt`. They end where the template refuses the messages; `refused` is the reason, else null.
     """
     text, marks, day = question["text"], tuple(question["marks"]), question["day"]
     if "messages" not in question:
@@ -92,10 +92,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             )
         except MemoryError:
             raise
-        except Exception as error:  # a template's own, or any that its code may lead to
-            return {"texts": texts, "refused": _told(error)}
-        if len(rendered) > MOST_RENDERED:
-            raise OutOfBounds(f"writes more than {MOST_RENDERED:,} characters")
+        except Exception as error:  # raised by the template itself, or by whatever it calls
+            return {"texts": texts, "refused": _message(error)}
+        if len(rendered) > LONGEST_RENDERED:
+            raise OutOfBounds(f"writes more than {LONGEST_RENDERED:,} characters")
         texts.append(rendered)
     return {"texts": texts, "refused": None}
 
@@ -107,19 +107,19 @@ def _checked(text: str, marks: tuple[str, str], day: str | None) -> dict[str, An
         return {"wrong": error.message, "line": error.lineno}
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # of Python's own parser, as for a number of too many digits
-        return {"wrong": _told(error).partition(";")[0], "line": None}
+    except Exception as error:  # from Python's parser, as for a number with too many digits
+        return {"wrong": _message(error).partition(";")[0], "line": None}
 
 
-def _told(error: Exception) -> str:
-    told = str(error).strip().rstrip(".") or type(error).__name__
-    return told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}..."
+def _message(error: Exception) -> str:
+    text = str(error).strip().rstrip(".") or type(error).__name__
+    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
 
 
 @functools.lru_cache(maxsize=16)
 def compiled(text: str, marks: tuple[str, str], day: str | None) -> tuple[jinja2.Template, bool]:
-    """The template of a text, and whether it has generation blocks; `day` is the one that
-    strftime_now shows, None for the present. Raises jinja2.TemplateSyntaxError."""
+    """The template of a text, and whether it has generation blocks. strftime_now shows `day`, None
+    for today. Raises jinja2.TemplateSyntaxError."""
     now: Now = datetime.datetime.now
     if day is not None:
         now = functools.partial(datetime.datetime.fromisoformat, day)
@@ -130,13 +130,13 @@ def compiled(text: str, marks: tuple[str, str], day: str | None) -> tuple[jinja2
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise,
-        strftime_now=lambda form: now().strftime(form),
-        dict=lambda *given, **named: dict(*given, **named),
+        strftime_now=lambda format: now().strftime(format),
+        dict=lambda *arguments, **keywords: dict(*arguments, **keywords),
         namespace=Namespace,
     )
     template = environment.from_string(text)
     blocks = environment.extensions[GenerationBlocks.identifier]
-    return template, isinstance(blocks, GenerationBlocks) and blocks.found
+    return template, isinstance(blocks, GenerationBlocks) and blocks.is_used
 
 
 def _to_json(

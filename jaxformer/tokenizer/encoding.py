@@ -1,4 +1,4 @@
-"""Encodes texts on all cores: long ones in parts, and by a faster encoder where it gives the same
+"""Encodes texts on all cores, long ones in parts, with a faster encoder where it gives the same
 ids."""
 
 import copy
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 TokenIds = list[int] | np.ndarray
 
-MUCH = 1 << 14  # characters from which on it pays to find out whether `Fast` can be used
+FAST_CHARACTERS = 1 << 14  # from so many on it pays to find out whether `Fast` can be used
 BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
 
 
 class Encoder:
-    """Ids of texts, without a template around them; `named` says whether names of special tokens in
-    a text are these tokens."""
+    """Encodes texts without the template around them.
+
+    `reads_names` in its methods says that names of special tokens in a text are these tokens.
+    `split_names` says that they never are, as split_special_tokens in tokenizer_config.json.
+    """
 
     def __init__(
         self, backend: "tokenizers.Tokenizer", split_names: bool, origin: str = "the tokenizer"
@@ -47,63 +50,69 @@ class Encoder:
         backend.encode_special_tokens = self._split_names
         return backend
 
-    def rows(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
+    def rows(self, texts: Sequence[str], reads_names: bool) -> list[TokenIds]:
         """The ids of each text. Raises ConfigError for what the tokenizer cannot encode."""
         # One text starts no threads: where memory is short, a thread may never begin to run.
-        cores = len(texts) > 1
+        parallel = len(texts) > 1
         if max(map(len, texts), default=0) <= 2 * PART_CHARACTERS:
-            return self._rows(texts, named, cores)
-        # The parts of all texts are encoded together, and then joined again text by text.
-        parts = [[*self._cuts[named].parts(text)] for text in texts]
-        rows = iter(self._rows([*itertools.chain.from_iterable(parts)], named, cores))
-        return [_joined([*itertools.islice(rows, len(of_text))]) for of_text in parts]
+            return self._rows(texts, reads_names, parallel)
+        # The parts of all texts are encoded together, and then joined text by text.
+        split_texts = [[*self._cuts[reads_names].parts(text)] for text in texts]
+        all_parts = [*itertools.chain.from_iterable(split_texts)]
+        rows = iter(self._rows(all_parts, reads_names, parallel))
+        return [_joined([*itertools.islice(rows, len(parts))]) for parts in split_texts]
 
-    def stream(self, chunks: Iterable[str], named: bool) -> Iterator[TokenIds]:
+    def stream(self, chunks: Iterable[str], reads_names: bool) -> Iterator[TokenIds]:
         """The ids of a text that comes in chunks of any size, part after part, in the memory of a
         few parts."""
-        blocks = self._cuts[named].blocks(_checked(chunks))
-        while several := [*itertools.islice(blocks, BLOCKS_IN_FLIGHT)]:
-            yield from self._rows(several, named, False)
+        blocks = self._cuts[reads_names].blocks(_checked(chunks))
+        while batch := [*itertools.islice(blocks, BLOCKS_IN_FLIGHT)]:
+            yield from self._rows(batch, reads_names, False)
 
     @functools.cached_property
     def _cuts(self) -> dict[bool, Cuts]:
         spec = self.spec()
-        return {named: Cuts.of(spec, named and not self._split_names) for named in (False, True)}
+        return {
+            False: Cuts.of(spec, names_are_tokens=False),
+            True: Cuts.of(spec, names_are_tokens=not self._split_names),
+        }
 
     @functools.cached_property
     def _fast(self) -> Fast | None:
         return Fast.of(self.spec(), self._backend)
 
-    def _rows(self, texts: Sequence[str], named: bool, cores: bool) -> list[TokenIds]:
-        fast = self._fast if sum(map(len, texts)) >= MUCH else None
-        names = named and not self._split_names
+    def _rows(self, texts: Sequence[str], reads_names: bool, parallel: bool) -> list[TokenIds]:
+        fast = self._fast if sum(map(len, texts)) >= FAST_CHARACTERS else None
+        names_are_tokens = reads_names and not self._split_names
 
         def encode(text: str) -> TokenIds:
             if fast and len(text) <= MOST_CHARACTERS:
-                return without_panic(fast.encode, text, names)
-            return self._slow([text], named)[0]
+                return without_panic(fast.encode, text, names_are_tokens)
+            return self._slow([text], reads_names)[0]
 
         try:
-            if fast and (fast.marks or not names):
-                if not cores or not fast.threads:
+            if fast and (fast.reads_names or not names_are_tokens):
+                if not parallel or not fast.threads:
                     return [*map(encode, texts)]
                 with ThreadPool() as pool:
                     return pool.map(encode, texts)
-            return self._slow(texts, named)
+            return self._slow(texts, reads_names)
         except Exception as error:  # the libraries raise nothing narrower
             raise self.unencodable(texts, error) from None
 
-    def _slow(self, texts: Sequence[str], named: bool) -> list[TokenIds]:
-        backend = self.marking if named else self._backend
+    def _slow(self, texts: Sequence[str], reads_names: bool) -> list[TokenIds]:
+        backend = self.marking if reads_names else self._backend
         encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
+        """The ConfigError for an error of the library on these texts."""
         characters = sorted({*"".join(texts)})
-        if half := next((char for char in characters if "\ud800" <= char <= "\udfff"), None):
+        surrogate = next((char for char in characters if "\ud800" <= char <= "\udfff"), None)
+        if surrogate is not None:
             return ConfigError(
-                f"the text holds {half!r} (U+{ord(half):04X}), half of a surrogate pair of UTF-16:"
-                ' decode it with errors="replace".'
+                f"the text holds {surrogate!r} (U+{ord(surrogate):04X}), half of a surrogate pair"
+                ' of UTF-16: decode it with errors="replace".'
             )
         unseen = [char for char in characters if self._backend.token_to_id(char) is None]
         if "UNK" not in str(error) or not unseen:
@@ -118,7 +127,8 @@ class Encoder:
 
 def _checked(chunks: Iterable[str]) -> Iterator[str]:
     """The strings of an iterable. A file is read in blocks rather than lines, which may be long."""
-    if read := getattr(chunks, "read", None):
+    read = getattr(chunks, "read", None)
+    if read is not None:
         chunks = itertools.takewhile(len, map(read, itertools.repeat(2 * PART_CHARACTERS)))
     for chunk in chunks:
         if not isinstance(chunk, str):

@@ -1,5 +1,5 @@
-"""Encoders several times as fast as the tokenizers library, for the tokenizers whose ids they
-reproduce: that of tiktoken, or, where it is not installed, one that remembers words."""
+"""Encoders that are several times as fast as the tokenizers library, for the tokenizers whose ids
+they reproduce: tiktoken or, where it is not installed, a cache of words."""
 
 import functools
 import re
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 # in a row.
 MOST_CHARACTERS = 1 << 18
 
-# Words that are remembered, in about 20 MB; of code or prose, more than most texts have.
-MOST_WORDS = 1 << 17
-LONGEST_WORD = 64  # characters of a word that is remembered
+# Words in the cache, in about 20 MB; more than most texts of code or prose have.
+CACHED_WORDS = 1 << 17
+LONGEST_WORD = 64  # characters of a word in the cache
 
-# A letter or digit that is new in each version of Unicode from 13 to 17: two libraries that agree
+# Letters or digits that are new in the versions of Unicode from 13 to 17: two libraries that agree
 # on all of them use the same tables of characters.
 NEWEST = (
     "\u08be\U00011950\u0870\U00016ac0\U0001df25\U0001e4f0\U0002ebf0\U000105c0\U00010d40\U00010940"
@@ -38,13 +38,21 @@ MERGE_SETTINGS = (
 
 
 class Fast:
-    """Encodes plain text; and, where `marks`, text in which names of special tokens are these
-    tokens. `threads`: several encode at the same time, without the GIL."""
+    """Encodes plain text.
+
+    `reads_names` says that it can also encode text in which names of special tokens are these
+    tokens, `threads` that it runs without the GIL.
+    """
 
     def __init__(
-        self, ids_of: Callable[[str], np.ndarray], names: dict[str, int], marks: bool, threads: bool
+        self,
+        ids_of: Callable[[str], np.ndarray],
+        names: dict[str, int],
+        reads_names: bool,
+        threads: bool,
     ) -> None:
-        self._ids_of, self._names, self.marks, self.threads = ids_of, names, marks, threads
+        self._ids_of, self._names = ids_of, names
+        self.reads_names, self.threads = reads_names, threads
         longest_first = sorted(names, key=len, reverse=True)
         self._names_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
@@ -55,16 +63,16 @@ class Fast:
         ranks = _ranks(spec, backend) if pattern else None
         if not ranks or not pattern:
             return None
-        ids_of = _of_tiktoken(pattern, ranks) or RememberedWords(pattern, backend)
+        ids_of = _of_tiktoken(pattern, ranks) or WordCache(pattern, backend)
         added = spec["added_tokens"]
-        # A plain search finds names where the library does, if they all are of one kind, in the
-        # text as it is or as it is normalized, and neither strip spaces nor must be whole words.
+        # A plain search matches names where the library does, if all are searched in the text as it
+        # is or all in the normalized text, and none strips spaces or must stand between spaces.
         plain = not any(
             token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")
         )
-        marks = plain and len({token["normalized"] for token in added}) <= 1
+        reads_names = plain and len({token["normalized"] for token in added}) <= 1
         names = {token["content"]: token["id"] for token in added}
-        fast = cls(ids_of, names, marks, threads=not isinstance(ids_of, RememberedWords))
+        fast = cls(ids_of, names, reads_names, threads=not isinstance(ids_of, WordCache))
         probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
         expected = backend.encode(probe, add_special_tokens=False).ids
         return fast if fast.encode(probe, False).tolist() == expected else None
@@ -73,10 +81,10 @@ class Fast:
         """The ids of a text of at most MOST_CHARACTERS characters: uint32."""
         if not names_are_tokens or not self._names:
             return self._ids_of(text)
-        # Split by a group, a text gives plain text at even places, and names at odd ones.
+        # Split by a group, a text gives plain text at even indices and names at odd ones.
         rows = [
-            np.array([self._names[part]], np.uint32) if place % 2 else self.encode(part, False)
-            for place, part in enumerate(self._names_pattern.split(text))
+            np.array([self._names[piece]], np.uint32) if index % 2 else self.encode(piece, False)
+            for index, piece in enumerate(self._names_pattern.split(text))
         ]
         return np.concatenate(rows)
 
@@ -87,16 +95,16 @@ def _of_tiktoken(pattern: str, ranks: dict[bytes, int]) -> Callable[[str], np.nd
         import tiktoken
     except ImportError:
         return None
-    # Without any special token the core looks for the empty one, at every byte.
+    # Without a special token the core would search for the empty one, at every byte.
     unused = {"\0 not a token": max(ranks.values()) + 1}
     words = WORD_PATTERNS[pattern].words
     core = tiktoken.Encoding(pattern, pat_str=words, mergeable_ranks=ranks, special_tokens=unused)
     return functools.partial(core.encode_to_numpy, disallowed_special=())
 
 
-class RememberedWords(dict[str, bytes]):
-    """The ids of each word of a text that was met before, as the bytes of a uint32 array; the
-    library encodes the others. Most words of a text were met before."""
+class WordCache(dict[str, bytes]):
+    """The ids of words that have been encoded, as the bytes of a uint32 array. The library encodes
+    the other words; most words of a text are in the cache."""
 
     def __init__(self, pattern: str, backend: "tokenizers.Tokenizer") -> None:
         self._pattern, self._merge = pattern, backend.model.tokenize
@@ -108,7 +116,7 @@ class RememberedWords(dict[str, bytes]):
     def __missing__(self, word: str) -> bytes:
         spelled = word.encode().decode("latin-1").translate(SPELLED)
         ids = np.array([token.id for token in self._merge(spelled)], np.uint32).tobytes()
-        if len(self) >= MOST_WORDS:
+        if len(self) >= CACHED_WORDS:
             self.clear()
         if len(word) <= LONGEST_WORD:
             self[word] = ids
@@ -119,16 +127,17 @@ def _ranks(spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> dict[bytes,
     """The bytes of each token with its id, in the order of merges; None where tiktoken would not
     merge as BPE does.
 
-    tiktoken merges two parts if together they are the bytes of a token, BPE only those that the
-    merge of this token names. Both give the same ids where BPE alone makes each token of its own
-    bytes: while the borders of a token stand, what is merged inside does not depend on the rest.
+    tiktoken merges two pieces if together they are the bytes of a token, BPE only the two that the
+    merge of this token names. Both give the same ids where BPE encodes the bytes of each token as
+    this token: as long as no merge crosses the borders of a token, the merges inside do not depend
+    on the text around it.
     """
     model = spec["model"]
-    settings = any(model.get(name) for name in MERGE_SETTINGS)
-    if model["type"] != "BPE" or spec["normalizer"] or settings:
+    has_settings = any(model.get(name) for name in MERGE_SETTINGS)
+    if model["type"] != "BPE" or spec["normalizer"] or has_settings:
         return None
     if not all(token["special"] for token in spec["added_tokens"]):
-        return None  # these are tokens in plain text too
+        return None  # the others are tokens in plain text too
     vocab: dict[str, int] = model["vocab"]
     made = ["".join(pair) for pair in model["merges"]]
     order = [vocab[token] for token in made]
@@ -138,8 +147,8 @@ def _ranks(spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> dict[bytes,
     merge = backend.model.tokenize
     if any(len(merge(token)) > 1 for token in made):
         return None
-    # The core does without entries that no merge makes: words are spelled in BYTES, so these are in
-    # no text. An example is GPT-2's end of text where no file says that it is special.
+    # The core lacks entries that no merge makes, such as GPT-2's end of text where no file says
+    # that it is special. They must not occur in words, which are spelled in BYTES.
     for token in vocab.keys() - {*made, *BYTES}:
         if {*token} <= BYTES.keys() and vocab[token] in (piece.id for piece in merge(token)):
             return None

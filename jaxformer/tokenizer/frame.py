@@ -1,4 +1,4 @@
-"""What stands around one text, or around two that are read together: special tokens and types."""
+"""The special tokens around one text, or around two that are read together, and the token types."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """A special token, or None for the place of the next text, and the type of its tokens."""
+    """A special token, or None where the next text goes, and the token type."""
 
     token: int | None
     kind: int
 
 
 class Frame(NamedTuple):
-    """The special tokens around one text or two, and the places of the texts, in order."""
+    """The special tokens and the texts, one or two, in their order."""
 
     slots: tuple[Slot, ...]
 
@@ -29,11 +29,11 @@ class Frame(NamedTuple):
         return sum(slot.token is not None for slot in self.slots)
 
     def fill(self, texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of the texts in their places and of the special tokens, and the type of each:
+        """The ids of the special tokens and of the texts between them, and the type of each token:
         both int32 [tokens]."""
-        left = iter(texts)
+        remaining = iter(texts)
         pieces = [
-            np.asarray(next(left) if slot.token is None else [slot.token], np.int32)
+            np.asarray(next(remaining) if slot.token is None else [slot.token], np.int32)
             for slot in self.slots
         ]
         kinds = np.array([slot.kind for slot in self.slots], np.int32)
@@ -43,26 +43,27 @@ class Frame(NamedTuple):
     def of(
         cls, backend: "tokenizers.Tokenizer", name: str, texts: int, origin: str
     ) -> "Frame | None":
-        """That of the post-processor of a tokenizer.json for one text or two; None where it adds
-        nothing. `name` is a text that the backend can encode.
+        """The frame that the post-processor of a tokenizer.json puts around one text or two; None
+        where it adds nothing. `name` is a text that the backend can encode.
 
-        Raises ConfigError where the texts are not in their order, or one is there twice.
+        Raises ConfigError where the texts are not in their order, or one is repeated.
         """
         if not backend.num_special_tokens_to_add(texts == 2):
             return None
-        found = backend.encode(name, name if texts == 2 else None)
+        encoding = backend.encode(name, name if texts == 2 else None)
         slots: list[Slot] = []
-        before = None  # the number of the text of the token before
-        marked = zip(found.ids, found.sequence_ids, found.type_ids, strict=True)
-        for token, text, kind in marked:
+        previous = None  # the index of the text of the previous token
+        for token, text, kind in zip(
+            encoding.ids, encoding.sequence_ids, encoding.type_ids, strict=True
+        ):
             if text is None:
                 slots.append(Slot(token, kind))
-            elif text != before:
+            elif text != previous:
                 slots.append(Slot(None, kind))
-            before = text
-        order = [text for text in found.sequence_ids if text is not None]
-        places = sum(slot.token is None for slot in slots)
-        if places != texts or order != sorted(order):
+            previous = text
+        order = [text for text in encoding.sequence_ids if text is not None]
+        text_slots = sum(slot.token is None for slot in slots)
+        if text_slots != texts or order != sorted(order):
             raise ConfigError(
                 f"{origin}: its post_processor does not put each of {texts} texts once and in their"
                 " order: mend its template."
@@ -71,8 +72,8 @@ class Frame(NamedTuple):
 
 
 def closed(start: list[int], stop: list[int], texts: int) -> Frame:
-    """The frame where a tokenizer has no template: `start`, and each text with `stop` after it,
-    whose tokens have the number of their text as type."""
+    """The frame for a tokenizer without a template: `start`, then each text with `stop` after it.
+    The type of a token is the index of its text."""
     slots = [Slot(token, 0) for token in start]
     for kind in range(texts):
         slots += [Slot(None, kind), *(Slot(token, kind) for token in stop)]

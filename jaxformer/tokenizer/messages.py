@@ -1,4 +1,4 @@
-"""What a conversation is: a list of messages, each with a role and a content."""
+"""Conversations: lists of messages, each with a role and a content."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,16 @@ from jaxformer.files import ConfigError
 
 Message = dict[str, Any]
 
-# The role whose turns are learned.
-ASSISTANT = "assistant"
+ASSISTANT = "assistant"  # the role whose turns are learned
 SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
 
 
 def checked_messages(value: Any) -> list[Message]:
-    """The messages of a conversation, of which each has a role and a text. Keys whose value is null
+    """The messages of a conversation, each of which has a role and a text. Keys whose value is null
     are left out, since Parquet and Arrow cannot tell them from missing ones.
 
-    A message with tool_calls may lack its content. Raises ConfigError for anything else: what is
-    wrong, without its place.
+    A message with tool_calls may lack its content. Raises ConfigError for anything else; its
+    message says what is wrong, and the caller adds where.
     """
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{_shown(value)} is no conversation: give {SHAPE}")
@@ -37,22 +36,26 @@ def require_assistant(messages: list[Message]) -> None:
 
 
 def _checked(message: Any, where: str) -> Message:
+    """A message without the keys whose value is null. Raises ConfigError."""
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} is {_shown(message)}: give {SHAPE}")
-    given = {str(key): entry for key, entry in message.items() if entry is not None}
-    if not isinstance(given.get("role"), str):
+    entries = {str(key): entry for key, entry in message.items() if entry is not None}
+    if not isinstance(entries.get("role"), str):
         keys = ", ".join(map(repr, message)) or "none"
         raise ConfigError(f'{where} has no "role" that is a string (its keys are {keys}): {SHAPE}')
-    content = given.get("content")
+    content = entries.get("content")
     if isinstance(content, list):
         raise ConfigError(
             f"{where}: its content is a list, as of parts with images: only text is read, so join"
             " its texts to one string"
         )
-    if not isinstance(content, str) and not (content is None and given.get("tool_calls")):
-        told = "has no content" if content is None else f"has a content that is {_shown(content)}"
-        raise ConfigError(f"{where} {told}: the content is a string")
-    return given
+    if content is None and not entries.get("tool_calls"):
+        raise ConfigError(f"{where} has no content: the content is a string")
+    if content is not None and not isinstance(content, str):
+        raise ConfigError(
+            f"{where} has a content that is {_shown(content)}: the content is a string"
+        )
+    return entries
 
 
 def _shown(value: Any) -> str:

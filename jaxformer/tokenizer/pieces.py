@@ -1,5 +1,7 @@
-"""What the tokens of a vocabulary stand for: their bytes, and whether these are inside a word."""
+"""The bytes that tokens stand for: how a vocabulary spells them, whether they are inside a word,
+and which tokens share a character."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,20 +36,24 @@ def check_special_tokens(names: Sequence[str]) -> None:
     """Raises ConfigError for anything but a list of distinct strings that are not empty."""
     if isinstance(names, str):
         raise ConfigError(f"special_tokens={names!r} must be a list of names: write [{names!r}].")
-    for place, name in enumerate(names):
-        where = f"special_tokens={[*names]} holds {name!r}"
+    for index, name in enumerate(names):
+        setting = f"special_tokens={[*names]} holds {name!r}"
         if not isinstance(name, str):
-            raise ConfigError(f"{where}: a special token is a string.")
+            raise ConfigError(f"{setting}: a special token is a string.")
         if not name:
-            raise ConfigError(f"{where}: leave out the empty name.")
-        if name in names[:place]:
-            raise ConfigError(f"{where} twice: name each once.")
+            raise ConfigError(f"{setting}: leave out the empty name.")
+        if name in names[:index]:
+            raise ConfigError(f"{setting} twice: name each once.")
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a tokenizer.json spells text in its tokens; `added` says of each added token whether it
-    is special."""
+    """How a tokenizer.json spells text in its tokens.
+
+    `byte_level` says that a character stands for a byte (GPT-2), `spaced` that `SPACE` stands for a
+    space (SentencePiece). `continuation` is the mark of tokens that continue a word (WordPiece).
+    `added` says of each added token whether it is special.
+    """
 
     byte_level: bool
     spaced: bool
@@ -65,7 +71,7 @@ class Spelling:
         )
 
     def raw(self, token: str) -> bytes:
-        """The bytes of a token, with the space before it, without the mark of a continued word."""
+        """The bytes of a token, with the space before it and without the mark of a continuation."""
         if token in self.added:
             return token.encode()
         if self.byte_level and BYTES.keys() >= {*token}:
@@ -76,12 +82,12 @@ class Spelling:
         return text.removeprefix(self.continuation).encode()
 
     def size(self, token: str) -> int:
-        """How many bytes of text a token stands for: 0 for a special token."""
+        """The number of bytes of text that a token stands for, 0 for a special token."""
         return 0 if self.added.get(token) else len(self.raw(token))
 
     def edges(self, token: str) -> tuple[bool, bool]:
-        """Whether a token begins, and whether it ends, inside a word; neither where it is
-        special."""
+        """Whether a token begins inside a word, and whether it ends inside one; neither for a
+        special token."""
         if self.added.get(token):
             return False, False
         if self.continuation:
@@ -91,25 +97,57 @@ class Spelling:
         return (self._inside(text[0]), self._inside(text[-1])) if text else (False, False)
 
     def _inside(self, character: str) -> bool:
-        """Whether a character is part of a word; a byte beyond ASCII that is one by itself counts
-        as a letter."""
-        by_itself = character > "\x7f" if self.byte_level else "\udc80" <= character <= "\udcff"
-        return by_itself or character.isalnum() or character == "_"
+        """Whether a character belongs to a word. A single byte beyond ASCII counts as a letter."""
+        is_byte = character > "\x7f" if self.byte_level else "\udc80" <= character <= "\udcff"
+        return is_byte or character.isalnum() or character == "_"
 
 
 def _strings(value: Any) -> set[str]:
-    """All strings that are values in a part of a tokenizer.json."""
+    """All strings among the values of a JSON value."""
     if isinstance(value, str):
         return {value}
-    inner = value.values() if isinstance(value, dict) else value
-    return set().union(*map(_strings, inner)) if isinstance(value, dict | list) else set()
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return set().union(*map(_strings, value)) if isinstance(value, list) else set()
 
 
-def without_panic(call: Callable[..., ResultT], *given: Any, **more: Any) -> ResultT:
-    """The result of a call of a library in Rust, whose panic becomes a RuntimeError."""
+def character_groups(pieces: Sequence[bytes]) -> list[tuple[int, int, str]]:
+    """Runs of tokens that share characters, as (first token, one past the last, text of all).
+
+    `pieces` are the bytes of each token. Several tokens may share a character that has several
+    bytes in UTF-8; a run begins and ends between characters. Bytes that are not UTF-8 belong to no
+    run.
+    """
+    groups, first = [], 0
+    while first < len(pieces):
+        end = _end_of_character(pieces, first)
+        if end > first + 1:
+            groups.append((first, end, b"".join(pieces[first:end]).decode()))
+        first = max(end, first + 1)
+    return groups
+
+
+def _end_of_character(pieces: Sequence[bytes], first: int) -> int:
+    """One past the token that completes the characters that begin at token `first`; `first` if none
+    does."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for index in range(first, len(pieces)):
+        try:
+            decoder.decode(pieces[index])
+        except UnicodeDecodeError:
+            break
+        if not pieces[index]:  # an id without a token
+            break
+        if not decoder.getstate()[0]:  # no character is incomplete
+            return index + 1
+    return first
+
+
+def without_panic(call: Callable[..., ResultT], *arguments: Any, **keywords: Any) -> ResultT:
+    """The result of a call into a Rust library, whose panic becomes a RuntimeError."""
     try:
-        return call(*given, **more)
+        return call(*arguments, **keywords)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which is no Exception
+        if type(error).__name__ != "PanicException":  # a subclass of BaseException alone
             raise
         raise RuntimeError(f"its library gave up: {error}") from None

@@ -1,4 +1,4 @@
-"""`Tokenizer`: a `tokenizers.Tokenizer` with what training and evaluation need of it."""
+"""`Tokenizer`: a `tokenizers.Tokenizer` with what training and evaluation need."""
 
 import functools
 import hashlib
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.files import ConfigError, write_text
+from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
 from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.encoding import Encoder, as_list
-from jaxformer.tokenizer.files import (
+from jaxformer.tokenizer.frame import Frame, Slot
+from jaxformer.tokenizer.metadata import (
     IDS,
     ROLES,
     TOKENIZER_FILE,
@@ -26,20 +28,18 @@ from jaxformer.tokenizer.files import (
     read_optional,
     tokenizer_file,
 )
-from jaxformer.tokenizer.frame import Frame, Slot
 from jaxformer.tokenizer.pieces import Spelling
-from jaxformer.tokenizer.table import byte_level_bpe, from_files, is_gpt2
 
 if TYPE_CHECKING:
     import tokenizers
 
 IdSequence = Sequence[int] | np.ndarray
 
-# What loses its space when decoded text is cleaned up, as tokenizer_config.json may ask for.
+# What loses its space when decoded text is cleaned up, as tokenizer_config.json may request.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 # Values of model_type whose tokenizer.json may have been written with the pattern of Llama 3, and
-# the version of transformers from which on files are right.
+# the first version of transformers that writes the right one.
 MISTRAL_TYPES = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
 MISTRAL_RIGHT_FROM = 5
 
@@ -48,8 +48,8 @@ class Tokenizer:
     """Text to token ids and back.
 
     Names of special tokens in a text are encoded as plain text, since a text must not contain
-    commands, and special tokens are left out of decoded text. Only with `from_bpe`, where the
-    caller names the tokens, are they read and written.
+    commands, and special tokens are left out of decoded text. Only a tokenizer of `from_bpe`, whose
+    caller names the tokens, reads and writes them.
 
     `end_token` ends a document, and each of `end_tokens` ends generated text; the decoder of an
     encoder-decoder reads `start_token` first, and writes `forced_token` first, where there is one
@@ -72,14 +72,14 @@ class Tokenizer:
         self._cleans = self.metadata.cleans(backend)
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._guessed = guessed_roles(self._vocab)
-        self._roles = self._guessed | self.metadata.ids | self.metadata.named
+        self._roles = self._guessed | self.metadata.ids | self.metadata.named_ids
         self.forced_token: int | None = self._roles.get("forced")
         self.vocab_size: int = max(self._vocab.values()) + 1
         self._frames: dict[int, Frame | None] = {}  # by the number of texts
 
     @property
     def dtype(self) -> np.dtype:
-        """The type that ids are stored in: uint16 where all fit, else uint32."""
+        """The dtype in which ids are stored: uint16 where all fit, else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @property
@@ -108,8 +108,8 @@ class Tokenizer:
         special_tokens: Sequence[str] | None = (),
         pattern: str = "gpt2",
     ) -> "Tokenizer":
-        """A byte-level BPE of these ids, as `train_bpe` returns them; `pattern` names how text is
-        split into words (gpt2, llama3).
+        """A byte-level BPE of a vocabulary and merges, as `train_bpe` returns them; `pattern` names
+        how text is split into words (gpt2, llama3).
 
         Special tokens that the vocabulary lacks follow its last id. Of overlapping names in a text
         the longest is taken. Raises ConfigError where vocabulary and merges do not fit each other.
@@ -119,11 +119,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """A tokenizer.json, or GPT-2's vocab.json and merges.txt, or a directory of either, with
-        the settings in the files beside it.
+        """Loads a tokenizer.json, or GPT-2's vocab.json and merges.txt, or a directory of either,
+        with the settings in the files beside it.
 
-        The role of a special token is that of tokenizer_config.json, special_tokens_map.json,
-        generation_config.json, config.json, in this order, or follows from its name. Warns of
+        The roles of special tokens are taken from tokenizer_config.json, special_tokens_map.json,
+        generation_config.json and config.json, in this order, or follow from their names. Warns of
         Mistral's files that split text by another model's pattern. Raises ConfigError for a missing
         or malformed file, and for a token that the vocabulary lacks.
         """
@@ -137,33 +137,34 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":
-        """The tokenizer in a model's directory; None where there is none that can be read."""
+        """The tokenizer in a model's directory; None where it has none of a supported kind."""
         file = tokenizer_file(folder)
-        found = file.is_file() and (file.name == TOKENIZER_FILE or is_gpt2(file))
-        return cls.load(file) if found else None
+        is_readable = file.is_file() and (file.name == TOKENIZER_FILE or is_gpt2(file))
+        return cls.load(file) if is_readable else None
 
     def save(
         self, path: str | os.PathLike[str], max_length: int | None = None, follow: bool = True
     ) -> None:
         """Writes tokenizer.json, from which transformers loads the same tokenizer.
 
-        `path` is that file or its directory, which has no suffix. Beside it go
-        tokenizer_config.json, with `max_length` as model_max_length where it says none, the chat
-        template, and in generation_config.json the ids that the other files do not give. Under
-        another name the file is written alone. Without `follow` a link at one of these names is
-        replaced, and what it leads to stays as it is.
+        `path` is that file or its directory, which has no suffix. The files beside it are
+        tokenizer_config.json, with `max_length` as model_max_length unless it has one, the chat
+        template, and generation_config.json, with the ids that the other files do not give. Under
+        another name the file is written alone. Without `follow` a symbolic link at one of these
+        names is replaced, and the file that it leads to stays as it is.
         """
         file = Path(os.path.expanduser(path))
         file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
         if file.name == TOKENIZER_FILE:
             added = self._backend.get_added_tokens_decoder()
-            known = [role for role in ROLES if self._roles.get(role) in added]
-            names = {role: added[self._roles[role]].content for role in known}
-            told = self._guessed | self.metadata.named
-            told |= {"start": told["eos"]} if "eos" in told else {}
-            ids = {key: token for key, token in self.ids().items() if token != told.get(IDS[key])}
-            if self.metadata.rules:  # transformers then takes nothing from config.json
-                ids = self.ids()
+            roles = [role for role in ROLES if self._roles.get(role) in added]
+            names = {role: added[self._roles[role]].content for role in roles}
+            implied = self._guessed | self.metadata.named_ids
+            implied |= {"start": implied["eos"]} if "eos" in implied else {}
+            ids = self.ids()
+            # Where there are rules, transformers takes no ids from config.json, so all are written.
+            if not self.metadata.rules:
+                ids = {key: token for key, token in ids.items() if token != implied.get(IDS[key])}
             self.metadata.write(file.parent, names, ids, max_length, follow)
         write_text(file, self._backend.to_str(pretty=True), follow)
 
@@ -182,9 +183,9 @@ class Tokenizer:
         self, texts: Sequence[str], special_tokens: bool | None = None
     ) -> list[list[int]]:
         """Token ids of each text, as `encode` gives them, computed on all cores."""
-        named = self._reads_names if special_tokens is None else special_tokens
-        before, after = self._template if named else ([], [])
-        rows = map(as_list, self.encoder.rows(texts, named))
+        reads_names = self._reads_names if special_tokens is None else special_tokens
+        before, after = self._template if reads_names else ([], [])
+        rows = map(as_list, self.encoder.rows(texts, reads_names))
         return [[*before, *row, *after] for row in rows] if before or after else [*rows]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -194,16 +195,16 @@ class Tokenizer:
     def encode_iterable(
         self, iterable: Iterable[str], special_tokens: bool | None = None
     ) -> Iterator[int]:
-        """The ids that `encode` gives for all strings joined: those of an open file, or any pieces.
+        """The ids that `encode` gives for the joined strings of an iterable, such as an open file.
 
-        It takes little memory where text is split as GPT-2, Llama 3 or BERT do, or into bytes or
+        It takes little memory where text is split as by GPT-2, Llama 3 or BERT, or into bytes or
         characters. Other tokenizers, such as SentencePiece's, need all of the text at once.
         """
-        named = self._reads_names if special_tokens is None else special_tokens
-        yield from self.prefix if named else ()
-        for row in self.encoder.stream(iterable, named):
+        reads_names = self._reads_names if special_tokens is None else special_tokens
+        yield from self.prefix if reads_names else ()
+        for row in self.encoder.stream(iterable, reads_names):
             yield from as_list(row)
-        yield from self.suffix if named else ()
+        yield from self.suffix if reads_names else ()
 
     def decode(self, ids: IdSequence, skip_special_tokens: bool | None = None) -> str:
         """The text of token ids; bytes that are not UTF-8 become replacement characters."""
@@ -225,19 +226,20 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> tuple[list[int], list[int]]:
-        slots = frame.slots if (frame := self.frame(1)) else (Slot(None, 0),)
-        place = [slot.token for slot in slots].index(None)
+        frame = self.frame(1)
+        slots = (Slot(None, 0),) if frame is None else frame.slots
+        position = [slot.token for slot in slots].index(None)
         before, after = (
             [slot.token for slot in side if slot.token is not None]
-            for side in (slots[:place], slots[place:])
+            for side in (slots[:position], slots[position:])
         )
         return before, after
 
     def frame(self, texts: int) -> Frame | None:
-        """What the template puts around one text, or around two that are read together; None where
-        it adds nothing. Raises ConfigError for a template that does not keep their order."""
+        """The frame that the template puts around one text, or around two that are read together;
+        None where it adds nothing. Raises ConfigError for a template that changes their order."""
         if texts not in self._frames:
-            # Any text that can surely be encoded: all that is not of the text is the template.
+            # A text that can be encoded with every vocabulary, as far as possible.
             name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else None
             self._frames[texts] = Frame.of(self.encoder.marking, name or "a", texts, self.origin)
         return self._frames[texts]
@@ -247,8 +249,8 @@ class Tokenizer:
         return [*self.prefix, *map(int, ids)]
 
     def as_source(self, ids: IdSequence) -> list[int]:
-        """The tokens of a text as the source of an encoder-decoder: in the template, and closed by
-        the end token."""
+        """The tokens of a text as the source of an encoder-decoder: in the template, with the end
+        token last."""
         end = [] if self.suffix[-1:] == [self.end_token] else [self.end_token]
         return [*self.prefix, *map(int, ids), *self.suffix, *end]
 
@@ -280,12 +282,13 @@ class Tokenizer:
         return self._roles.get(role)
 
     def ids(self) -> dict[str, int | list[int]]:
-        """The known ids by their keys in a Hugging Face config.json, as a list for several ends."""
-        known: dict[str, Any] = {**self._roles}
-        if "eos" in known:
+        """The ids of special tokens by their keys in a Hugging Face config.json; several end tokens
+        are a list."""
+        ids_by_role: dict[str, Any] = {**self._roles}
+        if "eos" in ids_by_role:
             ends = [*self.end_tokens]
-            known |= {"start": self.start_token, "eos": ends if len(ends) > 1 else ends[0]}
-        return {key: known[role] for key, role in IDS.items() if role in known}
+            ids_by_role |= {"start": self.start_token, "eos": ends if len(ends) > 1 else ends[0]}
+        return {key: ids_by_role[role] for key, role in IDS.items() if role in ids_by_role}
 
     def sentinels(self) -> list[int]:
         """The ids of <extra_id_0>, <extra_id_1> and so on (T5, arXiv:1910.10683)."""
@@ -295,14 +298,15 @@ class Tokenizer:
     def ordinary(self) -> np.ndarray:
         """The ids of all tokens that are not special, ascending: int32."""
         special = self._spelling.added
-        found = {index for token, index in self._vocab.items() if not special.get(token)}
-        return np.array(sorted(found), np.int32)
+        ids = {index for token, index in self._vocab.items() if not special.get(token)}
+        return np.array(sorted(ids), np.int32)
 
     def word_edges(self) -> np.ndarray:
-        """Whether each token begins, and whether it ends, inside a word: bool [vocab_size, 2].
+        """Whether each token begins inside a word, and whether it ends inside one: bool
+        [vocab_size, 2].
 
-        A word is a run of letters and digits with the white space before it; two tokens belong to
-        one where the first ends and the second begins inside. Special tokens do neither.
+        A word is a run of letters and digits with the white space before it. Two tokens belong to
+        the same word where the first ends and the second begins inside. Special tokens do neither.
         """
         edges = np.zeros((self.vocab_size, 2), bool)
         for token, index in self._vocab.items():
@@ -317,27 +321,28 @@ class Tokenizer:
         return sizes
 
     def fingerprint(self) -> str:
-        """A digest that is the same for tokenizers that agree in all that training depends on."""
+        """A digest that is equal for tokenizers that agree in everything that affects training."""
         settings = json.dumps(self.encoder.spec(), sort_keys=True)
         end, guess = self._roles.get("eos"), self._guessed.get("eos")
         ends = [end, self._roles.get("start", end), self.forced_token]
-        said = "" if ends == [guess, guess, None] else json.dumps(ends)
-        return hashlib.blake2b((settings + said).encode(), digest_size=16).hexdigest()
+        changed_ends = "" if ends == [guess, guess, None] else json.dumps(ends)
+        return hashlib.blake2b((settings + changed_ends).encode(), digest_size=16).hexdigest()
 
 
 def _warn_of_wrong_pattern(folder: Path, backend: "tokenizers.Tokenizer") -> None:
     """Warns where a tokenizer.json of Mistral's Tekken splits text by the pattern of Llama 3, as
-    transformers wrote it up to 4.57.2: digits stand in groups of three, and words with capital
-    letters and apostrophes are split at other places than the model was trained with.
+    transformers wrote it up to 4.57.2: digits come in groups of three, and words with capital
+    letters and apostrophes are split otherwise than in training.
 
-    Of files that do not say which version wrote them, those with Mistral's token [INST] count.
+    Files without the version that wrote them count where they have Mistral's token [INST].
     """
     config = read_optional(folder / "config.json")
     version = str(config.get("transformers_version") or "")
     major = version.partition(".")[0]
     written_before = major in map(str, range(MISTRAL_RIGHT_FROM))
-    is_theirs = written_before or (not version and backend.token_to_id("[INST]") is not None)
-    if config.get("model_type") not in MISTRAL_TYPES or not is_theirs or not backend.pre_tokenizer:
+    is_affected = written_before or (not version and backend.token_to_id("[INST]") is not None)
+    is_mistral = config.get("model_type") in MISTRAL_TYPES
+    if not (is_mistral and is_affected and backend.pre_tokenizer):
         return
     if pattern_of({"pre_tokenizer": json.loads(backend.pre_tokenizer.__getstate__())}) == "llama3":
         name = repr(str(folder))

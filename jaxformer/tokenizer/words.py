@@ -1,10 +1,10 @@
-"""Splits text into the words within which BPE merges, and counts them, on all cores where there is
-much text.
+"""Splits text into the words within which BPE merges, and counts them, on all cores for large
+texts.
 
 Counting holds the GIL, and the workers of `concurrent.futures.ProcessPoolExecutor` either fork,
-which is unsafe beside the threads of JAX, or import the caller's script again, which runs a script
-without a main guard twice. Therefore this file is also the program of a worker, which so imports
-neither NumPy nor the rest of the package: a worker takes 10 MB and 50 ms to start.
+which is unsafe with the threads of JAX, or import the caller's script again, which runs a script
+without a main guard twice. Therefore this file is also the program of a worker. The worker imports
+neither NumPy nor the rest of the package, and takes 10 MB and 50 ms to start.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from subprocess import PIPE, Popen
 from typing import Any, NamedTuple
 
 BLOCK_CHARACTERS = 1 << 19  # characters that are read and counted at a time
-FEW_BLOCKS = 24  # for fewer blocks than these, starting workers would not save time
+FEW_BLOCKS = 24  # for fewer blocks, workers would not save time
 
 
 class WordPattern(NamedTuple):
-    """Two regular expressions of the `regex` module: what a word is, and the places where a text
-    can be cut without changing a word."""
+    """Two regular expressions of the `regex` module: one matches a word, the other the positions
+    where a text can be cut without changing a word."""
 
     words: str
     cuts: str
 
 
-# A run of letters, or of digits, ends without regard to what follows it.
+# A run of letters, or of digits, ends whatever follows it.
 RUNS = r"|(?<=\p{L})(?=\P{L})|(?<=\p{N})(?=\P{N})"
 
 WORD_PATTERNS = {
@@ -46,13 +46,13 @@ WORD_PATTERNS = {
     ),
 }
 
-# What the classes of a pattern are in ASCII text, for which the standard library's `re` is used: it
-# is twice as fast as `regex`.
+# The classes of a pattern in ASCII text, for which `re` of the standard library is used: it is
+# twice as fast as `regex`.
 ASCII = {r"\p{L}\p{N}]": "A-Za-z0-9]", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
 
 
 def split_words(text: str, pattern: str) -> list[str]:
-    """The words of a text, which joined are the text again."""
+    """The words of a text; joined, they are the text."""
     return _finder(pattern, text.isascii())(text)
 
 
@@ -68,40 +68,40 @@ def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
     return re.compile(words, re.ASCII).findall
 
 
-def parts(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
+def segments(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
     """The text between special tokens, from a text that comes in blocks.
 
-    Of special tokens that begin at the same character the longest is taken. Long parts are cut
-    where no word changes, so that little text is held at a time.
+    Of special tokens that begin at the same character the longest is taken. Long segments are cut
+    where no word changes, so that little text is in memory at a time.
     """
     longest_first = sorted(special_tokens, key=len, reverse=True)
     specials = re.compile("|".join(map(re.escape, longest_first)))
     longest = max(map(len, special_tokens), default=0)
-    held = ""
+    pending = ""
     for block in itertools.chain(filter(None, blocks), ("",)):
-        held += block
+        pending += block
         # A special token that begins later may be incomplete until the next block is read.
-        known = len(held) - longest if block else len(held)
+        searched = len(pending) - longest if block else len(pending)
         start = 0
-        for match in specials.finditer(held) if special_tokens else ():
-            if match.start() > known:
+        for match in specials.finditer(pending) if special_tokens else ():
+            if match.start() > searched:
                 break
-            yield held[start : match.start()]
+            yield pending[start : match.start()]
             start = match.end()
-        stop = _last_cut(held, pattern, start, known) if block else len(held)
-        yield held[start:stop]
-        held = held[stop:]
+        stop = _last_cut(pending, pattern, start, searched) if block else len(pending)
+        yield pending[start:stop]
+        pending = pending[stop:]
 
 
 def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
-    """The last place before `stop` where the text can be cut; `start` where there is none, or where
-    too little text would be cut off."""
+    """The last position before `stop` where the text can be cut; `start` where there is none, or
+    where too little text would be cut off."""
     if stop - start < BLOCK_CHARACTERS // 2:
         return start
     import regex
 
-    found = regex.search(f"(?r){WORD_PATTERNS[pattern].cuts}", text, pos=start, endpos=stop)
-    return found.start() if found else start
+    match = regex.search(f"(?r){WORD_PATTERNS[pattern].cuts}", text, pos=start, endpos=stop)
+    return match.start() if match else start
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
@@ -115,7 +115,7 @@ def count_words(texts: Iterable[str], pattern: str, processes: int | None = None
         affinity = getattr(os, "sched_getaffinity", None)
         processes = len(affinity(0)) if affinity else os.cpu_count() or 1
     blocks = itertools.chain(first, blocks)
-    del first  # the texts are kept no longer than until they are counted
+    del first  # so that the texts are freed once they are counted
     counts = map(functools.partial(_count, pattern=pattern), blocks)
     total: Counter[str] = Counter()
     for counted in counts if processes == 1 else _counts_of_workers(blocks, pattern, processes):
@@ -145,11 +145,11 @@ def _count(block: list[str], pattern: str) -> Counter[str]:
 def _counts_of_workers(
     blocks: Iterable[list[str]], pattern: str, processes: int
 ) -> Iterator[dict[str, int]]:
-    """The counts of each block, in order. A worker gets its next block when its last one is done,
+    """The counts of each block, in order. A worker gets a block when it has finished the last one,
     so that memory does not grow with the text."""
     command = [sys.executable, "-P", __file__, pattern]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    # In a session of their own, an interrupt from the terminal is for the caller alone.
+    # In a session of their own, the workers get no interrupt from the terminal.
     start = functools.partial(
         Popen, command, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True
     )
@@ -167,11 +167,11 @@ def _counts_of_workers(
             for worker in workers:
                 yield pickle.load(worker.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        failed = [worker.returncode for worker in workers if worker.returncode]
-        if not failed:  # the error is one of reading the texts
+        statuses = [worker.returncode for worker in workers if worker.returncode]
+        if not statuses:  # the error is one of reading the texts
             raise
         raise RuntimeError(
-            f"a process that counts words ended with status {failed[0]}: try processes=1."
+            f"a process that counts words ended with status {statuses[0]}: try processes=1."
         ) from None
 
 

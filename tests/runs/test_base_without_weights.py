@@ -12,7 +12,7 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.interop.pretrained import pretrained_config
 from jaxformer.interop.tensor_files import INDEX, POINTER, SINGLE
-from jaxformer.tokenizer.make import train_bpe_tokenizer
+from jaxformer.tokenizer.makers import train_bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SIZES = {

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, bpe, make, words
+from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, bpe, makers, words
 from jaxformer.tokenizer.bpe import merge_words, spell, train_bpe, train_on
-from jaxformer.tokenizer.table import byte_level_bpe
+from jaxformer.tokenizer.byte_level import byte_level_bpe
 
 # As they were published, with GPT-2 and with Llama 3.
 PUBLISHED = {
@@ -180,8 +180,8 @@ def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(
     texts = ["low lower<|endoftext|>newest " * 9, "3 widest"]
     tables = train_on([[text] for text in texts], 290, [END_OF_TEXT, "<s>"], pattern="llama3")
     assert (b"3", b" ") not in tables[1] and tables[0][0] == END_OF_TEXT.encode()
-    monkeypatch.setattr(make, "BLOCK_CHARACTERS", 7)
-    made = make.train_bpe_tokenizer(texts, 290, ["<s>"], "llama3")
+    monkeypatch.setattr(makers, "BLOCK_CHARACTERS", 7)
+    made = makers.train_bpe_tokenizer(texts, 290, ["<s>"], "llama3")
     assert (
         made.fingerprint()
         == Tokenizer(byte_level_bpe(*tables, [END_OF_TEXT, "<s>"], "llama3")).fingerprint()
@@ -209,8 +209,8 @@ def words_of_parts(text: str, size: int, specials: Sequence[str], pattern: str) 
         patch.setattr(words, "BLOCK_CHARACTERS", 2)
         return [
             word
-            for part in words.parts(blocks, specials, pattern)
-            for word in words.split_words(part, pattern)
+            for segment in words.segments(blocks, specials, pattern)
+            for word in words.split_words(segment, pattern)
         ]
 
 
@@ -269,8 +269,8 @@ def test_text_is_read_as_it_is_counted() -> None:
             yield "word " * (words.BLOCK_CHARACTERS // 5)
 
     seen = 0
-    for part in words.parts(blocks(), ["<s>"], "gpt2"):
-        seen += len(part)
+    for segment in words.segments(blocks(), ["<s>"], "gpt2"):
+        seen += len(segment)
         assert seen > (len(taken) - 1) * words.BLOCK_CHARACTERS - 10
     assert seen == 20 * (words.BLOCK_CHARACTERS // 5 * 5)
 

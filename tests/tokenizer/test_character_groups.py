@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxformer.tokenizer.characters import character_groups
+from jaxformer.tokenizer.pieces import character_groups
 
 
 def test_tokens_that_share_characters_are_groups_and_bytes_that_are_no_text_are_none() -> None:

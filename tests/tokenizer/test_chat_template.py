@@ -288,13 +288,16 @@ def test_a_template_that_is_none_is_named_with_its_line(tmp_path: Path) -> None:
 def test_without_jinja_or_with_an_old_one_the_message_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = r"the template needs jinja2 3\.1\.6 or newer, which {}: pip install 'jaxformer\[chat\]'"
+    message = (
+        r"the template needs jinja2 3\.1\.6 or newer, and here it is {}: pip install"
+        r" 'jaxformer\[chat\]'"
+    )
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "jinja2", None)
-        with pytest.raises(ConfigError, match=told.format("is not installed")):
+        with pytest.raises(ConfigError, match=message.format("not installed")):
             ChatTemplate(CHATML, byte_tokenizer(), "the template")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.5")
-    with pytest.raises(ConfigError, match=told.format(r"is 3\.1\.5")):
+    with pytest.raises(ConfigError, match=message.format(r"3\.1\.5")):
         ChatTemplate(CHATML, byte_tokenizer(), "the template")
 
 
@@ -349,5 +352,5 @@ def test_what_a_template_and_messages_say_is_cut_or_refused() -> None:
     with pytest.raises(ConfigError, match=r"^the template refuses the messages: x{1000}\.\.\.$"):
         ours.render([USER])
     ours = ChatTemplate(CHATML, byte_tokenizer(), "the template")
-    with pytest.raises(ConfigError, match=r"hold a value that JSON has not .*bytes"):
+    with pytest.raises(ConfigError, match=r"hold a value that JSON cannot hold .*bytes"):
         ours.render([{**USER, "extra": b"a"}])

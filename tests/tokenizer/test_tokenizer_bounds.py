@@ -102,7 +102,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) 
 def test_a_stream_without_a_place_to_cut_is_not_held_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jaxformer.tokenizer.cuts.MOST_HELD", 1 << 20)
+    monkeypatch.setattr("jaxformer.tokenizer.cuts.LONGEST_UNCUT", 1 << 20)
     cuts, read = Cuts(r"(?<=\S)(?=\s)"), 0
 
     def endless():

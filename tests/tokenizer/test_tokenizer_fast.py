@@ -244,8 +244,8 @@ def all_characters() -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "most"),
     slow_but(
-        [("gpt2", fast.MOST_WORDS), ("llama3", fast.MOST_WORDS), ("gpt2", 20)],
-        ("llama3", fast.MOST_WORDS),
+        [("gpt2", fast.CACHED_WORDS), ("llama3", fast.CACHED_WORDS), ("gpt2", 20)],
+        ("llama3", fast.CACHED_WORDS),
         ("gpt2", 20),
     ),
 )
@@ -254,7 +254,7 @@ def test_without_tiktoken_ids_are_the_same(
 ) -> None:
     """Also where few words are remembered, so that all are forgotten again and again."""
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    monkeypatch.setattr(fast, "MOST_WORDS", most)
+    monkeypatch.setattr(fast, "CACHED_WORDS", most)
     alone = Tokenizer(library(MADE[pattern]))
     found = fast_of(alone)
     assert found and not found.threads

@@ -29,7 +29,7 @@ from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.generation.sampling import Sampling
 from jaxformer.runs.loading import load
 from jaxformer.runs.stated import writing_rules
-from jaxformer.tokenizer.files import without_tokenizer
+from jaxformer.tokenizer.metadata import without_tokenizer
 from jaxformer.tools.lm_eval.scores import scores
 
 AUTO_BATCH = 16

@@ -1,16 +1,16 @@
 """Makes tokenizers: a byte-level BPE trained on texts, the 256 bytes, or the characters of texts.
 
-All are deterministic. `specials` are tokens that an objective needs besides the end token, whose
-ids follow that of the end token.
+All are deterministic. `specials` are the tokens that an objective needs besides the end token;
+their ids follow that of the end token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer.files import END_OF_TEXT
+from jaxformer.tokenizer.byte_level import byte_level_bpe
+from jaxformer.tokenizer.metadata import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
-from jaxformer.tokenizer.table import byte_level_bpe
 from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS
 
@@ -18,19 +18,18 @@ from jaxformer.tokenizer.words import BLOCK_CHARACTERS
 def train_bpe_tokenizer(
     texts: Iterable[str], vocab_size: int, specials: Sequence[str] = (), pattern: str = "gpt2"
 ) -> Tokenizer:
-    """A byte-level BPE of texts, in which no word reaches from one text into the next. Ids are the
-    end token (0), `specials`, the 256 bytes, and the merges.
+    """A byte-level BPE of texts; no word extends from one text into the next. Ids are the end token
+    (0), `specials`, the 256 bytes, and the merges.
 
-    Texts too small for `vocab_size` entries give fewer. Raises ConfigError where `vocab_size` is
-    too small for the entries before the merges.
+    Texts that are too small for `vocab_size` entries give fewer. Raises ConfigError where
+    `vocab_size` is too small for the entries before the merges.
     """
     if vocab_size < 257 + len(specials):
-        others = f", and {len(specials)} tokens that the objective needs" * bool(specials)
         raise ConfigError(
-            f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: "
-            f"the 256 bytes and the end of text{others}."
+            f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: the 256"
+            f" bytes, the end of text and {len(specials)} tokens that the objective needs."
         )
-    from jaxformer.tokenizer.bpe import train_on  # which a given tokenizer does without
+    from jaxformer.tokenizer.bpe import train_on  # which only training needs
 
     special_tokens = [END_OF_TEXT, *specials]
     vocab, merges = train_on(map(_in_blocks, texts), vocab_size, special_tokens, pattern=pattern)

@@ -1,12 +1,12 @@
-"""A byte-level BPE from its two tables, the bytes of each id and the merges in order; or from the
-files in which GPT-2 has them."""
+"""A byte-level BPE from its two tables, the bytes of each id and the merges in order, or from
+GPT-2's files of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.files import ConfigError, read_text
-from jaxformer.tokenizer.files import (
+from jaxformer.tokenizer.metadata import (
     ADDED_FILE,
     SETTINGS_FILE,
     TOKENIZER_FILE,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MERGES_FILE = "merges.txt"
 GPT2_SPECIAL = ("<|endoftext|>",)
-CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's
+CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's does
 ROBERTA_SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
 
 # The special tokens of the families that split text as GPT-2 does, by the tokenizer class or the
@@ -41,8 +41,8 @@ def byte_level_bpe(
     """A tokenizer of the tokenizers library with these ids; special tokens that the vocabulary
     lacks follow its last id.
 
-    Raises ConfigError where the vocabulary lacks a byte, a part of a merge or its result, and where
-    it holds an entry twice.
+    Raises ConfigError where the vocabulary lacks a byte, one of the two entries of a merge or its
+    result, and where it holds an entry twice.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -50,20 +50,24 @@ def byte_level_bpe(
     check_special_tokens(special_tokens)
     ids: dict[bytes, int] = {}
     for index, entry in vocab.items():
-        if (other := ids.setdefault(entry, index)) != index:
+        if entry in ids:
             raise ConfigError(
-                f"the vocabulary holds {entry!r} twice, as {other} and as {index}: an entry has"
-                " one id."
+                f"the vocabulary holds {entry!r} twice, as {ids[entry]} and as {index}: an entry"
+                " has one id."
             )
-    if absent := [byte for byte in range(256) if bytes([byte]) not in ids]:
+        ids[entry] = index
+    absent = [byte for byte in range(256) if bytes([byte]) not in ids]
+    if absent:
         raise ConfigError(
             f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
             " add them."
         )
-    for place, (left, right) in enumerate(merges):
-        if unknown := [part for part in (left, right, left + right) if part not in ids]:
+    for number, (first, second) in enumerate(merges):
+        unknown = [entry for entry in (first, second, first + second) if entry not in ids]
+        if unknown:
             raise ConfigError(
-                f"merge {place}, {left!r} and {right!r}: {unknown[0]!r} is not in the vocabulary."
+                f"merge {number}, {first!r} and {second!r}: {unknown[0]!r} is not in the"
+                " vocabulary."
             )
     characters = byte_characters()
     names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
@@ -71,13 +75,13 @@ def byte_level_bpe(
         names[name.encode()] = name
         ids.setdefault(name.encode(), max(ids.values()) + 1)
     strings = {names[entry]: index for entry, index in ids.items()}
-    made = {names[left] + names[right] for left, right in merges}
+    made = {names[first] + names[second] for first, second in merges}
     if len(strings) < len(ids) or not strings.keys() >= made:
         raise ConfigError(
             f"special_tokens={[*special_tokens]!r}: one is written as an entry is; take another"
             " name."
         )
-    named_merges = [(names[left], names[right]) for left, right in merges]
+    named_merges = [(names[first], names[second]) for first, second in merges]
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
     if pattern != "gpt2":
         split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
@@ -88,11 +92,11 @@ def byte_level_bpe(
 
 
 def from_files(file: Path) -> "tokenizers.Tokenizer":
-    """The tokenizer of a vocab.json and the merges.txt beside it, with what transformers adds to it
-    for the model's family.
+    """The tokenizer of a vocab.json and the merges.txt beside it, with the special tokens and the
+    template that transformers adds for the model's family.
 
-    tokenizer_config.json or config.json says the family; without them it is RoBERTa's where the
-    vocabulary holds all of its special tokens, else GPT-2's. Raises ConfigError for a family that
+    tokenizer_config.json or config.json gives the family; without them it is RoBERTa where the
+    vocabulary holds all of its special tokens, else GPT-2. Raises ConfigError for a family that
     does not split text as GPT-2 does, and for files that do not belong together.
     """
     from tokenizers import pre_tokenizers, processors
@@ -106,7 +110,7 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
     words = pre_tokenizers.ByteLevel(add_prefix_space=space)
     backend = _backend(vocab, _read_merges(file.with_name(MERGES_FILE), vocab), words)
     added = read_optional(file.with_name(ADDED_FILE))
-    # Ids are sorted as text, since a malformed one is found only below.
+    # Ids are sorted as text, since malformed ones are detected only below.
     for content, index in sorted(added.items(), key=lambda item: str(item[1]).zfill(20)):
         backend.add_tokens([content])
         if backend.token_to_id(content) != index:
@@ -127,10 +131,10 @@ def is_gpt2(file: Path) -> bool:
     """Whether `from_files` reads a vocab.json with the files beside it. Raises ConfigError for a
     malformed one."""
     vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
-    known = _family(file.parent, settings, vocab) in SPECIAL_TOKENS
+    is_known_family = _family(file.parent, settings, vocab) in SPECIAL_TOKENS
     byte_level = BYTES.keys() <= vocab.keys() and CLOSED not in vocab
     merges = file.with_name(MERGES_FILE).is_file()
-    return known and byte_level and merges and not settings.get("add_bos_token")
+    return is_known_family and byte_level and merges and not settings.get("add_bos_token")
 
 
 def _read_vocabulary(file: Path) -> dict[str, int]:
@@ -163,13 +167,13 @@ def _read_merges(file: Path, vocab: dict[str, Any]) -> list[tuple[str, str]]:
     lines = read_text(file, "restore it").split("\n")
     merges = []
     for number, line in enumerate(lines, 1):
-        parts = line.removesuffix("\r").split(" ")
-        if parts == [""] or (number == 1 and line.startswith("#version")):
+        tokens = line.removesuffix("\r").split(" ")
+        if tokens == [""] or (number == 1 and line.startswith("#version")):
             continue
-        if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
+        if len(tokens) != 2 or not vocab.keys() >= {*tokens, "".join(tokens)}:
             raise ConfigError(
                 f"{file}, line {number}: {line!r} is no merge of two entries to a third: restore"
                 " the file."
             )
-        merges.append((parts[0], parts[1]))
+        merges.append((tokens[0], tokens[1]))
     return merges

@@ -1,5 +1,5 @@
-"""The files of a tokenizer in a Hugging Face directory: where they are, and what they say of its
-special tokens."""
+"""The files of a tokenizer in a Hugging Face directory: their names, and the special tokens and
+settings that they give it."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ ADDED_FILE = "added_tokens.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 IDS_FILE = "generation_config.json"
-TOKENIZER_FILES = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, IDS_FILE)  # that `save` writes
+# The files that `save` writes.
+TOKENIZER_FILES = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, IDS_FILE)
 # Files of tokenizers that have no tokenizer.json.
-OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.spm", "tekken.json")
+OTHER_FILES = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.spm", "tekken.json")
 
-# What special tokens are for, and their names in published tokenizers, the likeliest first.
+# The roles of special tokens, and their names in published tokenizers, the likeliest first.
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|eot_id|>")
 ROLES = {
@@ -37,15 +38,15 @@ ROLES = {
 MARKS = tuple(ROLES[role][0] for role in ("cls", "sep", "mask"))
 SENTINELS = tuple(f"<extra_id_{index}>" for index in range(100))
 
-# Keys of config.json and generation_config.json, and the role of the token: the target of an
-# encoder-decoder begins with `start`, and `forced` is the first token that is then written.
+# Keys of config.json and generation_config.json, and the roles of the tokens. The target of an
+# encoder-decoder begins with `start`; `forced` is the first token that the decoder then writes.
 IDS = {f"{role}_token_id": role for role in ("bos", "eos", "pad")} | {
     "decoder_start_token_id": "start",
     "forced_bos_token_id": "forced",
 }
 
-# Keys of generation_config.json on the texts that a model writes: those that `generation` follows,
-# those that it refuses, and penalties, which are preferences as temperature and num_beams are.
+# Keys of generation_config.json that constrain generated text: those that `generation` follows,
+# those that it refuses, and penalties, which are preferences like temperature and num_beams.
 RULES_TAKEN = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
     *("min_length", "min_new_tokens", "no_repeat_ngram_size"),
@@ -62,17 +63,17 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 @dataclass(frozen=True)
 class TokenizerMetadata:
-    """What the files beside a tokenizer.json say.
+    """The content of the files beside a tokenizer.json.
 
-    `settings` is tokenizer_config.json; `named` are the ids of the roles that it names a token for,
-    `ids` those of roles that a model's own files give by number, and `ends` all ids that these give
-    for tokens that end a text; `rules` is what they say of the texts that the model writes, and
-    `rules_file` where; `template` is the text of chat_template.jinja, `template_name` its
-    path, or what else names it in messages.
+    `settings` is tokenizer_config.json. `named_ids` has the ids of the roles for which it names a
+    token, `ids` those of the roles for which the files of the model give an id, and `ends` all ids
+    of tokens that end a text by these files. `rules` are the constraints of `rules_file` on
+    generated text. `template` is the text of chat_template.jinja, and `template_name` its path, or
+    another name for messages.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    named: dict[str, int] = field(default_factory=dict)
+    named_ids: dict[str, int] = field(default_factory=dict)
     ids: dict[str, int] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
     rules: dict[str, Any] = field(default_factory=dict)
@@ -82,32 +83,39 @@ class TokenizerMetadata:
 
     @classmethod
     def read(cls, folder: Path, backend: "tokenizers.Tokenizer") -> "TokenizerMetadata":
-        """Reads those files of a directory that exist, and tells the backend which of its tokens
-        are special.
+        """Reads the files of a directory, as far as they exist, and marks special tokens in the
+        backend.
 
         Raises ConfigError for a malformed file, and for a token that the vocabulary lacks.
         """
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", SETTINGS_FILE):
-            found = read_optional(folder / name)
-            _add_tokens(backend, found, folder / name)
-            for key, value in found.items():
+            content = read_optional(folder / name)
+            _add_tokens(backend, content, folder / name)
+            for key, value in content.items():
                 if value is not None or key not in settings:
                     settings[key] = _typed(value)
-        named: dict[str, int] = {}
+        named_ids: dict[str, int] = {}
         for role in ROLES:
             value = settings.get(f"{role}_token")
             token = None if value is None else backend.token_to_id(_content(value))
             if token is not None:
-                named[role] = token
+                named_ids[role] = token
         ids: dict[str, list[int]] = {}
         for name in ("config.json", IDS_FILE):
             ids |= _ids(backend, read_optional(folder / name), folder / name)
-        first = {role: several[0] for role, several in ids.items()}
-        ends, (rules, rules_file) = tuple(ids.get("eos", ())), stored_rules(folder)
-        file = folder / TEMPLATE_FILE
-        template = read_text(file) if file.exists() else None
-        return cls(settings, named, first, ends, rules, str(rules_file), template, str(file))
+        rules, rules_file = stored_rules(folder)
+        template_file = folder / TEMPLATE_FILE
+        return cls(
+            settings=settings,
+            named_ids=named_ids,
+            ids={role: ids_of_role[0] for role, ids_of_role in ids.items()},
+            ends=tuple(ids.get("eos", ())),
+            rules=rules,
+            rules_file=str(rules_file),
+            template=read_text(template_file) if template_file.exists() else None,
+            template_name=str(template_file),
+        )
 
     def write(
         self,
@@ -117,52 +125,54 @@ class TokenizerMetadata:
         max_length: int | None,
         follow: bool = True,
     ) -> None:
-        """Writes the files that stand beside a tokenizer.json.
+        """Writes the files beside a tokenizer.json.
 
-        tokenizer_config.json holds what it held when it was read; what was not read is made of
-        `special_tokens`, by role, and of `max_length`. generation_config.json keeps what it holds,
-        with `ids` and the rules. `follow` is that of `files.replacing`.
+        tokenizer_config.json gets the settings that were read; where these lack them, the names of
+        `special_tokens`, by role, and `max_length`. `ids` and the rules are added to an existing
+        generation_config.json. `follow` is that of `files.replacing`.
         """
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if max_length is not None:
             settings["model_max_length"] = max_length
         if not self.settings:
             settings["clean_up_tokenization_spaces"] = False
-        if "tokenizer_class" not in self.settings:  # a class knows its special tokens
+        if "tokenizer_class" not in self.settings:  # which has default special tokens
             settings |= {f"{role}_token": name for role, name in special_tokens.items()}
         _write_json(folder / SETTINGS_FILE, settings | self.settings, follow)
         if self.template is not None:
             write_text(folder / TEMPLATE_FILE, self.template, follow)
-        if stored := ids | self.rules:
-            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | stored, follow)
+        entries = ids | self.rules
+        if entries:
+            _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | entries, follow)
 
     def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
-        """Whether decoded text loses the spaces before punctuation. With BPE it does not: those
-        spaces are the text's own."""
+        """Whether decoded text loses the spaces before punctuation. With BPE it keeps them, since
+        they are those of the text."""
         bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-        wanted = bool(self.settings.get("clean_up_tokenization_spaces"))
-        return wanted and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
+        cleans_up = bool(self.settings.get("clean_up_tokenization_spaces"))
+        return cleans_up and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
 
 
 def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
-    """The rules of a directory on the texts that its model writes, as they stand there, and their
-    file: as in transformers, config.json only where there is no generation_config.json."""
+    """The constraints of a model's directory on generated text, and their file: as in transformers,
+    generation_config.json, or config.json where that does not exist."""
     file = folder / IDS_FILE
     file = file if file.exists() else folder / "config.json"
     values = read_optional(file)
     keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES)
-    neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))  # say nothing
+    # Values that constrain nothing.
+    neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))
     neutral |= dict.fromkeys(PENALTIES, (None, 1)) | {"forced_eos_token_id": (None, [])}
-    said = {key: values.get(key) for key in keys}
-    return {key: value for key, value in said.items() if value not in neutral[key]}, file
+    stored = {key: values.get(key) for key in keys}
+    return {key: value for key, value in stored.items() if value not in neutral[key]}, file
 
 
 def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
-    """The ids of the roles, by the names of tokens alone."""
-    known = {
+    """The ids of the roles that follow from the names of tokens."""
+    candidates = {
         role: [vocab[name] for name in names if name in vocab] for role, names in ROLES.items()
     }
-    return {role: ids[0] for role, ids in known.items() if ids}
+    return {role: ids[0] for role, ids in candidates.items() if ids}
 
 
 def read_optional(path: Path) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def _write_json(path: Path, values: dict[str, Any], follow: bool) -> None:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer at a path, which is that file or its directory."""
+    """The tokenizer file of a path, which is that file or its directory."""
     if not path.is_dir():
         return path
     files = path / TOKENIZER_FILE, path / VOCABULARY_FILE
@@ -202,38 +212,41 @@ def read_backend(file: Path) -> "tokenizers.Tokenizer":
 
 
 def without_tokenizer(folder: Path | str) -> ConfigError:
-    """The error where text is to be read or written, and a model's directory has no
-    tokenizer.json."""
+    """The error for a model's directory without tokenizer.json, where text is to be read or
+    written."""
     file = Path(folder) / TOKENIZER_FILE
-    if _other_forms(file):
+    if _other_files(file):
         return missing(file)
     return ConfigError(f"{folder} has no {TOKENIZER_FILE}, so there is no text to read or write.")
 
 
 def missing(file: Path) -> ConfigError:
-    """The error where there is no tokenizer.json."""
-    folder, others = file.parent, _other_forms(file)
-    if file.name != TOKENIZER_FILE or not others:
+    """The error for a tokenizer.json that does not exist."""
+    folder, other_files = file.parent, _other_files(file)
+    if file.name != TOKENIZER_FILE or not other_files:
         return ConfigError(
             f"{file} does not exist: name a tokenizer.json, a directory of one, or of vocab.json"
             " and merges.txt."
         )
-    found = f"{folder} has no tokenizer.json, but {', '.join(others)}"
-    if any(name.endswith(".spm") for name in others) and "merges.txt" not in others:
+    problem = f"{folder} has no tokenizer.json, but {', '.join(other_files)}"
+    if any(name.endswith(".spm") for name in other_files) and "merges.txt" not in other_files:
         return ConfigError(
-            f"{found}, which only Marian's own tokenizer reads: make token ids with that of"
+            f"{problem}, which only Marian's own tokenizer reads: make token ids with that of"
             " transformers, and call the model from Python."
         )
-    written = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-    return ConfigError(f"{found}: write one with transformers, {written}.")
+    return ConfigError(
+        f"{problem}: write one with transformers,"
+        f" AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
+    )
 
 
-def _other_forms(file: Path) -> list[str]:
-    return sorted({path.name for form in OTHER_FORMS for path in file.parent.glob(form)})
+def _other_files(file: Path) -> list[str]:
+    return sorted({path.name for pattern in OTHER_FILES for path in file.parent.glob(pattern)})
 
 
 def _add_tokens(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> None:
-    """Adds to the backend the tokens that a file adds or makes special, as transformers does."""
+    """Adds the tokens of a file to the backend, and marks its special tokens, as transformers
+    does."""
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(str(index).isdecimal() for index in listed):
         raise ConfigError(
@@ -244,12 +257,13 @@ def _add_tokens(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file:
         where = f"{file}: added_tokens_decoder[{index}]"
         token = _added_token(value, where)
         backend.add_tokens([token])
-        if (actual := backend.token_to_id(token.content)) != int(index):
+        actual = backend.token_to_id(token.content)
+        if actual != int(index):
             raise ConfigError(
                 f"{where} is {token.content!r}, which is token {actual} of tokenizer.json: the two"
                 " files do not belong together."
             )
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
     for where, value in _special_tokens(backend, settings, file):
         token = _added_token(value, where, special=True)
         if backend.token_to_id(token.content) is None:
@@ -257,45 +271,47 @@ def _add_tokens(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file:
                 f"{where} is {token.content!r}, which is not in the vocabulary of tokenizer.json:"
                 " name one of its tokens, or add it to its added_tokens."
             )
-        if token.content not in known:
+        if token.content not in added:
             backend.add_tokens([token])
 
 
 def _special_tokens(
     backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
 ) -> list[tuple[str, Any]]:
-    """The special tokens that a file names, each with the place where it does."""
-    found = []
+    """The special tokens that a file names, each after its key for messages."""
+    tokens = []
     for key, value in settings.items():
         if value is None or not key.endswith("_token"):
             continue
         # Other keys may name no token: CodeLlama's fill_token is where its class splits a text.
-        is_role, may_be = key.removesuffix("_token") in ROLES, isinstance(value, str | dict)
-        if is_role or (may_be and backend.token_to_id(_content(value)) is not None):
-            found.append((f"{file}: {key}", value))
+        is_role, may_be_token = key.removesuffix("_token") in ROLES, isinstance(value, str | dict)
+        if is_role or (may_be_token and backend.token_to_id(_content(value)) is not None):
+            tokens.append((f"{file}: {key}", value))
     for key in EXTRA:
-        more = settings.get(key) or []
-        if not isinstance(more, list | dict):
-            raise ConfigError(f"{file}: {key} is {more!r}, and must be a list of tokens.")
-        entries = more.items() if isinstance(more, dict) else enumerate(more)
-        found += [(f"{file}: {key}[{place}]", value) for place, value in entries]
-    return found
+        extra = settings.get(key) or []
+        if not isinstance(extra, list | dict):
+            raise ConfigError(f"{file}: {key} is {extra!r}, and must be a list of tokens.")
+        entries = extra.items() if isinstance(extra, dict) else enumerate(extra)
+        tokens += [(f"{file}: {key}[{name}]", value) for name, value in entries]
+    return tokens
 
 
 def _typed(value: Any) -> Any:
-    """A value in which tokens that are objects say that they are, as they do in
-    tokenizer_config.json but not in special_tokens_map.json."""
+    """A value in which tokens that are objects have their type, which tokenizer_config.json states
+    and special_tokens_map.json does not."""
     if isinstance(value, list):
         return [_typed(entry) for entry in value]
-    token = isinstance(value, dict) and "content" in value
-    return {"__type": "AddedToken"} | value if token else value
+    is_token = isinstance(value, dict) and "content" in value
+    return {"__type": "AddedToken"} | value if is_token else value
 
 
-def _added_token(value: Any, where: str, **more: bool) -> "tokenizers.AddedToken":
+def _added_token(value: Any, where: str, special: bool = False) -> "tokenizers.AddedToken":
     import tokenizers
 
-    given = value if isinstance(value, dict) else {}
-    flags = {name: bool(given[name]) for name in FLAGS if name in given} | more
+    options = value if isinstance(value, dict) else {}
+    flags = {name: bool(options[name]) for name in FLAGS if name in options}
+    if special:
+        flags["special"] = True
     return tokenizers.AddedToken(_content(value, where), **flags)
 
 
@@ -309,18 +325,18 @@ def _content(value: Any, where: str = "") -> str:
 
 
 def _ids(
-    backend: "tokenizers.Tokenizer", found: dict[str, Any], file: Path
+    backend: "tokenizers.Tokenizer", content: dict[str, Any], file: Path
 ) -> dict[str, list[int]]:
-    """The ids that a model's file gives for roles, one or several for each. Ids without a token,
+    """The ids that a file of a model gives for roles, one or several for each. Ids without a token,
     which pad a vocabulary, are left out."""
     ids: dict[str, list[int]] = {}
     for key, role in IDS.items():
-        values = found[key] if isinstance(found.get(key), list) else [found.get(key)]
+        values = content[key] if isinstance(content.get(key), list) else [content.get(key)]
         for value in values:
             # Old configs write -1 for no token.
             if value is not None and (type(value) is not int or not -1 <= value < 2**32):
                 raise ConfigError(
-                    f"{file}: {key} is {found[key]!r}, and must be the id of a token, at least 0."
+                    f"{file}: {key} is {content[key]!r}, and must be the id of a token, at least 0."
                 )
             if value is not None and value >= 0 and backend.id_to_token(value) is not None:
                 ids.setdefault(role, []).append(value)
