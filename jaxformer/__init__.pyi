@@ -1,8 +1,8 @@
 from . import layers, tokenizer
-from .adapters.dropout import keyed
-from .adapters.lora import LoRA, adapter_mask, merge, without_adapters
-from .adapters.rows import adapt_specs
-from .adapters.virtual import PrefixTuning, PromptTuning
+from .adapters.adapted_params import adapt_specs, adapter_mask, merge, without_adapters
+from .adapters.lora import LoRA
+from .adapters.low_rank import keyed
+from .adapters.virtual_tokens import PrefixTuning, PromptTuning
 from .arrays.mesh import make_mesh
 from .arrays.out_of_memory import OutOfMemory
 from .checkpoints.saving import Checkpoints

@@ -1,28 +1,14 @@
-"""LoRA (arXiv:2106.09685): which weights get a `LowRank` leaf, of which rank and scale, and how
-such params become plain ones again."""
+"""LoRA (arXiv:2106.09685): which weights get a `LowRank` leaf, and of which rank and scale."""
 
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import jax
-
+from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, frozen_specs
 from jaxformer.adapters.low_rank import LowRank, low_rank
-from jaxformer.adapters.rows import adapt_specs
-from jaxformer.adapters.virtual import first_virtual, has_virtual, without_virtual
-from jaxformer.arrays.params import (
-    Params,
-    Spec,
-    Specs,
-    dotted,
-    init_params,
-    is_custom,
-    map_specs,
-    rows,
-)
+from jaxformer.arrays.params import Spec, Specs, rows
 from jaxformer.files import ConfigError
 
 ByPattern = tuple[tuple[str, float], ...]
@@ -54,17 +40,13 @@ class LoRA:
     alphas: ByPattern = ()
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "alphas"):  # hashable, also where a dict is given
-            given = getattr(self, name)
-            pairs = given.items() if isinstance(given, Mapping) else given
-            object.__setattr__(self, name, tuple((str(key), value) for key, value in pairs))
-        given = self.targets
-        object.__setattr__(self, "targets", (given,) if isinstance(given, str) else tuple(given))
-        for where, rank in (("rank", self.rank), *((f"ranks[{k!r}]", r) for k, r in self.ranks)):
+        self._make_hashable()
+        ranks = [("rank", self.rank), *((f"ranks[{k!r}]", rank) for k, rank in self.ranks)]
+        for where, rank in ranks:
             if isinstance(rank, bool) or rank != int(rank) or rank < 1:
                 raise ConfigError(f"LoRA: {where}={rank!r} must be a whole number of at least 1.")
-        own = [(f"alphas[{target!r}]", alpha) for target, alpha in self.alphas]
-        for where, alpha in (("alpha", self.alpha), *own):
+        alphas = [("alpha", self.alpha), *((f"alphas[{k!r}]", alpha) for k, alpha in self.alphas)]
+        for where, alpha in alphas:
             if not (math.isfinite(alpha) and alpha > 0):
                 raise ConfigError(f"LoRA: {where}={alpha!r} must be a number above 0.")
         if not 0 <= self.dropout < 1:
@@ -72,16 +54,29 @@ class LoRA:
         if not self.targets:
             raise ConfigError('LoRA: targets is empty: name weights, as in ("attention", "ffn").')
 
+    def _make_hashable(self) -> None:
+        """Makes tuples of a dict for `ranks` or `alphas`, and of one string or a list for
+        `targets`."""
+        for name in ("ranks", "alphas"):
+            value = getattr(self, name)
+            pairs = value.items() if isinstance(value, Mapping) else value
+            object.__setattr__(self, name, tuple((str(target), number) for target, number in pairs))
+        names = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", names)
+
     def rank_of(self, path: str) -> int:
-        return int(_first(self.ranks, path, self.rank))
+        """The rank of the adapter of a weight."""
+        return int(_first_fitting(self.ranks, path, self.rank))
 
     def scale_of(self, path: str) -> float:
+        """The factor of a b for a weight."""
         rank = self.rank_of(path)
-        return _first(self.alphas, path, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        alpha = _first_fitting(self.alphas, path, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _first(changes: ByPattern, path: str, default: float) -> float:
-    return next((value for target, value in changes if is_target(path, target)), default)
+def _first_fitting(by_pattern: ByPattern, path: str, default: float) -> float:
+    return next((value for target, value in by_pattern if is_target(path, target)), default)
 
 
 def is_target(path: str, target: str) -> bool:
@@ -93,37 +88,38 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
     """The paths of the weights that an adapter replaces. Raises ConfigError for a target that fits
     no matrix, and for a rank beyond a matrix's width."""
     matrices = {path: spec for path, spec in rows(specs).items() if spec.is_matrix}
-    asked = [
-        *(("targets", target) for target in adapter.targets),
-        *(("ranks", target) for target, _ in adapter.ranks),
-        *(("alphas", target) for target, _ in adapter.alphas),
-    ]
-    for name, target in asked:
-        if not any(is_target(path, target) for path in matrices):
-            raise ConfigError(_unknown(name, target, list(matrices)))
-    found = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]
-    for path in found:
+    targets_by_field = {
+        "targets": adapter.targets,
+        "ranks": [target for target, _ in adapter.ranks],
+        "alphas": [target for target, _ in adapter.alphas],
+    }
+    for field, targets in targets_by_field.items():
+        for target in targets:
+            if not any(is_target(path, target) for path in matrices):
+                raise _no_such_matrix(field, target, list(matrices))
+    paths = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]
+    for path in paths:
         spec, rank = matrices[path], adapter.rank_of(path)
-        widest = min(spec.fan_in, spec.fan_out)
-        if rank > widest:
+        max_rank = min(spec.fan_in, spec.fan_out)
+        if rank > max_rank:
             raise ConfigError(
                 f"LoRA: rank={rank} is beyond the width of {path}, whose {spec.fan_in} inputs and"
-                f" {spec.fan_out} outputs allow 1 to {widest}: choose a smaller rank."
+                f" {spec.fan_out} outputs allow 1 to {max_rank}: choose a smaller rank."
             )
-    return found
+    return paths
 
 
-def _unknown(name: str, target: str, paths: list[str]) -> str:
-    names = dict.fromkeys(part for path in paths for part in path.split("."))
+def _no_such_matrix(field: str, target: str, paths: list[str]) -> ConfigError:
+    names = list(dict.fromkeys(name for path in paths for name in path.split(".")))
     near = difflib.get_close_matches(target, [*names, *paths], 3)
-    said = f"Did you mean {' or '.join(near)}?" if near else f"The names are {', '.join(names)}."
-    return f"LoRA: {name}: {target!r} fits no matrix of this model. {said}"
+    advice = f"Did you mean {' or '.join(near)}?" if near else f"The names are {', '.join(names)}."
+    return ConfigError(f"LoRA: {field}: {target!r} fits no matrix of this model. {advice}")
 
 
 def adapted_specs(
     specs: Specs,
     adapter: LoRA,
-    weights: Mapping[str, Callable[[Spec], Any]] | None = None,
+    weights: Mapping[str, MakeLeaf] | None = None,
     learned: tuple[str, ...] = (),
 ) -> Specs:
     """The table of an adapted model, in which the adapter alone is trainable, and the branches
@@ -134,8 +130,8 @@ def adapted_specs(
     """
     weights = weights or {}
 
-    def adapted(path: str) -> Callable[[Spec], Any]:
-        def make(spec: Spec) -> Any:
+    def adapted(path: str) -> MakeLeaf:
+        def make(spec: Spec) -> LowRank:
             below = weights[path](spec) if path in weights else None
             return low_rank(
                 spec, adapter.rank_of(path), adapter.scale_of(path), adapter.dropout, below
@@ -143,114 +139,5 @@ def adapted_specs(
 
         return make
 
-    makes = {path: adapted(path) for path in targets_of(specs, adapter)}
-    others = {path: make for path, make in weights.items() if path not in makes}
-    return adapt_specs(frozen_specs(specs, learned, {*makes, *others}), makes | others)
-
-
-def frozen_specs(specs: Specs, learned: tuple[str, ...], but: Collection[str] = ()) -> Specs:
-    """The table in which nothing is trainable but the branches named in `learned`, and the paths of
-    `but`."""
-
-    def frozen(path: str, spec: Spec) -> Spec:
-        learns = path in but or path.partition(".")[0] in learned
-        return spec if learns else replace(spec, trainable=False)
-
-    return map_specs(frozen, specs)
-
-
-def filled(table: Specs, base: Params, key: jax.Array) -> Params:
-    """The params of an adapted table: those of the base where they are, and for the parts of an
-    adapter their initial values, which depend on the key and their path alone (a prompt's on the
-    table of tokens too)."""
-    if has_virtual(table):
-        own = first_virtual(table["virtual"], base, key)
-        return filled(without_virtual(table), base, key) | {"virtual": own}
-
-    def parts(path: Any, node: Any, below: Any) -> Any:
-        if not isinstance(node, LowRank):
-            return below
-        own = {"a": node.a, "b": node.b, "scale": node.scale}
-        named = {f"{dotted(path)}.{name}": spec for name, spec in own.items()}
-        made = dict(zip(own, init_params(named, key).values(), strict=True))
-        return LowRank(below, **made, inputs=node.inputs, dropout=node.dropout)
-
-    def is_end(node: Any) -> bool:
-        return isinstance(node, Spec) or is_custom(node)
-
-    return jax.tree.map_with_path(parts, table, base, is_leaf=is_end)  # type: ignore[no-any-return]
-
-
-def over_base(table: Specs, parts: Params, base: Params) -> Params:
-    """Params of an adapted table: its weights from `base`, and what is trained, with the constants
-    of adapters, from `parts`, whose weights are not read."""
-    found: Params = {}
-    for name, entry in table.items():
-        if isinstance(entry, dict):
-            found[name] = over_base(entry, parts[name], base.get(name, {}))
-        elif is_adapted(entry):
-            found[name] = parts[name].replace(weight=base[name])
-        else:
-            learns = isinstance(entry, Spec) and entry.trainable
-            found[name] = parts[name] if learns else base[name]
-    return found
-
-
-def is_adapted(node: Any) -> bool:
-    return isinstance(node, LowRank)
-
-
-def adapter_mask(params: Params) -> Any:
-    """Which leaves of adapted params are those of the adapter, as a tree of bools: the `trainable`
-    of `jf.init_state` and `jf.make_step`."""
-
-    def marked(path: Any, node: Any) -> Any:
-        if not is_adapted(node):
-            return dotted(path[:1]) == "virtual"
-        own = {"weight": False, "a": True, "b": True, "scale": False}
-        return LowRank(**own, inputs=node.inputs, dropout=node.dropout)
-
-    return jax.tree.map_with_path(marked, params, is_leaf=is_adapted)
-
-
-def base_paths(table: Specs) -> list[str]:
-    """The dotted paths of the leaves of an adapted table that belong to the base, which an adapter
-    leaves as they are."""
-    found = []
-    for path, node in jax.tree.leaves_with_path(table, is_leaf=is_adapted):
-        if is_adapted(node):  # the rows of its weight, of which a quantized one has several
-            below = jax.tree.leaves_with_path({"weight": node.weight})
-            found += [f"{dotted(path)}.{dotted(part)}" for part, _ in below]
-        elif not node.trainable:
-            found.append(dotted(path))
-    return found
-
-
-def without_adapters(params: Params) -> Params:
-    """The params below the adapters, without virtual tokens: those of the base, which are not
-    copied."""
-
-    def below(node: Any) -> Any:
-        return node.weight if is_adapted(node) else node
-
-    params = without_virtual(params) if has_virtual(params) else params
-    return jax.tree.map(below, params, is_leaf=is_adapted)  # type: ignore[no-any-return]
-
-
-def merge(params: Params) -> Params:
-    """Plain params, equal in what they compute: each adapted weight with its product added in
-    float32, in the dtype of the weight; a quantized one is dequantized first. Raises ConfigError
-    for virtual tokens, which no weight can hold."""
-    if has_virtual(params):
-        raise ConfigError(
-            "the virtual tokens of prompt tuning and prefix tuning cannot be merged into weights:"
-            " use these params as they are, or the model below them, jf.without_adapters(params)."
-        )
-
-    def merged_weight(node: Any) -> Any:
-        if not is_adapted(node):
-            return node
-        weight = node.weight.array() if is_custom(node.weight) else node.weight
-        return (weight.astype(node.scale.dtype) + node.product()).astype(weight.dtype)
-
-    return jax.tree.map(merged_weight, params, is_leaf=is_adapted)  # type: ignore[no-any-return]
+    makers = {**weights, **{path: adapted(path) for path in targets_of(specs, adapter)}}
+    return adapt_specs(frozen_specs(specs, learned, makers), makers)

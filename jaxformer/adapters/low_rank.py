@@ -1,15 +1,20 @@
-"""A weight plus a product of two narrow matrices that learn: LoRA (arXiv:2106.09685)."""
+"""A weight plus a product of two narrow matrices that learn: LoRA (arXiv:2106.09685).
+
+In the comments, I are the axes of the inputs of a weight and O those of its outputs, R is the rank
+and L the number of layers of a stack.
+"""
 
 import math
 import re
+import zlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.arrays.params import CustomLeaf, Spec, contract, lookup, zeros
+from jaxformer.arrays.params import CustomLeaf, Params, Spec, contract, dotted, lookup, zeros
 from jaxformer.arrays.sharding import Axes
 
 
@@ -19,14 +24,16 @@ class LowRank:
 
     `weight` [*] is an array or a `CustomLeaf` (as a quantized weight), with inputs I... and outputs
     O... in any order; a [I..., R] and b [R, O...] learn; `scale` [] is a float32 constant. In a
-    stack of layers each part has their leading axis. `inputs` are the axes of the inputs, counted
-    from the end, as -3. All layers of a stack have one rank: in a layer of a smaller one the rest
-    is zeros, which get no gradient.
+    stack of layers each of them has their leading axis. `inputs` are the axes of the inputs,
+    counted from the end, as -3. All layers of a stack have one rank: a layer of a smaller one is
+    filled up with zeros, which get no gradient.
 
-    Where `key` (uint32, see `keyed`) is given, a fraction `dropout` of the numbers that `a` reads
-    is zeroed, and the rest divided by 1 - dropout.
+    With a `key` (uint32, see `keyed`) a fraction `dropout` of the numbers that `a` reads is zeroed,
+    and the others are divided by 1 - dropout.
     """
 
+    # Arrays, `Spec`s or bools; Any, because JAX makes this node with objects of its own in their
+    # place.
     weight: Any
     a: Any
     b: Any
@@ -49,73 +56,117 @@ class LowRank:
         return self.a.shape[0] if self.a.ndim > len(self.inputs) + 1 else None
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
-        """As `params.contract` of the array that it stands for."""
-        left, right, out = re.split(",|->", equation)
-        into = "".join(right[axis] for axis in self.inputs)
-        rest = "".join(letter for letter in right if letter not in into)
-        free = "".join(letter for letter in left if letter not in right)
+        """As `params.contract` of the array that it stands for.
+
+        x is multiplied by one factor and the result by the other: R (I + O) multiplications a
+        token, and no array, nor a gradient, of the size of the weight.
+        """
+        left, right, out = re.split(",|->", equation)  # "BTD,DNH->BTNH": "BTD", "DNH", "BTNH"
+        into = "".join(right[axis] for axis in self.inputs)  # "D"
+        outputs = "".join(letter for letter in right if letter not in into)  # "NH"
+        free = "".join(letter for letter in left if letter not in right)  # "BT"
         # Over inputs x is multiplied by a first; over outputs (a tied output layer) by b.
-        steps = [(f"{into}R", self.a), (f"R{rest}", self.b)]
-        (inner, first), (outer, second) = steps if set(into) <= set(left) else steps[::-1]
-        place = (*to[: len(free)], None) if to else None
-        narrow = contract(f"{left},{inner}->{free}R", self._dropped(x), first, to=place)
+        factors = [(f"{into}R", self.a), (f"R{outputs}", self.b)]
+        if not set(into) <= set(left):
+            factors.reverse()
+        (first_axes, first), (second_axes, second) = factors
+        narrow_to = (*to[: len(free)], None) if to else None  # R is not split
+        narrow = contract(f"{left},{first_axes}->{free}R", self._dropped(x), first, to=narrow_to)
         scaled = (narrow * self.scale).astype(narrow.dtype)
-        more = contract(f"{free}R,{outer}->{out}", scaled, second, to=to, dtype=dtype)
-        return contract(equation, x, self.weight, to=to, dtype=dtype) + more
+        update = contract(f"{free}R,{second_axes}->{out}", scaled, second, to=to, dtype=dtype)
+        return contract(equation, x, self.weight, to=to, dtype=dtype) + update
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
-        """As `params.lookup` of the array that it stands for: dropout is none here, as in peft."""
-        narrow = lookup(self.a, index, (*to[:-1], None)) * self.scale
+        """As `params.lookup` of the array that it stands for, without dropout, as in peft."""
+        narrow = lookup(self.a, index, (*to[:-1], None)) * self.scale  # [..., R]
         free = "XYZUVW"[: index.ndim]
-        more = contract(f"{free}R,RD->{free}D", narrow, self.b.astype(narrow.dtype), to=to)
-        found = lookup(self.weight, index, to)
-        return found + more.astype(found.dtype)
+        update = contract(f"{free}R,RD->{free}D", narrow, self.b.astype(narrow.dtype), to=to)
+        rows = lookup(self.weight, index, to)  # [..., D]
+        return rows + update.astype(rows.dtype)
 
     def astype(self, dtype: Any) -> "LowRank":
-        narrow = {"a": self.a.astype(dtype), "b": self.b.astype(dtype)}
-        return replace(self, weight=self.weight.astype(dtype), **narrow)
+        """Products in another dtype. The scale stays float32, and a quantized weight its codes."""
+        factors = {"a": self.a.astype(dtype), "b": self.b.astype(dtype)}
+        return replace(self, weight=self.weight.astype(dtype), **factors)
 
     def product(self) -> jax.Array:
         """scale (a b), with the axes of the weight, in float32."""
 
-        def of_one(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
-            wide = scale * jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1)
-            return jnp.moveaxis(wide, range(len(self.inputs)), self.inputs)
+        def of_layer(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            inputs_first = scale * jnp.tensordot(a, b, 1)  # [I..., O...]
+            return jnp.moveaxis(inputs_first, range(len(self.inputs)), self.inputs)
 
-        make = of_one if self.layers is None else jax.vmap(of_one)
+        make = of_layer if self.layers is None else jax.vmap(of_layer)
         return make(self.a, self.b, self.scale)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         if self.key is None or self.dropout == 0:
             return x
-        kept = jax.random.bernoulli(jax.random.wrap_key_data(self.key), 1 - self.dropout, x.shape)
-        return jnp.where(kept, x / (1 - self.dropout), 0).astype(x.dtype)
+        key = jax.random.wrap_key_data(self.key)
+        keep = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(keep, x / (1 - self.dropout), 0).astype(x.dtype)
+
+
+def is_adapted(node: Any) -> TypeGuard[LowRank]:
+    """Whether a node of the params or of the table is a `LowRank`."""
+    return isinstance(node, LowRank)
+
+
+def keyed(params: Params, key: jax.Array | None) -> Params:
+    """`params` whose adapters drop out what they read, for one evaluation of a loss; the randomness
+    of an adapter depends on the key and its path alone. `params` themselves without a key.
+
+    The loss of `jf.loss_of` does this; a loss of your own calls it first: `params =
+    jf.keyed(params, key)`.
+    """
+    if key is None:
+        return params
+
+    def with_key(path: Any, node: Any) -> Any:
+        if not is_adapted(node) or node.dropout == 0:
+            return node
+        # The checksum of the path tells the adapters apart; a stack has a key for each layer, [L].
+        leaf_key = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
+        keys = leaf_key if node.layers is None else jax.random.split(leaf_key, node.layers)
+        return replace(node, key=jax.random.key_data(keys))
+
+    params = jax.tree.map_with_path(with_key, params, is_leaf=is_adapted)
+    return params
 
 
 def low_rank(
-    spec: Spec, rank: int, scale: float, dropout: float = 0.0, weight: CustomLeaf | None = None
+    spec: Spec,
+    rank: int,
+    scale: float,
+    dropout: float = 0.0,
+    weight: CustomLeaf | Spec | None = None,
 ) -> LowRank:
     """The rows of a `LowRank` over a row: its weight frozen (`weight`: the rows of the leaf that
     stands for it, as of a quantized one).
 
     As in peft, `a` starts uniform within 1/sqrt(inputs) of zero and `b` at zero; for a table whose
-    rows are looked up `a` starts at zero and `b` normal.
+    rows are looked up `a` starts at zero and `b` normal. Either way a b starts at zero.
     """
     count = len(spec.axes)
-    inputs = tuple(at - count for at, axis in enumerate(spec.axes) if axis in spec.inputs)
-    outputs = tuple(at - count for at, axis in enumerate(spec.axes) if axis not in spec.inputs)
+    # Counted from the end, because a stack puts its axis of layers in front.
+    inputs = tuple(i - count for i, axis in enumerate(spec.axes) if axis in spec.inputs)
+    outputs = tuple(i - count for i, axis in enumerate(spec.axes) if axis not in spec.inputs)
 
-    def part(at: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        return tuple(spec.shape[i] for i in at), tuple(spec.axes[i] for i in at)
+    def shape_and_axes(indices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        return tuple(spec.shape[i] for i in indices), tuple(spec.axes[i] for i in indices)
 
-    (before, into), (after, out) = part(inputs), part(outputs)
-    start_a, start_b = (zeros, normal_one) if spec.lookup else (kaiming_uniform, zeros)
-    a = Spec((*before, rank), (*into, "rank"), start_a, inputs=into, lookup=spec.lookup)
-    b = Spec((rank, *after), ("rank", *out), start_b, inputs=("rank",))
+    input_shape, input_axes = shape_and_axes(inputs)
+    output_shape, output_axes = shape_and_axes(outputs)
+    init_a, init_b = (zeros, normal_one) if spec.lookup else (kaiming_uniform, zeros)
+    a = Spec(
+        (*input_shape, rank), (*input_axes, "rank"), init_a, inputs=input_axes, lookup=spec.lookup
+    )
+    b = Spec((rank, *output_shape), ("rank", *output_axes), init_b, inputs=("rank",))
     a, b = (replace(row, reads=spec.reads) for row in (a, b))
-    factor = Spec((), (), lambda _, row: jnp.full(row.shape, scale), trainable=False)
-    frozen: Any = replace(spec, trainable=False) if weight is None else weight
-    return LowRank(frozen, a, b, factor, inputs=inputs, dropout=dropout)
+    scale_row = Spec((), (), lambda _, row: jnp.full(row.shape, scale), trainable=False)
+    frozen = replace(spec, trainable=False) if weight is None else weight
+    return LowRank(frozen, a, b, scale_row, inputs=inputs, dropout=dropout)
 
 
 def kaiming_uniform(key: jax.Array, spec: Spec) -> jax.Array:
@@ -125,4 +176,5 @@ def kaiming_uniform(key: jax.Array, spec: Spec) -> jax.Array:
 
 
 def normal_one(key: jax.Array, spec: Spec) -> jax.Array:
+    """Normal with mean 0 and standard deviation 1."""
     return jax.random.normal(key, spec.shape)

@@ -2,28 +2,98 @@
 arXiv:2305.14314) in blocks of 64, with the codes of bitsandbytes.
 
 A leaf holds codes and scales, and makes the array that they stand for where it is used: products
-are those of that array, bit for bit. Its parts do not learn.
+are those of that array, bit for bit. Neither codes nor scales learn.
+
+A data type of few bits is a table of ascending values in [-1, 1]. A number is divided by the
+largest absolute value of its block, and its code is the index of the nearest value. In the
+comments, B is the number of blocks of a weight, C that of the blocks of their maxima, and n the
+numbers of a block.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES, in_blocks, scaled_codes
-from jaxformer.arrays.params import Spec, contract, lookup, zeros
+from jaxformer.arrays.params import CustomLeaf, Spec, contract, lookup, zeros
 from jaxformer.arrays.sharding import Axes, constrain, explicit_axes, gathered
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.settings import Table
 
 BLOCK = 64  # weights that share an absolute maximum
 NESTED_BLOCK = 256  # absolute maxima that share one, with double quantization
+
+TreeT = TypeVar("TreeT")
+
+TINY = 1e-38  # in place of the absolute maximum of a block of zeros
+# The 16 values of NF4 (appendix E of the paper).
+NF4_VALUES = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+
+
+def _dynamic_values() -> np.ndarray:
+    """The 256 values of the signed dynamic data type, ascending (arXiv:2110.02861): 0, 1, and
+    +-10^e times the centers of 2^(e + 6) equal intervals of [0.1, 1], for e = -6 .. 0.
+
+    The edges of the intervals are float32 steps from the nearer end of [0.1, 1], each rounded once:
+    then the values are those of bitsandbytes to the last bit.
+    """
+    low, values = np.float32(0.1), [0.0, 1.0]
+    for exponent in range(-6, 1):
+        count = 2 ** (exponent + 6)
+        numbers = np.arange(count + 1)
+        step = np.float64((1 - low) / np.float32(count))
+        from_low, from_one = low + numbers * step, 1 - (count - numbers) * step
+        edges = np.where(numbers <= count // 2, from_low, from_one).astype(np.float32)
+        centers = np.float32(10.0**exponent) * ((edges[1:] + edges[:-1]) / np.float32(2))
+        values += [*centers, *-centers]
+    return np.sort(np.array(values, np.float32))
+
+
+DYNAMIC_VALUES = _dynamic_values()
+
+
+def nearest(x: jax.Array, values: np.ndarray) -> jax.Array:
+    """The index, uint8, of the nearest of some ascending values; between two the lower one."""
+    middles = jnp.asarray((values[:-1] + values[1:]) / 2)
+    # There are 15 or 255 middles; for so short an array JAX advises to compare with all of it.
+    return jnp.searchsorted(middles, x, side="left", method="compare_all").astype(jnp.uint8)
+
+
+def in_blocks(flat: jax.Array, size: int) -> jax.Array:
+    """[..., m] -> [..., B, size], filled up with zeros."""
+    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % size)]
+    return jnp.pad(flat, padding).reshape(*flat.shape[:-1], -1, size)
+
+
+def scaled_codes(blocks: jax.Array, values: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """The codes [..., B, n] of blocks [..., B, n] divided by their absolute maxima, and these
+    maxima [..., B]."""
+    absmax = jnp.abs(blocks).max(-1)
+    # Multiplied by a reciprocal, as in bitsandbytes: a division may give other codes.
+    inverse = 1 / jnp.maximum(absmax, TINY)
+    return nearest(blocks * inverse[..., None], values), absmax
+
+
+class QuantizedLeaf(CustomLeaf, Protocol):
+    """A `CustomLeaf` of codes and scales."""
+
+    def array(self) -> jax.Array:
+        """The array that it stands for."""
 
 
 @struct.dataclass
@@ -34,6 +104,7 @@ class Int8Weight:
     `dtype` is that of the array that it stands for.
     """
 
+    # Arrays or `Spec`s; Any, because JAX makes this node with objects of its own in their place.
     codes: Any
     scale: Any
     dtype: str = struct.field(pytree_node=False, default="float32")
@@ -48,19 +119,21 @@ class Int8Weight:
         return len(self.shape)
 
     def array(self) -> jax.Array:
-        """The array that it stands for, in its dtype; parts get no gradient through it."""
-        parts = gathered(self)
-        return _rounded(parts.codes, parts.scale, 127).astype(self.dtype)
+        """The array that it stands for, in its dtype; codes and scale get no gradient through
+        it."""
+        leaf = gathered(self)
+        return _scaled(leaf.codes, leaf.scale, 127).astype(self.dtype)
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
         return _contract(self, equation, x, to=to, dtype=dtype)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Rows of the array; only these are made."""
-        codes = lookup(self.codes, index, to)
+        codes = lookup(self.codes, index, to)  # [..., W]
+        # A scale that a whole row shares has one column, [V, 1], which is not split.
         width = to[-1] if self.scale.shape[-1] > 1 else None
         scale = lookup(self.scale, index, (*to[:-1], width))
-        return _rounded(codes, scale, 127).astype(self.dtype)
+        return _scaled(codes, scale, 127).astype(self.dtype)
 
     def astype(self, dtype: Any) -> "Int8Weight":
         """The same codes, which then stand for an array of this dtype."""
@@ -79,6 +152,7 @@ class NF4Weight:
     it stands for.
     """
 
+    # Arrays or `Spec`s; Any, because JAX makes this node with objects of its own in their place.
     codes: Any
     absmax: Any
     nested: Any = None
@@ -96,9 +170,10 @@ class NF4Weight:
         return len(self.shape)
 
     def array(self) -> jax.Array:
-        """The array that it stands for, in its dtype; parts get no gradient through it."""
-        parts = _whole(self)
-        values = _rounded(_nf4_values(parts.codes), parts.maxima()[..., None])  # [..., B, 64]
+        """The array that it stands for, in its dtype; codes and maxima get no gradient through
+        it."""
+        leaf = _replicated(self)
+        values = _scaled(_nf4_values(leaf.codes), leaf.maxima()[..., None])  # [..., B, 64]
         flat = values.reshape(*values.shape[:-2], -1)[..., : math.prod(self.size)]
         return flat.reshape(self.shape).astype(self.dtype)
 
@@ -106,8 +181,11 @@ class NF4Weight:
         """The absolute maximum of each block, float32 [..., B]."""
         if self.nested is None:
             return self.absmax  # type: ignore[no-any-return]
-        units = jnp.repeat(self.nested, NESTED_BLOCK, -1)[..., : self.absmax.shape[-1]]
-        return _rounded(jnp.asarray(DYNAMIC_VALUES)[self.absmax], units) + self.mean[..., None]
+        values = jnp.asarray(DYNAMIC_VALUES)[self.absmax]  # [..., B]
+        # Every maximum gets the maximum of its block, [..., C] -> [..., B]; the last block may be
+        # shorter.
+        scale = jnp.repeat(self.nested, NESTED_BLOCK, -1)[..., : self.absmax.shape[-1]]
+        return _scaled(values, scale) + self.mean[..., None]
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
         return _contract(self, equation, x, to=to, dtype=dtype)
@@ -117,11 +195,12 @@ class NF4Weight:
         width = self.size[-1]
         if width % BLOCK or explicit_axes():
             return lookup(self.array(), index, to)
-        whole = (*to[:-1], None)  # a row's codes are fewer than its numbers
-        codes = lookup(self.codes.reshape(-1, width // 2), index, whole)  # [..., W / 2]
-        maxima = lookup(self.maxima().reshape(-1, width // BLOCK), index, whole)
+        # The axis of the width is not split: a row's codes are fewer than its numbers.
+        unsplit = (*to[:-1], None)
+        codes = lookup(self.codes.reshape(-1, width // 2), index, unsplit)  # [..., W / 2]
+        maxima = lookup(self.maxima().reshape(-1, width // BLOCK), index, unsplit)  # [..., W / 64]
         blocks = _nf4_values(codes.reshape(*maxima.shape, BLOCK // 2))  # [..., W / 64, 64]
-        rows = _rounded(blocks, maxima[..., None]).astype(self.dtype)
+        rows = _scaled(blocks, maxima[..., None]).astype(self.dtype)
         return constrain(rows.reshape(*rows.shape[:-2], width), to)
 
     def astype(self, dtype: Any) -> "NF4Weight":
@@ -129,43 +208,47 @@ class NF4Weight:
         return replace(self, dtype=str(jnp.dtype(dtype)))
 
 
-def _contract(leaf: Any, equation: str, x: jax.Array, **where: Any) -> jax.Array:
-    """As `params.contract` of the array of a leaf, which is made again for the backward pass, where
-    x is there: never the arrays of all layers at once, nor one before a loop over tokens.
+def _contract(
+    leaf: QuantizedLeaf, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any
+) -> jax.Array:
+    """As `params.contract` of the array of a leaf, which is made again for the backward pass, once
+    x is there: the arrays of all layers are never in memory at once, nor is one made before a loop
+    over tokens.
 
     A CPU makes it once for both passes unless layers are scanned, since XLA drops the barrier there
     before it would matter.
     """
 
     @jax.checkpoint
-    def product(x: jax.Array, leaf: Any) -> jax.Array:
+    def product(x: jax.Array, leaf: QuantizedLeaf) -> jax.Array:
+        # The barrier ties the leaf to x. Without it XLA could make the arrays of all layers first.
         x, leaf = jax.lax.optimization_barrier((x, leaf))
-        return contract(equation, x, leaf.array(), **where)
+        return contract(equation, x, leaf.array(), to=to, dtype=dtype)
 
     return product(x, leaf)
 
 
-def _whole(tree: Any) -> Any:
-    """The arrays of a tree whole on each device where axes are explicit: these do not reshape an
-    axis that is split; automatic axes do."""
+def _replicated(tree: TreeT) -> TreeT:
+    """A tree whose arrays every device has in full where axes are explicit, since an axis that is
+    split cannot be reshaped there; automatic axes can."""
     if not explicit_axes():
         return tree
     return jax.tree.map(lambda array: jax.sharding.reshard(array, PartitionSpec()), tree)
 
 
-def _rounded(codes: jax.Array, scale: jax.Array, most: int = 1) -> jax.Array:
-    """codes * scale, float32, for codes of at most `most`; without a gradient.
+def _scaled(codes: jax.Array, scale: jax.Array, max_code: int = 1) -> jax.Array:
+    """codes * scale, float32, for codes of at most `max_code`; without a gradient.
 
     The minimum changes no number. It keeps the compiler from joining the product and an addition
     after it in one rounding (a fused multiply-add), which gives other bits than the array.
     """
-    product = jnp.minimum(codes.astype(jnp.float32) * scale, most * scale)
+    product = jnp.minimum(codes.astype(jnp.float32) * scale, max_code * scale)
     return jax.lax.stop_gradient(product)
 
 
 def _nf4_values(codes: jax.Array) -> jax.Array:
-    """uint8 [..., n] -> float32 [..., 2n], two values for each."""
-    pairs = jnp.stack([codes >> 4, codes & 15], -1)
+    """uint8 [..., n / 2] -> float32 [..., n], two values for each."""
+    pairs = jnp.stack([codes >> 4, codes & 15], -1)  # [..., n / 2, 2]
     return jnp.asarray(NF4_VALUES)[pairs.reshape(*codes.shape[:-1], -1)]
 
 
@@ -176,18 +259,18 @@ def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
     Output channels are the axes that are not inputs, in a stack for each layer; of a table that is
     looked up they are its rows.
     """
-    wide = weight.astype(jnp.float32)
-    absmax = jnp.abs(wide).max(_reduced(spec), keepdims=True)
+    weight_32 = weight.astype(jnp.float32)
+    absmax = jnp.abs(weight_32).max(_shared_axes(spec), keepdims=True)
     # The divisor is no constant: XLA would multiply by the inverse of one, and round twice.
     scale = absmax / jnp.where(absmax > 0, 127.0, 1.0)
-    codes = jnp.round(wide / jnp.where(scale > 0, scale, 1))
+    codes = jnp.round(weight_32 / jnp.where(scale > 0, scale, 1))
     return Int8Weight(jnp.clip(codes, -127, 127).astype(jnp.int8), scale, str(weight.dtype))
 
 
-def _reduced(spec: Spec) -> tuple[int, ...]:
+def _shared_axes(spec: Spec) -> tuple[int, ...]:
     """The axes over which an int8 weight shares a scale."""
     shared = {*spec.axes} - {*spec.inputs, "layers"} if spec.lookup else {*spec.inputs}
-    return tuple(at for at, axis in enumerate(spec.axes) if axis in shared)
+    return tuple(index for index, axis in enumerate(spec.axes) if axis in shared)
 
 
 def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
@@ -196,60 +279,67 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
     Takes 0.5625 bytes a weight, or with `double` quantization 0.516: the absolute maxima, less
     their mean, are then 8-bit codes of the dynamic data type in blocks of 256.
     """
-    lead = weight.shape[: _lead(spec)]
-    flat = _whole(weight).astype(jnp.float32).reshape(*lead, -1)
-    codes, absmax = scaled_codes(in_blocks(flat, BLOCK), NF4_VALUES)
-    packed = codes[..., ::2] << 4 | codes[..., 1::2]
-    own: dict[str, Any] = {"size": tuple(weight.shape[len(lead) :]), "dtype": str(weight.dtype)}
+    layers = weight.shape[: _layer_axes(spec)]  # (L,) or ()
+    size, dtype = tuple(weight.shape[len(layers) :]), str(weight.dtype)
+    flat = _replicated(weight).astype(jnp.float32).reshape(*layers, -1)
+    codes, absmax = scaled_codes(in_blocks(flat, BLOCK), NF4_VALUES)  # [..., B, 64], [..., B]
+    packed = codes[..., ::2] << 4 | codes[..., 1::2]  # [..., B, 32]
     if not double:
-        return NF4Weight(packed, absmax, **own)
-    mean = jnp.minimum(absmax.mean(-1), absmax.max(-1))  # rounded before it is subtracted
-    inner, nested = scaled_codes(in_blocks(absmax - mean[..., None], NESTED_BLOCK), DYNAMIC_VALUES)
-    inner = inner.reshape(*lead, -1)[..., : absmax.shape[-1]]
-    return NF4Weight(packed, inner, nested, mean, **own)
+        return NF4Weight(packed, absmax, size=size, dtype=dtype)
+    # The minimum changes no number, but has the mean rounded before it is subtracted.
+    mean = jnp.minimum(absmax.mean(-1), absmax.max(-1))  # [...]
+    nested_blocks = in_blocks(absmax - mean[..., None], NESTED_BLOCK)  # [..., C, 256]
+    absmax_codes, nested = scaled_codes(nested_blocks, DYNAMIC_VALUES)
+    absmax_codes = absmax_codes.reshape(*layers, -1)[..., : absmax.shape[-1]]  # [..., B]
+    return NF4Weight(packed, absmax_codes, nested, mean, size, dtype)
 
 
-def _lead(spec: Spec) -> int:
-    """The number of leading axes that are of layers."""
+def _layer_axes(spec: Spec) -> int:
+    """The number of leading axes that are of layers: 0 or 1."""
     return int(spec.axes[:1] == ("layers",))
 
 
 def int8_rows(spec: Spec) -> Int8Weight:
-    """The rows of the parts of `to_int8`, which start at zero and do not learn."""
-    shared = _reduced(spec)
-    shape = tuple(1 if at in shared else length for at, length in enumerate(spec.shape))
-    axes = tuple("shared" if at in shared else axis for at, axis in enumerate(spec.axes))
-    part = replace(spec, init=zeros, inputs=(), trainable=False)
-    return Int8Weight(replace(part, dtype="int8"), replace(part, shape=shape, axes=axes))
+    """The rows of the arrays of `to_int8`, which start at zero and do not learn."""
+    shared = _shared_axes(spec)
+    shape = tuple(1 if index in shared else length for index, length in enumerate(spec.shape))
+    axes = tuple("shared" if index in shared else axis for index, axis in enumerate(spec.axes))
+    frozen = replace(spec, init=zeros, inputs=(), trainable=False)
+    return Int8Weight(replace(frozen, dtype="int8"), replace(frozen, shape=shape, axes=axes))
 
 
 def nf4_rows(spec: Spec, double: bool = False) -> NF4Weight:
-    """The rows of the parts of `to_nf4`, which start at zero and do not learn.
+    """The rows of the arrays of `to_nf4`, which start at zero and do not learn.
 
     Blocks are placed as the first axis of the weight, along which they follow one another.
     """
-    at = _lead(spec)
-    lead, size, names = spec.shape[:at], spec.shape[at:], spec.axes[:at]
+    first = _layer_axes(spec)
+    size = spec.shape[first:]
     count = -(-math.prod(size) // BLOCK)
-    first = spec.axes[at]
 
-    def part(shape: tuple[int, ...], axes: tuple[str, ...], dtype: str) -> Spec:
+    def row(shape: tuple[int, ...], axes: tuple[str, ...], dtype: str) -> Spec:
         return Spec(
-            (*lead, *shape), (*names, *axes), zeros, trainable=False, reads=spec.reads, dtype=dtype
+            (*spec.shape[:first], *shape),
+            (*spec.axes[:first], *axes),
+            zeros,
+            trainable=False,
+            reads=spec.reads,
+            dtype=dtype,
         )
 
-    codes = part((count, BLOCK // 2), (first, "codes"), "uint8")
-    absmax = part((count,), (first,), "uint8" if double else "float32")
+    codes = row((count, BLOCK // 2), (spec.axes[first], "codes"), "uint8")
+    absmax = row((count,), (spec.axes[first],), "uint8" if double else "float32")
     if not double:
         return NF4Weight(codes, absmax, size=size)
-    nested = part((-(-count // NESTED_BLOCK),), ("blocks",), "float32")
-    return NF4Weight(codes, absmax, nested, part((), (), "float32"), size=size)
+    nested = row((-(-count // NESTED_BLOCK),), ("blocks",), "float32")
+    mean = row((), (), "float32")
+    return NF4Weight(codes, absmax, nested, mean, size=size)
 
 
 class Quantizer(NamedTuple):
-    """A leaf of a weight and its row, and the rows of that leaf's parts."""
+    """What makes a leaf of a weight and its row, and what makes the rows of that leaf's arrays."""
 
-    make: Callable[[jax.Array, Spec], Any]
+    make: Callable[[jax.Array, Spec], QuantizedLeaf]
     rows: Callable[[Spec], Any]
 
 

@@ -134,7 +134,7 @@ def _remove_written(target: Path) -> None:
 def _has_adapter(model: "Loaded") -> bool:
     import jax
 
-    from jaxformer.adapters.lora import is_adapted
+    from jaxformer.adapters.low_rank import is_adapted
 
     return any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
 
@@ -143,7 +143,7 @@ def _merged(model: "Loaded", asked: ConvertArguments) -> "Loaded":
     """A model with an adapter, merged if that is asked for. Raises ConfigError for options of a
     whole model where it is not."""
     if asked.merge:
-        from jaxformer.adapters.lora import merge
+        from jaxformer.adapters.adapted_params import merge
 
         return dataclasses.replace(model, params=merge(model.params))
     if asked.verify:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxformer.adapters.lora import LoRA, adapted_specs, filled, frozen_specs
-from jaxformer.adapters.rows import adapt_specs
-from jaxformer.adapters.virtual import PrefixTuning, PromptTuning, has_virtual, virtual_specs
+from jaxformer.adapters.adapted_params import adapt_specs, filled, frozen_specs
+from jaxformer.adapters.lora import LoRA, adapted_specs
+from jaxformer.adapters.virtual_tokens import PrefixTuning, PromptTuning, has_virtual, virtual_specs
 from jaxformer.arrays.params import Params, Specs, rows
 from jaxformer.config.adapter import AdapterConfig, Quantization, pairs_of, parts_of
 from jaxformer.config.model import ModelConfig

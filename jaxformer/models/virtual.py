@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxformer.adapters.virtual import prefix_specs, prompt_specs, without_virtual
+from jaxformer.adapters.virtual_tokens import prefix_specs, prompt_specs, without_virtual
 from jaxformer.arrays.params import Params, Specs, Weight, check_params, contract, lookup
 from jaxformer.arrays.sharding import Axes, constrain
 from jaxformer.config.model import ModelConfig

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.adapters.lora import filled, over_base
+from jaxformer.adapters.adapted_params import filled, over_base
 from jaxformer.arrays.mesh import place_array
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.checkpoints.digests import fingerprint

@@ -141,7 +141,7 @@ def preference_options(run: RunConfig, objective: str) -> dict[str, Any]:
     if train.preference_dropout != "auto":
         found["dropout"] = train.preference_dropout == "on"
     if OBJECTIVES[objective].reference and run.adapter.kind != "none":
-        from jaxformer.adapters.lora import without_adapters
+        from jaxformer.adapters.adapted_params import without_adapters
 
         found["reference_of"] = without_adapters
     return found

@@ -162,7 +162,7 @@ def load_base(
     Raises ConfigError as `load` does."""
     if not has_adapter(Path(path)):
         return load(path, mesh=mesh, quantize=quantize)
-    from jaxformer.adapters.lora import merge
+    from jaxformer.adapters.adapted_params import merge
 
     found = load(path, mesh=mesh)
     merged = merge(found.params)

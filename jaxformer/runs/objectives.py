@@ -301,7 +301,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
             warn_of_padded_batch(batch, config.family)
         if key is not None:
-            from jaxformer.adapters.dropout import keyed
+            from jaxformer.adapters.low_rank import keyed
 
             params = keyed(params, key)
         return loss(params, config, batch, key, **options)

@@ -55,7 +55,7 @@ def adapted_params_of_run(
     dtype: str,
 ) -> Params:
     """The parameters of a run with an adapter over those `below`, as `dtype`."""
-    from jaxformer.adapters.lora import base_paths, over_base
+    from jaxformer.adapters.adapted_params import base_paths, over_base
 
     shapes = {"params": _shapes(table, mesh)}
     wanted, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}

@@ -73,6 +73,6 @@ def unsaved(setup: RunSetup) -> list[str]:
     adapter."""
     if setup.base is None:
         return []
-    from jaxformer.adapters.lora import base_paths
+    from jaxformer.adapters.adapted_params import base_paths
 
     return [f"params.{path}" for path in base_paths(setup.specs)]

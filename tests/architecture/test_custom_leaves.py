@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from products import covering
 
 import jaxformer as jf
-from jaxformer.adapters.rows import adapt_specs
+from jaxformer.adapters.adapted_params import adapt_specs
 from jaxformer.arrays.params import check_params, count, init_params, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.generation.prepare import prepared

@@ -22,11 +22,13 @@ from family_runs import TOKENIZER, printed, write_run
 from products import covering
 
 import jaxformer as jf
-from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES, nearest
 from jaxformer.adapters.quantized import (
+    DYNAMIC_VALUES,
+    NF4_VALUES,
     QUANTIZERS,
     Int8Weight,
     NF4Weight,
+    nearest,
     nf4_rows,
     to_int8,
     to_nf4,

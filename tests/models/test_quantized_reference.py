@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxformer.adapters.data_types import DYNAMIC_VALUES, NF4_VALUES
-from jaxformer.adapters.quantized import to_nf4
+from jaxformer.adapters.quantized import DYNAMIC_VALUES, NF4_VALUES, to_nf4
 from jaxformer.arrays.params import Spec, zeros
 
 # Ten million numbers. Rows are whole blocks of 64: on a CPU with AVX-512, bitsandbytes 0.50 gives

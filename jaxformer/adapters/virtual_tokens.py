@@ -1,7 +1,7 @@
 """Prompt tuning and prefix tuning: virtual tokens that learn, in front of what a model reads.
 
 They are the branch `virtual` of the params, beside the weights of the model, which stay as they
-are:
+are (P virtual tokens, L layers, K key/value heads of width H, values of width W):
 
 prompt tuning   {"prompt": [P, D]}
 prefix tuning   {"decoder": {"prefix_k": [L, P, K, H], "prefix_v": [L, P, K, W]}}, and "encoder"
@@ -95,30 +95,32 @@ def prompt_specs(specs: Specs, tokens: int) -> Specs:
 def prefix_specs(blocks: Specs, tokens: int) -> Specs:
     """The rows of the prefix of a stack, in the nesting of its blocks."""
     if "attention" not in blocks:  # the positions of a pattern
-        return {name: prefix_specs(part, tokens) for name, part in blocks.items()}
+        return {name: prefix_specs(layers, tokens) for name, layers in blocks.items()}
 
-    def row(made_by: Spec) -> Spec:
-        """[L, D, K, H] -> [L, P, K, H]"""
-        at = made_by.axes.index("embed")
-        shape = (*made_by.shape[:at], tokens, *made_by.shape[at + 1 :])
-        axes = (*made_by.axes[:at], "virtual", *made_by.axes[at + 1 :])
-        return replace(made_by, shape=shape, axes=axes, init=normal(0.02), inputs=())
+    def row(projection: Spec) -> Spec:
+        """The row of what a projection makes of P tokens: [L, D, K, H] -> [L, P, K, H]."""
+        index = projection.axes.index("embed")
+        shape = (*projection.shape[:index], tokens, *projection.shape[index + 1 :])
+        axes = (*projection.axes[:index], "virtual", *projection.axes[index + 1 :])
+        return replace(projection, shape=shape, axes=axes, init=normal(0.02), inputs=())
 
-    own = blocks["attention"]
-    return {"prefix_k": row(own["k"]), "prefix_v": row(own["v"])}
+    attention = blocks["attention"]
+    return {"prefix_k": row(attention["k"]), "prefix_v": row(attention["v"])}
 
 
 def first_virtual(table: Specs, base: Params, key: jax.Array) -> Params:
     """The initial values of virtual tokens over the params of a model; they depend on the key and
     their path alone, and a prompt on the table of tokens."""
     if "prompt" in table:
-        table = {"prompt": replace(table["prompt"], init=_sampled(base["embed"]["tokens"]))}
-    found: Params = init_params({"virtual": table}, key)["virtual"]
-    return found
+        tokens = base["embed"]["tokens"]
+        table = {"prompt": replace(table["prompt"], init=_sampled(tokens))}
+    # Under the path of the branch, on which the randomness of a leaf depends.
+    values: Params = init_params({"virtual": table}, key)["virtual"]
+    return values
 
 
 def _sampled(tokens: Weight) -> InitFunction:
-    """Rows of tokens drawn at random."""
+    """An initial value [P, D]: rows of the table of tokens [V, D], drawn at random."""
 
     def draw(key: jax.Array, spec: Spec) -> jax.Array:
         ids = jax.random.randint(key, spec.shape[:1], 0, tokens.shape[0])
@@ -129,7 +131,7 @@ def _sampled(tokens: Weight) -> InitFunction:
 
 def without_virtual(params: Params) -> Params:
     """The params without their virtual tokens."""
-    return {name: part for name, part in params.items() if name != "virtual"}
+    return {name: branch for name, branch in params.items() if name != "virtual"}
 
 
 def has_virtual(params: object) -> bool:
