@@ -39,8 +39,8 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer.generation.decode import decode, start
-from jaxformer.generation.prepare import prepared
 from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout

@@ -1,7 +1,7 @@
 """Beam search for the likeliest texts, in one loop on the device, and what each of its steps chose.
 
-In the comments, B is the number of rows, b the beams of a row and V the size of the vocabulary. The
-model runs on [B b] rows: beam j of row i is row i b + j.
+In the comments, B is the number of rows, b the beams of a row, n the number of new tokens and V the
+size of the vocabulary. The model runs on [B b] rows: beam j of row i is row i b + j.
 """
 
 import functools
@@ -14,8 +14,16 @@ import jax.numpy as jnp
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.generation.decode import Stream, start
-from jaxformer.generation.prepare import prepared
-from jaxformer.generation.rules import TextRules, TextSoFar, ends, filler, permitted, refuse, within
+from jaxformer.generation.text_rules import (
+    TextRules,
+    TextSoFar,
+    ends,
+    filler,
+    permitted,
+    require,
+    within,
+)
+from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import KVCache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout
@@ -23,8 +31,8 @@ from jaxformer.models.inputs import Inputs
 from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.transformer import hidden
 
-MOST_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
-MOST_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
+MAX_BEAMS = 1024  # of a row; each takes the memory of a row of a batch
+MAX_PENALTY = 10.0  # with it the divisor of 20,000 tokens is a float32
 
 
 @dataclass(frozen=True)
@@ -38,18 +46,16 @@ class Search(TextRules):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(
-            {
-                f"beams={self.beams} must be from 1 to {MOST_BEAMS:,}": (
-                    1 <= self.beams <= MOST_BEAMS
-                ),
-                f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)": (
-                    0 <= self.keep <= self.beams
-                ),
-                f"length_penalty={self.length_penalty} must be from 0 to {MOST_PENALTY}": (
-                    0 <= self.length_penalty <= MOST_PENALTY
-                ),
-            }
+        require(
+            (1 <= self.beams <= MAX_BEAMS, f"beams={self.beams} must be from 1 to {MAX_BEAMS:,}"),
+            (
+                0 <= self.keep <= self.beams,
+                f"keep={self.keep} must be from 0 to beams={self.beams} (0 keeps as many)",
+            ),
+            (
+                0 <= self.length_penalty <= MAX_PENALTY,
+                f"length_penalty={self.length_penalty} must be from 0 to {MAX_PENALTY}",
+            ),
         )
 
     def penalty(self, length: jax.Array | int) -> jax.Array:
@@ -71,10 +77,10 @@ class BeamSteps(NamedTuple):
     row, likeliest first.
 
     `parents` int32 [n, B, C] is the live text (0 .. b - 1) that a candidate continues, `tokens`
-    int32 [n, B, C] its new token, `log_probabilities` float32 [n, B, C] that of the whole new text
-    in nats, -inf where there are fewer candidates; `scores` [n, B, C] is -inf but for those that
-    finish a text; `chosen` int32 [n, B, b] are the places of the candidates that live on. `done`
-    int32 is how many of the n steps were taken; the rest is not filled.
+    int32 [n, B, C] its new token, `log_probabilities` float32 [n, B, C] that of the new text as far
+    as it goes, in nats, -inf where there are fewer candidates; `scores` [n, B, C] is -inf but for
+    those that finish a text; `chosen` int32 [n, B, b] are the indices of the candidates that live
+    on. `done` int32 is how many of the n steps were taken; the entries of later steps say nothing.
     """
 
     parents: jax.Array
@@ -125,27 +131,28 @@ def beam_search_steps(
     prompts [B, T] have one length, and so have all sources [B, S]."""
     rules, key = Search(**search), jax.random.key(0)
     stream = start(params, config, prompt, max_new_tokens, key, None, source)
-    return _search(prepared(params, config), config, rules, max_new_tokens, stream, keeps=True)
+    return _search(prepared(params, config), config, rules, max_new_tokens, stream, record=True)
 
 
 class _Live(NamedTuple):
-    """Unfinished texts: tokens [B, b, n], log-probabilities [B, b], and the logits of each one's
-    next token [B b, V]."""
+    """Unfinished texts: tokens [B, b, n] int32, log-probabilities [B, b] float32, and the logits of
+    the next token of each [B b, V]."""
 
     tokens: jax.Array
     logs: jax.Array
     logits: jax.Array
 
 
-# Of the loop: the step, the texts, the cache, and the steps so far, or None where not asked for.
+# The state of the loop: the number of the step, the unfinished and the finished texts, the cache,
+# and the steps so far, or None where they are not recorded.
 _Carry = tuple[jax.Array, _Live, Beams, KVCache, BeamSteps | None]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="keeps")
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="record")
 def _search(
-    params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, keeps: bool = False
+    params: Params, config: ModelConfig, rules: Search, n: int, stream: Stream, record: bool = False
 ) -> tuple[Beams, Any]:
-    """The best texts, and the steps if they are kept."""
+    """The best texts, and the steps if they are recorded."""
     batch, beams = stream.logits.shape[0], rules.beams
     keep = rules.keep or beams
     cache, logits, layout, written = _repeated(
@@ -154,54 +161,55 @@ def _search(
     tokens = jnp.full((batch, beams, n), filler(rules.end_token), jnp.int32)
     # All beams of a row begin equal. Only the first counts, or the first step would choose the same
     # token for each.
-    one = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
-    live = _Live(tokens, jnp.broadcast_to(one, (batch, beams)), logits)
-    over = Beams(tokens[:, :keep], jnp.full((batch, keep), -jnp.inf))
+    first_only = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
+    live = _Live(tokens, jnp.broadcast_to(first_only, (batch, beams)), logits)
+    finished = Beams(tokens[:, :keep], jnp.full((batch, keep), -jnp.inf))
 
-    def going(carry: _Carry) -> jax.Array:
-        i, live, over, *_ = carry
-        # A log-probability only falls and is divided at most by penalty(n): the best score that a
-        # live text can still reach.
-        hope = live.logs.max(axis=1) / rules.penalty(n)
-        return (i < n) & (hope > over.scores.min(axis=1)).any()
+    def goes_on(carry: _Carry) -> jax.Array:
+        i, live, finished, *_ = carry
+        # A log-probability only falls, and is divided by penalty(n) at most: this is the best score
+        # that a live text can still reach.
+        reachable = live.logs.max(axis=1) / rules.penalty(n)  # [B]
+        return (i < n) & (reachable > finished.scores.min(axis=1)).any()
 
     def step(carry: _Carry) -> _Carry:
-        i, live, over, cache, steps = carry
-        now = written.replace_new(live.tokens.reshape(batch * beams, n), i)
-        live, over, parents, made = _extend(live, over, rules, now)
+        i, live, finished, cache, steps = carry
+        texts = written.replace_new(live.tokens.reshape(batch * beams, n), i)
+        live, finished, parents, new_step = _extend(live, finished, rules, texts)
         if steps is not None:
-            steps = jax.tree.map(lambda kept, new: kept.at[i].set(new), steps, made)
+            steps = jax.tree.map(lambda of_steps, new: of_steps.at[i].set(new), steps, new_step)
         cache = _of_parents(cache, parents)
-        here = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
+        token_layout = TokenLayout(layout.positions + i, layout.segments)  # [B b, 1]
         tokens = live.tokens[:, :, i].reshape(-1, 1)
-        x, cache, _ = hidden(params, config, Inputs(tokens, here), cache)
-        live = live._replace(logits=head(params, config, x, here)[:, 0])
-        return i + 1, live, over, cache, steps
+        x, cache, _ = hidden(params, config, Inputs(tokens, token_layout), cache)
+        live = live._replace(logits=head(params, config, x, token_layout)[:, 0])
+        return i + 1, live, finished, cache, steps
 
-    steps = _no_steps(n, batch, beams) if keeps else None
-    i, live, over, _, steps = jax.lax.while_loop(
-        going, step, (jnp.int32(0), live, over, cache, steps)
+    steps = _empty_steps(n, batch, beams) if record else None
+    i, live, finished, _, steps = jax.lax.while_loop(
+        goes_on, step, (jnp.int32(0), live, finished, cache, steps)
     )
-    best = _best(over, Beams(live.tokens, live.logs / rules.penalty(i)))
-    return best, steps and steps._replace(done=i)
+    # A text that reached n tokens without its end counts too.
+    best = _best(finished, Beams(live.tokens, live.logs / rules.penalty(i)))
+    return best, None if steps is None else steps._replace(done=i)
 
 
-def _no_steps(n: int, batch: int, beams: int) -> BeamSteps:
-    """Room for n steps."""
+def _empty_steps(n: int, batch: int, beams: int) -> BeamSteps:
+    """Arrays for n steps."""
     ids = jnp.zeros((n, batch, 2 * beams), jnp.int32)
     logs = jnp.full(ids.shape, -jnp.inf)
     return BeamSteps(ids, ids, logs, logs, ids[..., :beams], jnp.zeros(n, jnp.int32))
 
 
 def _extend(
-    live: _Live, over: Beams, rules: Search, written: TextSoFar
+    live: _Live, finished: Beams, rules: Search, written: TextSoFar
 ) -> tuple[_Live, Beams, jax.Array, BeamSteps]:
-    """The live texts, which are `written`, with one more token, the best finished texts, for each
-    live text the row [B b] of the text that it continues, and this step alone."""
+    """The live texts, which are `written`, with one more token; the best finished texts; for each
+    live text the row [B b] of the text that it continues; and this step alone."""
     (batch, beams), i = live.logs.shape, written.count
     logits = within(live.logits, rules.vocab_size)  # [B b, V]
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers.
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)
 
     # 2 b candidates of each row, from the 2 b best tokens of each beam (or V). With one end token
@@ -209,26 +217,27 @@ def _extend(
     best, ids = jax.lax.top_k(logits, min(2 * beams, logits.shape[-1]))  # [B, b, 2 b]
     logs = live.logs[..., None] + best - total.reshape(batch, beams, 1)
     logs, index = jax.lax.top_k(logs.reshape(batch, -1), 2 * beams)  # [B, 2 b] of [B, b 2 b]
-    parents, new = index // ids.shape[-1], _at(ids.reshape(batch, -1), index)
-    tokens = _at(live.tokens, parents).at[:, :, i].set(new)  # [B, 2 b, n]
+    parents, new_tokens = index // ids.shape[-1], _at(ids.reshape(batch, -1), index)
+    tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, 2 b, n]
 
     # A candidate is finished where it ends and is among the b best; further down it is dropped.
-    ended = ends(new, rules.end_token)
-    first = jnp.arange(2 * beams) < beams
-    scores = jnp.where(ended & first, logs / rules.penalty(i + 1), -jnp.inf)
-    over = _best(over, Beams(tokens, scores))
+    ended = ends(new_tokens, rules.end_token)
+    among_best = jnp.arange(2 * beams) < beams
+    scores = jnp.where(ended & among_best, logs / rules.penalty(i + 1), -jnp.inf)
+    finished = _best(finished, Beams(tokens, scores))
 
-    kept, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
+    live_logs, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
     rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
-    step = BeamSteps(parents, new, logs, scores, chosen, i)
-    return _Live(_at(tokens, chosen), kept, live.logits), over, rows, step
+    step = BeamSteps(parents, new_tokens, logs, scores, chosen, i)
+    return _Live(_at(tokens, chosen), live_logs, live.logits), finished, rows, step
 
 
-def _best(kept: Beams, more: Beams) -> Beams:
-    """The best of both, as many as `kept` has; ties stay in order."""
-    both = Beams(*(jnp.concatenate(pair, axis=1) for pair in zip(kept, more, strict=True)))
-    scores, index = jax.lax.top_k(both.scores, kept.scores.shape[1])
-    return Beams(_at(both.tokens, index), scores)
+def _best(best: Beams, new: Beams) -> Beams:
+    """The best of both, as many as `best` has; ties stay in order."""
+    tokens = jnp.concatenate([best.tokens, new.tokens], axis=1)
+    scores = jnp.concatenate([best.scores, new.scores], axis=1)
+    scores, index = jax.lax.top_k(scores, best.scores.shape[1])
+    return Beams(_at(tokens, index), scores)
 
 
 def _at(array: jax.Array, index: jax.Array) -> jax.Array:

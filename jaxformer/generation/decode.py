@@ -1,5 +1,9 @@
-"""Generation: one program reads the prompt into the cache, another runs the whole decode loop on
-the device."""
+"""Generation: one program reads the prompt into the cache, another runs the decode loop on the
+device.
+
+In the comments, B is the number of rows, T the length of a prompt and S that of a source, D the
+width of the model and V the size of the vocabulary.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -14,10 +18,10 @@ from flax import struct
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.generation.prepare import prepared
 from jaxformer.generation.prompts import capacity, context_of, read_rows, rounded
-from jaxformer.generation.rules import TextSoFar, ends, filler
 from jaxformer.generation.sampling import Sampling, draw
+from jaxformer.generation.text_rules import TextSoFar, ends, filler
+from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import KVCache, empty_cache
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
@@ -27,11 +31,14 @@ from jaxformer.models.padding import warn_of_padding
 from jaxformer.models.stack import compute_dtype
 from jaxformer.models.transformer import check_model, hidden
 
+ModelRows = tuple[np.ndarray, np.ndarray]  # tokens and segment ids, int32 [B, T] each
+
 
 @struct.dataclass
 class Stream:
-    """The state of generation: the cache, the logits of the next token [B, V], its position and
-    segment [B, 1], which rows have ended [B], and the texts so far."""
+    """The state of generation: the cache, the logits of the next token [B, V] float32, its position
+    and segment [B, 1], which rows have ended [B] bool, the key of the tokens to come, and the texts
+    so far."""
 
     cache: KVCache
     logits: jax.Array
@@ -56,15 +63,14 @@ def generate(
     """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
 
     `segment_ids` [B, T] are 0 on padding, on the left or the right; without them, rows that look
-    padded are warned of. An encoder-decoder reads
-    `source` [B, S], with its `source_segment_ids`, and continues a prompt that begins with its
-    start token. `sampling` are the fields of `Sampling`: temperature (0 is greedy), top_k, top_p,
-    end_token (or several), vocab_size; and what a text may hold, which a published model says in
-    its files and `**jf.writing_rules(tokenizer)` gives: suppress_tokens, begin_suppress_tokens,
-    min_length, min_new_tokens, no_repeat_ngram_size, forced_eos_token_id (each as in transformers).
-    After its end a row is filled with the (first) end token.
-    `key` may be left out where sampling is greedy. Raises ConfigError for an empty prompt or one
-    that leaves no space for the new tokens.
+    padded are warned of. An encoder-decoder reads `source` [B, S], with its `source_segment_ids`,
+    and continues a prompt that begins with its start token. `sampling` are the fields of
+    `Sampling`: temperature (0 is greedy), top_k, top_p, end_token (or several), vocab_size; and
+    what a text may hold, which a published model says in its files and
+    `**jf.writing_rules(tokenizer)` gives: suppress_tokens, begin_suppress_tokens, min_length,
+    min_new_tokens, no_repeat_ngram_size, forced_eos_token_id (each as in transformers). After its
+    end a row is filled with the (first) end token. `key` may be left out where sampling is greedy.
+    Raises ConfigError for an empty prompt or one that leaves no space for the new tokens.
     """
     warn_of_padding("prompt", prompt, segment_ids)
     warn_of_padding("source", source, source_segment_ids)
@@ -113,7 +119,8 @@ def start(
     source: Any = None,
     source_segment_ids: Any = None,
 ) -> Stream:
-    """The stream after the prompt was read. Raises ConfigError where it cannot be continued."""
+    """The stream after the prompt was read; the arguments are those of `generate`. Raises
+    ConfigError where the prompt cannot be continued."""
     check_model(params, config)
     if config.output != "language":
         raise ConfigError(
@@ -129,11 +136,17 @@ def start(
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1.")
     tokens, segments = read_rows(config, "prompt", prompt, segment_ids)
-    read = None if source is None else read_rows(config, "source", source, source_segment_ids)
-    if read is not None and len(read[0]) != len(tokens):
-        raise ConfigError(f"source has {len(read[0])} rows, and the prompt {len(tokens)}.")
+    source_rows, longest_source = None, 0
+    if source is not None:
+        source_rows = read_rows(config, "source", source, source_segment_ids)
+        source_tokens, source_segments = source_rows
+        if len(source_tokens) != len(tokens):
+            raise ConfigError(
+                f"source has {len(source_tokens)} rows, and the prompt {len(tokens)}."
+            )
+        longest_source = int(source_segments.sum(axis=1).max())
     longest = int(segments.sum(axis=1).max())
-    space = capacity(params, config, longest, 0 if read is None else int(read[1].sum(axis=1).max()))
+    space = capacity(params, config, longest, longest_source)
     if max_new_tokens > space:
         raise ConfigError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of"
@@ -141,21 +154,32 @@ def start(
             f" prompt, or ask for at most {space} new tokens."
         )
     slots = rounded(tokens.shape[1] + max_new_tokens)
-    if "virtual" not in params:  # which the prompt is read with, and prepared weights leave out
+    # Prepared weights lack the virtual tokens, with which a prompt is read.
+    if "virtual" not in params:
         params = prepared(params, config)
-    most = np.int32(max_new_tokens)
-    return _prefill(params, config, slots, (tokens, segments), read, (key, most))
+    limit = np.int32(max_new_tokens)
+    return _prefill(params, config, slots, (tokens, segments), source_rows, key, limit)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _prefill(
-    params: Params, config: ModelConfig, slots: int, prompt: Any, source: Any | None, asked: Any
+    params: Params,
+    config: ModelConfig,
+    slots: int,
+    prompt: ModelRows,
+    source: ModelRows | None,
+    key: jax.Array,
+    max_new_tokens: np.int32,
 ) -> Stream:
-    (tokens, segments), (key, most) = prompt, asked  # [B, T] each; the new tokens to be made
+    """The stream after the prompt; `max_new_tokens` is an array, so that one program serves all."""
+    tokens, segments = map(jnp.asarray, prompt)
     layout = layout_of(tokens, None, segments)
     cache = empty_cache(config, tokens.shape[0], slots, compute_dtype(config))
-    if source is not None:  # [B, S] twice; the cache holds its keys and values from here on
-        inputs = Inputs(tokens, layout, None, source[0], layout_of(source[0], None, source[1]))
+    if source is not None:
+        # The encoder runs once; from here on the cache holds the keys and values of the source.
+        source_tokens, source_segments = map(jnp.asarray, source)  # [B, S]
+        source_layout = layout_of(source_tokens, None, source_segments)
+        inputs = Inputs(tokens, layout, None, source_tokens, source_layout)
         cache = remember(params, replace(config, max_segments=1), inputs, cache)
     x, cache, _ = hidden(params, config, Inputs(tokens, layout), cache)  # [B, T, D]
 
@@ -167,7 +191,7 @@ def _prefill(
     x = jnp.take_along_axis(x, last[..., None], axis=1)  # [B, 1, D]
     logits = head(params, config, x, TokenLayout(position, segment))[:, 0]
     after = TokenLayout(position + 1, segment)
-    written = TextSoFar.prompt(tokens, segments, slots, most)
+    written = TextSoFar.prompt(tokens, segments, slots, jnp.asarray(max_new_tokens))
     return Stream(cache, logits, after, jnp.zeros(tokens.shape[0], bool), key, written)
 
 
@@ -183,9 +207,9 @@ def decode(
 def finish(
     params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """The last `n` tokens [B, n] of a stream, equal to those of `decode`, without the step of the
-    model that reads the very last of them. The stream before that token is returned only because
-    it was donated."""
+    """The last `n` tokens [B, n] of a stream, equal to those of `decode`, without running the model
+    on the very last of them. The stream before that token is returned only because it was donated.
+    """
     made, stream = _steps(params, config, rules, n, n - 1, stream)
     token, _ = _drawn(stream, rules)
     return made.at[:, n - 1].set(token), stream
@@ -194,17 +218,17 @@ def finish(
 def _steps(
     params: Params, config: ModelConfig, rules: Sampling, n: int, steps: int, stream: Stream
 ) -> tuple[jax.Array, Stream]:
-    """Tokens [B, n], of which the first `steps` are drawn and read and the others are the filler,
-    and the stream after these."""
+    """Tokens [B, n], of which the first `steps` are drawn and read by the model and the others are
+    the filler, and the stream after those steps."""
     made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
     if steps == 0:
         return made, stream
 
-    def going(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
+    def unfinished(carry: tuple[jax.Array, jax.Array, Stream]) -> jax.Array:
         i, _, stream = carry
         return (i < steps) & ~stream.done.all()
 
-    def one(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
+    def step(carry: tuple[jax.Array, jax.Array, Stream]) -> tuple[jax.Array, jax.Array, Stream]:
         i, made, stream = carry
         token, key = _drawn(stream, rules)
         x, cache, _ = hidden(params, config, Inputs(token[:, None], stream.layout), stream.cache)
@@ -214,13 +238,13 @@ def _steps(
         stream = Stream(cache, logits, after, done, key, stream.written.add(token))
         return i + 1, made.at[:, i].set(token), stream
 
-    _, made, stream = jax.lax.while_loop(going, one, (jnp.int32(0), made, stream))
+    _, made, stream = jax.lax.while_loop(unfinished, step, (jnp.int32(0), made, stream))
     return made, stream
 
 
 def _drawn(stream: Stream, rules: Sampling) -> tuple[jax.Array, jax.Array]:
     """The next token of each row [B], and the key for the tokens after it. Rows that have ended
     continue until all have ended, and write the filler."""
-    key, now = jax.random.split(stream.key)
-    token = draw(stream.logits, now, rules, stream.written)
+    key, token_key = jax.random.split(stream.key)
+    token = draw(stream.logits, token_key, rules, stream.written)
     return jnp.where(stream.done, filler(rules.end_token), token), key

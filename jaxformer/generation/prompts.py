@@ -28,8 +28,8 @@ def padded(
     which are 0 on padding: int32 [B, T] twice. Padding is on the right, or on the `left`."""
     lengths = np.array([[len(row)] for row in rows])  # [B, 1]
     length = max(length, int(lengths.max()))
-    place = np.arange(length)
-    real = place >= length - lengths if left else place < lengths
+    index = np.arange(length)
+    real = index >= length - lengths if left else index < lengths  # bool [B, T]
     tokens = np.zeros(real.shape, np.int32)
     tokens[real] = np.concatenate(rows)
     return tokens, real.astype(np.int32)
@@ -55,10 +55,12 @@ def capacity(
 ) -> int:
     """How many tokens fit into the context after a prompt. Raises ConfigError where a source does
     not fit into it."""
-    if source_length > (most := context_of(params, config, source=True)):
-        behind = "" if most == config.max_length else f" behind {config.max_length - most} virtual"
+    source_context = context_of(params, config, source=True)
+    if source_length > source_context:
+        virtual = config.max_length - source_context
+        behind_virtual = f" behind {virtual} virtual" if virtual else ""
         raise ConfigError(
-            f"a source of {source_length} tokens{behind} exceeds"
+            f"a source of {source_length} tokens{behind_virtual} exceeds"
             f" model.max_length={config.max_length}: shorten it."
         )
     return max(context_of(params, config) - prompt_length, 0)
@@ -68,7 +70,8 @@ def read_rows(
     config: ModelConfig, name: str, rows: Any, segment_ids: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and segment ids (1, or 0 on padding) int32 [B, T], from tokens [B, T], padded on the
-    left to a multiple of SLOTS. Raises ConfigError, with `name`, for rows that are none."""
+    left to a multiple of SLOTS. Raises ConfigError, with `name`, for anything else than rows of
+    tokens of the vocabulary, and for a row without tokens."""
     tokens = np.asarray(rows)
     if tokens.size == 0:
         raise ConfigError(EMPTY)
@@ -76,10 +79,10 @@ def read_rows(
         raise ConfigError(
             f"{name} must be integer tokens [B, T], not {tokens.dtype}{list(tokens.shape)}."
         )
-    least, most = tokens.min(), tokens.max()
-    if least < 0 or most >= config.vocab_size:
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise ConfigError(
-            f"{name} must have tokens in 0 .. {config.vocab_size - 1}, and has {least} to {most}."
+            f"{name} must have tokens in 0 .. {config.vocab_size - 1}, and has {tokens.min()} to"
+            f" {tokens.max()}."
         )
     segments = np.ones_like(tokens) if segment_ids is None else np.asarray(segment_ids) != 0
     if segments.shape != tokens.shape:
@@ -90,6 +93,8 @@ def read_rows(
     if not segments.any(axis=1).all():
         raise ConfigError(EMPTY)
     length = tokens.shape[1]
-    pad = rounded(length) - length if length > 1 else 0  # a start token alone stays as it is
-    left = ((0, 0), (pad, 0))
-    return np.pad(tokens, left).astype(np.int32), np.pad(segments, left).astype(np.int32)
+    # The start token of an encoder-decoder, which stands alone, is not padded.
+    padding = rounded(length) - length if length > 1 else 0
+    on_the_left = ((0, 0), (padding, 0))
+    tokens, segments = np.pad(tokens, on_the_left), np.pad(segments, on_the_left)
+    return tokens.astype(np.int32), segments.astype(np.int32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.generation.rules import TextRules, TextSoFar, permitted, refuse, within
+from jaxformer.generation.text_rules import TextRules, TextSoFar, permitted, require, within
 
 
 @dataclass(frozen=True)
@@ -22,48 +22,48 @@ class Sampling(TextRules):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(
-            {
-                f"temperature={self.temperature} must be at least 0, and finite": (
-                    0 <= self.temperature < math.inf
-                ),
-                f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)": self.top_k >= 0,
-                f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
-            }
+        require(
+            (
+                0 <= self.temperature < math.inf,
+                f"temperature={self.temperature} must be at least 0, and finite",
+            ),
+            (self.top_k >= 0, f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1"),
         )
 
 
 def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
-    """[B, V] with all but the k largest at -inf; ties with the k-th stay."""
-    least = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
-    return jnp.where(logits < least, -jnp.inf, logits)
+    """Logits [B, V] with all but the k largest at -inf; ties with the k-th stay."""
+    smallest_kept = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]  # [B, 1]
+    return jnp.where(logits < smallest_kept, -jnp.inf, logits)
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
-    """[B, V] with a token at -inf where the likelier ones have probability p together; the
+    """Logits [B, V] with a token at -inf where the likelier ones have probability p together; the
     likeliest stays, however small p is."""
     ranked = jnp.sort(logits, axis=-1, descending=True)
-    shares = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(shares, axis=-1) - shares  # the probability of all likelier tokens
-    likeliest = jnp.arange(ranked.shape[-1]) == 0  # nothing is before it, and p may round to 0
-    least = jnp.min(jnp.where((before < p) | likeliest, ranked, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits < least, -jnp.inf, logits)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+    likeliest = jnp.arange(ranked.shape[-1]) == 0  # it stays also where p rounds to 0
+    nucleus = jnp.where((likelier < p) | likeliest, ranked, jnp.inf)
+    smallest_kept = jnp.min(nucleus, axis=-1, keepdims=True)  # [B, 1]
+    return jnp.where(logits < smallest_kept, -jnp.inf, logits)
 
 
 def tempered(logits: jax.Array, temperature: float) -> jax.Array:
-    """[B, V] over a temperature above 0, less the largest of each row, so that its quotient is 0
-    at any temperature. One that float32 rounds to 0 or to infinity is replaced by the nearest that
-    it has, of which the reciprocal is one of its numbers too."""
-    least = float(np.finfo(np.float32).tiny)
-    bounded = min(max(temperature, least), 1 / least)
+    """Logits [B, V] over a temperature above 0. The largest of each row is subtracted first, so
+    that its quotient is 0 at any temperature. A temperature that float32 rounds to 0 or to infinity
+    is replaced by the nearest one whose reciprocal is a float32 too."""
+    smallest = float(np.finfo(np.float32).tiny)
+    bounded = min(max(temperature, smallest), 1 / smallest)
     return (logits - logits.max(axis=-1, keepdims=True)) / bounded
 
 
 def draw(
     logits: jax.Array, key: jax.Array, sampling: Sampling, written: TextSoFar | None = None
 ) -> jax.Array:
-    """The next token of each row: [B, V] float32 -> [B] int32. Rules on the text need what is
-    `written` of it."""
+    """The next token of each row: logits [B, V] float32 -> [B] int32. The rules on the text hold
+    where the texts so far are given, `written`."""
     logits = within(logits, sampling.vocab_size)
     if written is not None:
         logits = permitted(logits, sampling, written)

@@ -12,10 +12,12 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import stream_tokens
 from jaxformer.generation.prompts import context_of
-from jaxformer.generation.rules import TextRules, end_tokens
 from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.text_rules import TextRules, end_tokens
 
-KEPT = 0.75  # of the window; a larger part gives more context, and is read again more often
+# The share of the window that stays. More gives the next tokens more context, but the window is
+# full again sooner, and then read again.
+KEPT_SHARE = 0.75
 
 
 def slide_tokens(
@@ -43,24 +45,27 @@ def slide_tokens(
     rules = Sampling(**sampling)
     end = {*end_tokens(rules.end_token)}
     context = context_of(params, config)
-    kept = max(int(KEPT * context), beginning + 1)
-    window, left = [*prompt], max_new_tokens
+    cut_length = max(int(KEPT_SHARE * context), beginning + 1)
+    window, remaining = [*prompt], max_new_tokens
     for number in itertools.count():
-        draws = jax.random.fold_in(key, number) if number else key
-        count = min(left, max(context - len(window), 1))
-        now = sampling | _of_window(rules, max_new_tokens - left, count < left)
-        for piece in stream_tokens(params, config, [window], count, key=draws, **now):
+        window_key = jax.random.fold_in(key, number) if number else key
+        count = min(remaining, max(context - len(window), 1))
+        window_rules = _window_rules(rules, max_new_tokens - remaining, count < remaining)
+        pieces = stream_tokens(
+            params, config, [window], count, key=window_key, **sampling | window_rules
+        )
+        for piece in pieces:  # [1, n]
             yield piece
             window += piece[0].tolist()
-            left -= piece.shape[1]
-            if left <= 0 or not end.isdisjoint(piece[0].tolist()):
+            remaining -= piece.shape[1]
+            if remaining <= 0 or not end.isdisjoint(piece[0].tolist()):
                 return
-        window = window[:beginning] + window[beginning - kept :]
+        window = window[:beginning] + window[beginning - cut_length :]
 
 
-def _of_window(rules: TextRules, made: int, goes_on: bool) -> dict[str, Any]:
-    """The rules on a text that a window changes, after `made` new tokens: those on its beginning
-    and its length hold for the first, and that on its end for the one after which none follows."""
+def _window_rules(rules: TextRules, made: int, goes_on: bool) -> dict[str, Any]:
+    """The rules on a text that change with its window, after `made` new tokens: those on the
+    beginning and on the length hold for the first window, that on the end for the last one."""
     changed: dict[str, Any] = {"forced_eos_token_id": None} if goes_on else {}
     if made:
         changed |= {"begin_suppress_tokens": (), "min_length": 0}

@@ -17,7 +17,7 @@ import jaxformer as jf
 from jaxformer.adapters.adapted_params import adapt_specs
 from jaxformer.arrays.params import check_params, count, init_params, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
-from jaxformer.generation.prepare import prepared
+from jaxformer.generation.weights import prepared
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.cross_entropy import cross_entropy
 from jaxformer.losses.heads import head_loss

@@ -12,8 +12,8 @@ from families import SIZES, alone
 
 import jaxformer as jf
 from jaxformer.arrays.params import contract
-from jaxformer.generation import prepare
-from jaxformer.generation.prepare import OutputMajor, prepared
+from jaxformer.generation import weights
+from jaxformer.generation.weights import OutputMajor, prepared
 
 CONFIG = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
 
@@ -21,9 +21,9 @@ CONFIG = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
 @pytest.fixture
 def calls(monkeypatch):
     """One entry for every time that weights are made."""
-    made, make = [], prepare._prepare
+    made, make = [], weights._prepare
     monkeypatch.setattr(
-        prepare, "_prepare", lambda params, config: made.append(config) or make(params, config)
+        weights, "_prepare", lambda params, config: made.append(config) or make(params, config)
     )
     return made
 
@@ -76,7 +76,7 @@ def test_nothing_is_kept_of_what_is_traced(calls):
     jax.eval_shape(lambda p: prepared(p, CONFIG)["embed"]["tokens"], params)
     jax.eval_shape(lambda p: prepared(p, CONFIG)["embed"]["tokens"], params)
     assert len(calls) == 2 and not any(
-        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(prepare._LAST.__dict__)
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights._CACHE.__dict__)
     )
 
 

@@ -24,9 +24,9 @@ from tqdm import tqdm
 from jaxformer.arrays.params import Params
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import decode, start
-from jaxformer.generation.prepare import prepared
 from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.generation.sampling import Sampling
+from jaxformer.generation.weights import prepared
 from jaxformer.runs.loading import load
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer.metadata import without_tokenizer
