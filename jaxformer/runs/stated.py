@@ -1,5 +1,5 @@
-"""What a model's files say of the texts that it writes: the keys of transformers' GenerationConfig
-that exclude tokens or decide where a text ends."""
+"""The rules on texts that a model's files state: the keys of transformers' GenerationConfig that
+exclude tokens or decide where a text ends."""
 
 import os
 import warnings
@@ -13,15 +13,15 @@ from jaxformer.tokenizer.metadata import PENALTIES, RULES_NOT_TAKEN, read_option
 
 
 def writing_rules(model: Tokenizer | str | os.PathLike[str]) -> dict[str, Any]:
-    """What the texts of a model may hold by its files, as keywords of `jf.generate` and of
-    `beam_search`; `model` is its tokenizer, or its directory where that has no tokenizer.json.
+    """The rules on the texts of a model that its files state, as keywords of `jf.generate` and of
+    `jf.beam_search`; `model` is its tokenizer, or its directory where that has no tokenizer.json.
 
     These are end_token, vocab_size (of a tokenizer) and what generation_config.json states of
     suppress_tokens (with the words of bad_words_ids), begin_suppress_tokens, min_length,
     min_new_tokens, no_repeat_ngram_size and forced_eos_token_id. Without that file those of
     config.json hold, as in transformers. A forced_bos_token_id belongs to the prompt of an
     encoder-decoder, behind the start token, where `Tokenizer.as_target` has it. Raises ConfigError
-    for a rule that is not taken (bad words of several tokens, encoder_no_repeat_ngram_size,
+    for a rule that is not supported (bad words of several tokens, encoder_no_repeat_ngram_size,
     sequence_bias and others) or is malformed.
     """
     if isinstance(model, Tokenizer):
@@ -42,13 +42,14 @@ def text_rules(
     """The stored rules as keywords of `jf.generate`, where `ends` are the end tokens.
 
     With a forced token the prompt of a target has one token more, which transformers counts as a
-    new one. Raises ConfigError for a rule that is not taken or is malformed, naming its `file`;
+    new one. Raises ConfigError for a rule that is not supported or is malformed, naming its `file`;
     warns of a penalty that changes scores.
     """
     for key in RULES_NOT_TAKEN:
         if key in stored:
-            raise _not_taken(file, key, stored[key])
-    if penalties := [f"{key}={stored[key]}" for key in PENALTIES if key in stored]:
+            raise _not_supported(file, key, stored[key])
+    penalties = [f"{key}={stored[key]}" for key in PENALTIES if key in stored]
+    if penalties:
         warnings.warn(
             f"{file} has {', '.join(penalties)}, which jaxformer does not apply: its texts may"
             " repeat more than those of transformers.",
@@ -73,26 +74,28 @@ def _bad_words(stored: Mapping[str, Any], ends: set[int], file: str) -> list[int
     words = stored.get("bad_words_ids", [])
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise _malformed(file, "bad_words_ids", words, "a list of lists of token ids")
-    if longer := [word for word in words if len(word) > 1]:
-        raise _not_taken(file, "bad_words_ids", longer[0], " (words of one token are)")
+    for word in words:
+        if len(word) > 1:
+            raise _not_supported(file, "bad_words_ids", word, " (words of one token are)")
     tokens = _ids({"bad_words_ids": [word[0] for word in words]}, "bad_words_ids", file)
     return [token for token in tokens if token not in ends]
 
 
 def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
-    """One id or several."""
+    """The token ids of a key, which has one id, a list of them or None. Raises ConfigError."""
     value = stored.get(key)
-    value = [] if value is None else value
+    if value is None:
+        return ()
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise _malformed(file, key, value, "token ids, at least 0")
     return tuple(ids)
 
 
-def _not_taken(file: str, key: str, value: Any, but: str = "") -> ConfigError:
+def _not_supported(file: str, key: str, value: Any, exception: str = "") -> ConfigError:
     return ConfigError(
         f"{file}: {key} has {str(value)[:80]}, which is not followed here when a text is"
-        f" written{but}: generate with transformers, or remove it there to write without it."
+        f" written{exception}: generate with transformers, or remove it there to write without it."
     )
 
 

@@ -16,14 +16,14 @@ from jaxformer.generation.prompts import context_of, full_batch, padded, rounded
 from jaxformer.runs.stated import writing_rules
 from jaxformer.tokenizer import Tokenizer
 
-# The letters of scripts that need another tokenizer of BLEU than 13a, by the name of that.
+# The letters of scripts that need another tokenizer of BLEU than 13a, by the name of the tokenizer.
 SCRIPTS = {
     "zh": "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]",  # Han
     "ja-mecab": "[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]",  # kana
     "ko-mecab": "[\u1100-\u11ff\u3130-\u318f\uac00-\ud7af]",  # Hangul
     "char": "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff]",  # Thai to Khmer
 }
-MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # what these two import
+MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # the modules that these two import
 
 
 def translate(
@@ -36,35 +36,45 @@ def translate(
     length_penalty: float = 0.6,
     batch_size: int = 32,
 ) -> list[str]:
-    """What an encoder-decoder writes for each text, by beam search, in batches of texts of similar
+    """What an encoder-decoder writes for each text by beam search, in batches of texts of similar
     length.
 
     Sources and the start of targets are those of the objective `pairs`. A source that exceeds
     model.max_length is cut, with a warning. A target has at most 3/2 as many tokens as the longest
     source of its batch (rounded up), and ten more. Raises ConfigError for another kind of model.
     """
-    start, space = tokenizer.as_target([]), context_of(params, config)
+    start, target_context = tokenizer.as_target([]), context_of(params, config)
     context = context_of(params, config, source=True)
-    encoded, most_read = tokenizer.encode_batch(texts), context - len(tokenizer.as_source([]))
-    if cut := sum(len(ids) > most_read for ids in encoded):
+    encoded = tokenizer.encode_batch(texts)
+    source_limit = context - len(tokenizer.as_source([]))
+    cut = sum(len(ids) > source_limit for ids in encoded)
+    if cut:
         warnings.warn(
             f"{cut} of {len(texts)} texts are cut to the model.max_length={context} of this model.",
             stacklevel=2,
         )
     rules: dict[str, Any] = {"beams": beams, "keep": 1, "length_penalty": length_penalty}
     rules |= writing_rules(tokenizer)
-    sources = [tokenizer.as_source(ids[:most_read]) for ids in encoded]
-    written, size = [""] * len(texts), min(batch_size, len(texts))
+    sources = [tokenizer.as_source(ids[:source_limit]) for ids in encoded]
+    targets, size = [""] * len(texts), min(batch_size, len(texts))
     order = sorted(range(len(texts)), key=lambda index: len(sources[index]))
     for first in range(0, len(texts), size or 1):
         batch = order[first : first + size]
-        source, real = padded(full_batch([sources[index] for index in batch], size))
-        most = min(rounded(rounded(source.shape[1]) * 3 // 2 + 11), space) - len(start)
-        rules |= {"source": source, "source_segment_ids": real}
-        found = beam_search(params, config, np.tile(start, (size, 1)), most, **rules)
-        for index, tokens in zip(batch, np.asarray(found.tokens[:, 0]), strict=False):
-            written[index] = tokenizer.decode(tokens)
-    return written
+        source, segment_ids = padded(full_batch([sources[index] for index in batch], size))
+        # Rounded up twice, so that few programs compile.
+        target_length = min(rounded(rounded(source.shape[1]) * 3 // 2 + 11), target_context)
+        best = beam_search(
+            params,
+            config,
+            np.tile(start, (size, 1)),
+            target_length - len(start),
+            source=source,
+            source_segment_ids=segment_ids,
+            **rules,
+        )
+        for index, tokens in zip(batch, np.asarray(best.tokens[:, 0]), strict=False):
+            targets[index] = tokenizer.decode(tokens)
+    return targets
 
 
 def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
@@ -73,7 +83,7 @@ def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
 
     `tokenizer` is the name of one of sacrebleu's, which split texts into what BLEU counts; "auto"
     is that of the script of the references. Raises ConfigError where sacrebleu is not installed,
-    and for a tokenizer that it does not know, or whose package or files are missing.
+    and for a tokenizer that it does not have, or whose package or files are missing.
     """
     try:
         from sacrebleu.metrics import BLEU
@@ -103,8 +113,8 @@ def bleu_metric(references: Sequence[str] = (), tokenizer: str = "auto") -> Any:
 def bleu_tokenizer(references: Sequence[str]) -> str:
     """The tokenizer of sacrebleu for the script that most letters of the references are in.
 
-    Chinese, Japanese and Korean have one each, and scripts without spaces between words are scored
-    by character; the tokenizer of the others, 13a, would take a whole sentence for a word.
+    Chinese, Japanese and Korean have one each, and other scripts without spaces between words are
+    scored by character. All others have 13a, which takes what stands between spaces for a word.
     """
     text = "".join(references)
     counts = {name: len(re.findall(letters, text)) for name, letters in SCRIPTS.items()}
@@ -112,8 +122,8 @@ def bleu_tokenizer(references: Sequence[str]) -> str:
     if counts["ja-mecab"] * 10 > counts["zh"]:
         counts["ja-mecab"] += counts.pop("zh")
     likeliest = max(counts, key=counts.__getitem__)
-    others = sum(character.isalpha() for character in text) - counts[likeliest]
-    return likeliest if counts[likeliest] > others else "13a"
+    letter_count = sum(character.isalpha() for character in text)
+    return likeliest if 2 * counts[likeliest] > letter_count else "13a"
 
 
 def _is_installed(module: str) -> bool:
