@@ -9,7 +9,7 @@ from test_attention_page import softmax_maps
 import jaxformer as jf
 from jaxformer.cli.walkthrough import stages_of
 from jaxformer.tools.attention_page import attention_page
-from jaxformer.tools.walkthrough import BeamCandidate, Stage, Walkthrough
+from jaxformer.tools.attention_walkthrough import BeamCandidate, Stage, Walkthrough
 
 SOURCE = ["\\xe4", "\\xbd\\xa0", " Hund", "[padding]"]
 TARGET = ["<s>", "The", " \\xe7", "\\x8b\\x97", "."]

@@ -2,8 +2,8 @@
 
 Exit status: 0 success, 2 a mistake in config or input (one message, no traceback), 128 + the number
 of a signal that stopped it (130 for SIGINT, 143 for SIGTERM), 3 where another process of the run
-was lost, anything else a failure. One that nobody foresaw is told in one line, and its traceback is
-in a file.
+was lost, anything else a failure. One that nobody foresaw is reported in one line, and its
+traceback is in a file.
 """
 
 import importlib
@@ -83,8 +83,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _usage() -> str:
     lines = [
-        f"  jaxformer {name:<9} {given:<39} {purpose}"
-        for name, (given, purpose) in COMMANDS.items()
+        f"  jaxformer {name:<9} {usage:<39} {purpose}"
+        for name, (usage, purpose) in COMMANDS.items()
     ]
     return "usage:\n" + "\n".join(lines) + "\nEach command prints its options with --help."
 

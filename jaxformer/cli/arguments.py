@@ -1,4 +1,4 @@
-"""What the commands share: how their arguments are read, and the checks of what these name."""
+"""What the commands share: arguments, how these are read, and checks of what they name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ TYPE_RULES = tyro.constructors.ConstructorRegistry()
 
 @TYPE_RULES.primitive_rule
 def _paths(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    """A path is not empty: `Path("")` would be the current directory."""
+    """Refuses an empty path: `Path("")` would be the current directory."""
     if info.type is not Path:
         return None
 
@@ -82,11 +82,12 @@ def parse_with_config(
     from jaxformer.config.config_file import read_config
     from jaxformer.runs.config import parse_arguments
 
-    named = bool(arguments) and not arguments[0].startswith("-")  # then --help is about the config
-    options = OPTIONS | {"add_help": not named, "return_unknown_args": True}
-    asked, overrides = tyro.cli(kind, prog=program, args=arguments, **options)
-    program = f"{program} {asked.config}"
-    return asked, parse_arguments(read_config(asked.config), overrides, program, weights)
+    # After the name of a config, --help lists its settings.
+    names_config = bool(arguments) and not arguments[0].startswith("-")
+    options = OPTIONS | {"add_help": not names_config, "return_unknown_args": True}
+    args, overrides = tyro.cli(kind, prog=program, args=arguments, **options)
+    program = f"{program} {args.config}"
+    return args, parse_arguments(read_config(args.config), overrides, program, weights)
 
 
 def check_output(path: Path | None) -> None:

@@ -5,28 +5,28 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import ModelArguments, check_output, parse
-from jaxformer.cli.prompts import (
+from jaxformer.cli.prompting import (
     Model,
     check_size,
+    new_tokens,
     open_model,
     row_of,
     start_of,
     tokens_of,
-    written,
 )
 from jaxformer.cli.walkthrough import SHOWN_PER_STEP, beam_candidates, naming, walkthrough_of
 from jaxformer.files import ConfigError, write_text
 from jaxformer.tokenizer.pieces import character_groups
-from jaxformer.tools.walkthrough import BeamCandidate
+from jaxformer.tools.attention_walkthrough import BeamCandidate
 
-PADDING = "[padding]"  # shown in the place of a token
-MOST_TOKENS = 256  # a page of more could not be read, nor opened quickly
+PADDING = "[padding]"  # shown as the text of a token of padding
+MAX_TOKENS = 256  # a page of more could not be read, nor opened quickly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,108 +53,124 @@ class AttentionArguments(ModelArguments):
     """PNG file for a picture of the same attention."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(AttentionArguments, "attention", arguments)
-    check_output(asked.output)
-    check_output(asked.figure)
+def run(argv: Sequence[str]) -> int:
+    args = parse(AttentionArguments, "attention", argv)
+    check_output(args.output)
+    check_output(args.figure)
     import jax
 
     from jaxformer.tools.attention_page import AXES, attention_figure, attention_page
     from jaxformer.tools.inspect import attention_maps
 
-    model = open_model(asked, asked.pair)
-    inputs, beams = _inputs(model, asked)
-    see = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
-    rows = {name: row[None] for name, row in inputs.items()}
-    found = see(model.params, model.config, layers=asked.layers or None, **rows)
-    by_kind = {kind: getattr(found, kind) for kind in ("encoder", "decoder", "cross")}
-    read = {"source" if model.config.family == "encoder" else "target": inputs["tokens"]}
+    model = open_model(args, args.pair)
+    inputs, beams = _inputs(model, args)
+    compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
+    rows = {name: row[None] for name, row in inputs.items()}  # [1, T]
+    attention = compute(model.params, model.config, layers=args.layers or None, **rows)
+    axis_rows = {"source" if model.config.family == "encoder" else "target": inputs["tokens"]}
     if "source" in inputs:
-        read["source"] = inputs["source"]
-    shown, groups = {}, {}
-    for axis, row in read.items():
-        shown[axis], groups[axis] = _texts(model, row, asked.padding if axis == "source" else 0)
+        axis_rows["source"] = inputs["source"]
+    texts, groups = {}, {}
+    for axis, row in axis_rows.items():
+        texts[axis], groups[axis] = _texts(model, row, args.padding if axis == "source" else 0)
     maps = {}
-    for kind, weights in by_kind.items():
-        if weights is not None:  # virtual tokens, which come first, are not shown
-            queries, keys = (len(shown[axis]) for axis in AXES[kind])
+    for kind in ("encoder", "decoder", "cross"):
+        weights = getattr(attention, kind)  # [L, 1, N, queries, keys]
+        if weights is not None:
+            # Virtual tokens, which come first, are not shown.
+            queries, keys = (len(texts[axis]) for axis in AXES[kind])
             maps[kind] = np.asarray(weights)[:, 0, :, -queries:, -keys:]
-    candidates = _candidates(model, np.asarray(found.logits[0]))
-    if "target" in shown and "decoder" not in maps:  # layers that only the encoder has
+    candidates = _candidates(model, np.asarray(attention.logits[0]))
+    # --layers may name layers that only the encoder has.
+    if "target" in texts and "decoder" not in maps:
         candidates, beams = [], []
-    about: dict[str, Any] = {"title": asked.prompt, "layers": asked.layers}
-    more = walkthrough_of(model, rows, asked.layers, beams)
+    walkthrough = walkthrough_of(model, rows, args.layers, beams)
     page = attention_page(
-        maps, shown, candidates=candidates, groups=groups, walkthrough=more, **about
+        maps,
+        texts,
+        title=args.prompt,
+        candidates=candidates,
+        layers=args.layers,
+        groups=groups,
+        walkthrough=walkthrough,
     )
-    write_text(asked.output, page)
-    counts = ", ".join(f"{len(row)} {axis} tokens" for axis, row in sorted(shown.items()))
-    print(f"{asked.output}: attention of {counts}")
+    write_text(args.output, page)
+    counts = ", ".join(f"{len(tokens)} {axis} tokens" for axis, tokens in sorted(texts.items()))
+    print(f"{args.output}: attention of {counts}")
     if "virtual" in model.params:
         print("Of the attention of a token, what these lack to 1 is to the virtual tokens.")
-    if asked.figure is not None:
-        attention_figure(maps, shown, asked.figure, **about)
-        print(f"{asked.figure}: the same as a picture")
+    if args.figure is not None:
+        attention_figure(maps, texts, args.figure, title=args.prompt, layers=args.layers)
+        print(f"{args.figure}: the same as a picture")
     return 0
 
 
 def _texts(
     model: Model, row: np.ndarray, padding: int
 ) -> tuple[list[str], list[tuple[int, int, str]]]:
-    """The texts of tokens, of which the last are `padding`, and the runs that share characters."""
+    """The texts of tokens [T], of which the last `padding` are padding, and the runs of tokens that
+    share characters."""
     ids = row[: len(row) - padding].tolist()
-    texts = [*map(model.tokenizer.shown, ids), *[PADDING] * padding]
-    return texts, character_groups([*map(model.tokenizer.raw, ids)])
+    texts = [model.tokenizer.shown(token) for token in ids] + [PADDING] * padding
+    return texts, character_groups([model.tokenizer.raw(token) for token in ids])
 
 
 def _inputs(
-    model: Model, asked: AttentionArguments
+    model: Model, args: AttentionArguments
 ) -> tuple[dict[str, np.ndarray], list[list[BeamCandidate]]]:
-    """What the model reads, by the names of `jf.forward`, and the beams that wrote the target.
+    """What the model reads [T], by the names of `jf.forward`, and the beams that wrote the target.
     Raises ConfigError for more than a page shows."""
-    config, limit = model.config, min(MOST_TOKENS, model.context())
-    rows: dict[str, Any]
+    _check_options(model, args)
+    config, limit = model.config, min(MAX_TOKENS, model.context())
+    rows: dict[str, list[int]]
     beams: list[list[BeamCandidate]] = []
-    if (asked.target is not None or asked.beams) and config.family != "encoder_decoder":
-        raise ConfigError(
-            f"--target and --beams need an encoder-decoder, but {asked.path} has"
-            f" model.family={config.family!r}."
-        )
-    if asked.target is not None and asked.beams:
-        raise ConfigError("--beams searches for a target, and --target gives one: leave one out.")
-    if asked.padding < 0 or (asked.padding and config.family == "decoder"):
-        raise ConfigError(
-            f"--padding {asked.padding} must be 0 or more, and needs an encoder: {asked.path} has"
-            f" model.family={config.family!r}."
-        )
-    start, source = start_of(model, asked.prompt)
+    start, source = start_of(model, args.prompt)
     if config.family == "encoder_decoder":
-        most = min(MOST_TOKENS, model.context(source=True))
-        check_size(len(source) + asked.padding, most, "on a page")
-        if asked.target is None:
-            ids, beams = _target(model, start, source, limit - len(start), asked.beams)
+        source_limit = min(MAX_TOKENS, model.context(source=True))
+        check_size(len(source) + args.padding, source_limit, "on a page")
+        if args.target is None:
+            ids, beams = _target(model, start, source, limit - len(start), args.beams)
         else:
-            ids = tokens_of(model.tokenizer, asked.target)
+            ids = tokens_of(model.tokenizer, args.target)
         rows = {"tokens": model.tokenizer.as_target(ids), "source": source}
     elif config.family == "decoder" and config.output in ("language", "none"):
         rows = {"tokens": start}
     else:
-        row = row_of(model, asked.prompt, asked.pair)
+        row = row_of(model, args.prompt, args.pair)
         rows = {name: row[name].tolist() for name in ("tokens", "token_types") if name in row}
     check_size(len(rows["tokens"]), limit, "on a page")
-    if asked.padding:
-        rows = _padded(rows, asked.padding)
+    if args.padding:
+        rows = _padded(rows, args.padding)
         check_size(len(rows["tokens"]), limit, "on a page")
     return {name: np.array(row, np.int32) for name, row in rows.items()}, beams
 
 
-def _padded(rows: dict[str, Any], padding: int) -> dict[str, Any]:
-    """Rows whose source, or the tokens of an encoder, have padding behind them."""
-    read = "source" if "source" in rows else "tokens"
-    names = [name for name in rows if read == "tokens" or name == read]
-    segments = {"source": "source_segment_ids", "tokens": "segment_ids"}[read]
-    real = {segments: [1] * len(rows[read]) + [0] * padding}
-    return rows | {name: [*rows[name], *[0] * padding] for name in names} | real
+def _check_options(model: Model, args: AttentionArguments) -> None:
+    """Raises ConfigError for options that do not fit the model."""
+    config = model.config
+    if (args.target is not None or args.beams) and config.family != "encoder_decoder":
+        raise ConfigError(
+            f"--target and --beams need an encoder-decoder, but {args.path} has"
+            f" model.family={config.family!r}."
+        )
+    if args.target is not None and args.beams:
+        raise ConfigError("--beams searches for a target, and --target gives one: leave one out.")
+    if args.padding < 0 or (args.padding and config.family == "decoder"):
+        raise ConfigError(
+            f"--padding {args.padding} must be 0 or more, and needs an encoder: {args.path} has"
+            f" model.family={config.family!r}."
+        )
+
+
+def _padded(rows: dict[str, list[int]], padding: int) -> dict[str, list[int]]:
+    """Rows with padding after the source, or after the tokens of an encoder, and their segment
+    ids."""
+    if "source" in rows:
+        names, read, segment_ids = ["source"], rows["source"], "source_segment_ids"
+    else:
+        names, read, segment_ids = list(rows), rows["tokens"], "segment_ids"
+    padded = {name: rows[name] + [0] * padding for name in names}
+    return rows | padded | {segment_ids: [1] * len(read) + [0] * padding}
 
 
 def _target(
@@ -165,21 +181,24 @@ def _target(
     import jax
 
     if not beams:
-        rules: dict[str, Any] = {"temperature": 0.0, "key": jax.random.key(0)}
-        made = itertools.chain.from_iterable(written(model, start, source, count, 0, **rules))
-        return _until_end(model, made), []
+        pieces = new_tokens(model, start, source, count, 0, temperature=0.0, key=jax.random.key(0))
+        return _before_end(model, itertools.chain.from_iterable(pieces)), []
     from jaxformer.generation.beam import beam_search_steps
 
     rules = model.writing_rules() | {"source": [source], "beams": beams, "keep": 1}
-    found, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
-    best = np.asarray(found.tokens[0, 0]).tolist()
-    ids = _until_end(model, best)
-    candidates = [*[[]] * (len(start) - 1), *beam_candidates(model, steps, best)]
+    texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
+    best = np.asarray(texts.tokens[0, 0]).tolist()
+    ids = _before_end(model, best)
+    # Tokens before the last one of the start have no candidates, nor do those after the last step.
+    candidates: list[list[BeamCandidate]] = [[] for _ in start[1:]]
+    candidates += beam_candidates(model, steps, best)
     length = len(start) + len(ids)
-    return ids, [*candidates, *[[]] * length][:length]
+    candidates += [[] for _ in range(length - len(candidates))]
+    return ids, candidates[:length]
 
 
-def _until_end(model: Model, tokens: Iterable[int]) -> list[int]:
+def _before_end(model: Model, tokens: Iterable[int]) -> list[int]:
+    """The tokens before the first end token."""
     return [*itertools.takewhile(lambda token: token not in model.tokenizer.end_tokens, tokens)]
 
 
@@ -188,11 +207,11 @@ def _candidates(model: Model, logits: np.ndarray) -> list[list[tuple[str, float]
     a text [C]."""
     if logits.ndim == 1 or model.config.output == "none":
         return []
-    shares = np.exp(logits - logits.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)  # [T, V]
+    likeliest = np.argsort(-probabilities, axis=-1, kind="stable")[:, :SHOWN_PER_STEP]
     name = naming(model)
-    best = np.argsort(-shares, axis=-1, kind="stable")[:, :SHOWN_PER_STEP]
-    return [
-        [(name(int(token)), float(row[token])) for token in tokens]
-        for row, tokens in zip(shares, best, strict=True)
-    ]
+    candidates = []
+    for row, tokens in zip(probabilities, likeliest, strict=True):
+        candidates.append([(name(int(token)), float(row[token])) for token in tokens])
+    return candidates

@@ -12,7 +12,7 @@ import tyro
 from jaxformer.cli.arguments import check_output, parse
 
 if TYPE_CHECKING:
-    from jaxformer.tools.comparing import ComparedRun, Configuration
+    from jaxformer.tools.run_comparison import ComparedRun, Configuration
 
 SHOWN_FIGURES = ("steps", "loss", "best validation loss", "tokens/s")
 
@@ -29,53 +29,58 @@ class CompareArguments:
     """File for the page, which needs no other files."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(CompareArguments, "compare", arguments)
-    check_output(asked.output)
+def run(argv: Sequence[str]) -> int:
+    args = parse(CompareArguments, "compare", argv)
+    check_output(args.output)
     from jaxformer.config.format import escaped
     from jaxformer.files import write_text
     from jaxformer.report.banner import aligned
-    from jaxformer.tools.comparing import band_of, configurations, read_runs
-    from jaxformer.tools.comparison import Overlaid, comparison_page
+    from jaxformer.tools.run_comparison import (
+        Overlaid,
+        band_of,
+        comparison_page,
+        configurations,
+        read_runs,
+    )
 
-    notes: list[str] = []
-    runs = read_runs(asked.runs, notes)
+    runs, notes = read_runs(args.runs)
     for note in notes:
         print(f"note: {escaped(note)}", file=sys.stderr)
-    compared = configurations(runs)
+    groups = configurations(runs)
     panels = {}
     for panel in ("validation", "training"):
         lines = []
-        for group in compared:
+        for group in groups:
             curves = [getattr(member, panel) for member in group.runs]
             lines.append(Overlaid(group.name, curves, band_of(curves)))
         panels[f"{panel} loss (nats per target; of preferences, per pair)"] = lines
-    columns = ("run", *SHOWN_FIGURES, *compared[0].differing)
-    rows = [_cells(group) for group in compared]
-    title = f"{len(runs)} runs of {len(compared)} configurations"
-    write_text(asked.output, comparison_page(panels, columns, rows, title=title))
+    columns = ("run", *SHOWN_FIGURES, *groups[0].differing)
+    rows = [_cells(group) for group in groups]
+    title = f"{len(runs)} runs of {len(groups)} configurations"
+    write_text(args.output, comparison_page(panels, columns, rows, title=title))
     print("\n".join(aligned([columns, *rows], right=range(1, len(SHOWN_FIGURES) + 1))))
-    print(f"{asked.output}: {title}")
+    print(f"{args.output}: {title}")
     return 0
 
 
 def _cells(group: "Configuration") -> tuple[str, ...]:
     from jaxformer.config.format import escaped
 
-    def figures(of: "Callable[[ComparedRun], float | None]", form: str) -> str:
+    def figures(figure_of: "Callable[[ComparedRun], float | None]", style: str) -> str:
         """The mean over the runs that have the figure and, of several, the lowest and highest."""
-        known = [value for value in map(of, group.runs) if value is not None]
-        if not known:
+        values = [value for value in map(figure_of, group.runs) if value is not None]
+        if not values:
             return ""
-        mean = format(sum(known) / len(known), form)
-        if len(known) == 1:
+        mean = format(sum(values) / len(values), style)
+        if len(values) == 1:
             return mean
-        return f"{mean} ({format(min(known), form)} to {format(max(known), form)})"
+        return f"{mean} ({format(min(values), style)} to {format(max(values), style)})"
 
-    steps = sorted({run.listed.step for run in group.runs})
+    steps = [run.listed.step for run in group.runs]
+    first, last = min(steps), max(steps)
     return (
         escaped(group.name).replace("\n", "\\n"),
-        " to ".join(f"{step:,}" for step in (*steps[:1], *steps[1:][-1:])),
+        f"{first:,}" if first == last else f"{first:,} to {last:,}",
         figures(lambda run: run.listed.loss, ".4f"),
         figures(lambda run: run.listed.best, ".4f"),
         figures(lambda run: run.listed.tokens_per_second, ",.0f"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CLOSE = 2e-4  # largest float32 difference, relative to the standard deviation of the logits
 UNFINISHED = ".unfinished"  # in a target while it is written
-# What a conversion writes, besides.
+# Patterns of the names of all other files that a conversion writes.
 WRITTEN_NAMES = (
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -64,37 +64,38 @@ class ConvertArguments(StepArguments):
     simplest one that computes the same."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(ConvertArguments, "convert", arguments)
-    limit = _bytes(asked.shard_size)
+def run(argv: Sequence[str]) -> int:
+    args = parse(ConvertArguments, "convert", argv)
+    limit = _bytes(args.shard_size)
     from jaxformer.interop.hf_config import is_pretrained
     from jaxformer.interop.logit_parity import require_transformers
     from jaxformer.interop.peft_config import is_adapter
     from jaxformer.runs.loading import load
 
-    if asked.verify:
+    if args.verify:
         require_transformers()
-    target = asked.target
-    to_run = is_pretrained(asked.source) and not is_adapter(asked.source)
+    target = args.target
+    to_run = is_pretrained(args.source) and not is_adapter(args.source)
     _require_empty(target)
-    model = load(asked.source, asked.step)
-    if adapted := _has_adapter(model):
-        model = _merged(model, asked)
-    elif asked.merge:
-        raise ConfigError(f"{asked.source} has no adapter to merge: leave out --merge.")
-    with _whole_or_empty(target):
-        if adapted and not asked.merge:
-            _write_adapter(model, asked)
+    model = load(args.source, args.step)
+    has_adapter = _has_adapter(model)
+    if has_adapter:
+        model = _merged(model, args)
+    elif args.merge:
+        raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
+    with _complete_or_empty(target):
+        if has_adapter and not args.merge:
+            _write_adapter(model, args)
         elif to_run:
-            _write_run(model, asked)
+            _write_run(model, args)
         else:
-            _write_pretrained(model, asked, limit)
-    return _verified(model, asked.source if to_run else target, asked) if asked.verify else 0
+            _write_pretrained(model, args, limit)
+    return _verified(model, args.source if to_run else target, args) if args.verify else 0
 
 
 def _require_empty(target: Path) -> None:
-    """Raises ConfigError unless the target is new, empty, or holds only what a conversion that was
-    killed has left, which is then removed."""
+    """Raises ConfigError unless the target is new or empty. What a conversion that was killed has
+    left in it is removed first."""
     if target.is_dir() and (target / UNFINISHED).is_file():
         _remove_written(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -102,7 +103,7 @@ def _require_empty(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _whole_or_empty(target: Path) -> Iterator[None]:
+def _complete_or_empty(target: Path) -> Iterator[None]:
     """Marks the target as unfinished in this block, and removes what an error or a signal has left
     of it."""
     new = not target.exists()
@@ -128,7 +129,8 @@ def _remove_written(target: Path) -> None:
     for entry in target.iterdir():
         if entry.name != UNFINISHED and any(map(entry.match, WRITTEN_NAMES)):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    (target / UNFINISHED).unlink()  # last, so that what is killed here is finished later
+    # The mark goes last, so that a process that is killed here leaves it for the next one.
+    (target / UNFINISHED).unlink()
 
 
 def _has_adapter(model: "Loaded") -> bool:
@@ -139,67 +141,69 @@ def _has_adapter(model: "Loaded") -> bool:
     return any(map(is_adapted, jax.tree.leaves(model.params, is_leaf=is_adapted)))
 
 
-def _merged(model: "Loaded", asked: ConvertArguments) -> "Loaded":
-    """A model with an adapter, merged if that is asked for. Raises ConfigError for options of a
-    whole model where it is not."""
-    if asked.merge:
+def _merged(model: "Loaded", args: ConvertArguments) -> "Loaded":
+    """A model with an adapter, merged where --merge says so. Raises ConfigError for options of a
+    merged model where it does not."""
+    if args.merge:
         from jaxformer.adapters.adapted_params import merge
 
         return dataclasses.replace(model, params=merge(model.params))
-    if asked.verify:
+    if args.verify:
         raise ConfigError(
-            f"--verify compares whole models, and {asked.source} has an adapter: add"
+            f"--verify compares whole models, and {args.source} has an adapter: add"
             " --merge, or leave out --verify."
         )
     return model
 
 
-def _write_adapter(model: "Loaded", asked: ConvertArguments) -> None:
+def _write_adapter(model: "Loaded", args: ConvertArguments) -> None:
     from jaxformer.interop.peft_writing import save_adapter
 
     base = Path(model.base).absolute() if model.base else ""
     save_adapter(
-        asked.target,
+        args.target,
         model.params,
         model.config,
         base=base,
         learned=model.learned,
-        architecture=asked.architecture,
-        dtype=asked.dtype,
+        architecture=args.architecture,
+        dtype=args.dtype,
     )
     if model.tokenizer is not None:
-        model.tokenizer.save(asked.target / "tokenizer.json")
-    over = f" over {base}" if base else ""
-    print(f"{asked.target}: an adapter of peft{over}, {asked.dtype}")
+        model.tokenizer.save(args.target / "tokenizer.json")
+    over_base = f" over {base}" if base else ""
+    print(f"{args.target}: an adapter of peft{over_base}, {args.dtype}")
 
 
-def _write_run(model: "Loaded", asked: ConvertArguments) -> None:
+def _write_run(model: "Loaded", args: ConvertArguments) -> None:
     from jaxformer.runs.loading import save_run
 
-    save_run(asked.target, model, asked.source)
-    use = ", to sample from or to fine-tune (--run.init_from)"
-    use = use if model.tokenizer else ", without a tokenizer"
-    print(f"{asked.target}: a run of {model.config.family} {_size(model)}{use}")
+    save_run(args.target, model, args.source)
+    use = "to sample from or to fine-tune (--run.init_from)"
+    print(
+        f"{args.target}: a run of {model.config.family} {_size(model)},"
+        f" {use if model.tokenizer else 'without a tokenizer'}"
+    )
 
 
-def _write_pretrained(model: "Loaded", asked: ConvertArguments, limit: int) -> None:
+def _write_pretrained(model: "Loaded", args: ConvertArguments, limit: int) -> None:
     from jaxformer.files import read_object
     from jaxformer.interop.pretrained import save_pretrained
 
     files = save_pretrained(
-        asked.target,
+        args.target,
         model.params,
         model.config,
         model.tokenizer,
         shard_bytes=limit,
-        architecture=asked.architecture,
-        dtype=asked.dtype,
+        architecture=args.architecture,
+        dtype=args.dtype,
         labels=model.labels,
     )
-    kind = read_object(asked.target / "config.json")["architectures"][0]
+    kind = read_object(args.target / "config.json")["architectures"][0]
     count = sum(file.suffix == ".safetensors" for file in files)
-    in_files = f"in {count} file{'s' * (count > 1)}"
-    print(f"{asked.target}: {kind} {_size(model)}, {asked.dtype}, {in_files}")
+    in_files = f"in {count} files" if count > 1 else f"in {count} file"
+    print(f"{args.target}: {kind} {_size(model)}, {args.dtype}, {in_files}")
 
 
 def _size(model: "Loaded") -> str:
@@ -209,32 +213,32 @@ def _size(model: "Loaded") -> str:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if not match or not float(match[1]):
         raise ConfigError(f"--shard_size {text!r} is no number of bytes: write it as 500M or 5G.")
-    return int(float(found[1]) * SIZE_SUFFIXES[found[2].upper()])
+    return int(float(match[1]) * SIZE_SUFFIXES[match[2].upper()])
 
 
-def _verified(model: "Loaded", directory: Path, asked: ConvertArguments) -> int:
-    """Prints how far both models differ; returns 1 if float32 logits differ by more than
-    rounding."""
+def _verified(model: "Loaded", directory: Path, args: ConvertArguments) -> int:
+    """Prints how far both models differ, and returns the exit status: 1 if float32 logits differ by
+    more than rounding."""
     from jaxformer.interop.logit_parity import compare
 
-    found = compare(directory, model.params, model.config)
-    relative = found.largest / found.deviation
+    difference = compare(directory, model.params, model.config)
+    relative = difference.largest / difference.deviation
     print(
-        f"largest logit difference {found.largest:.3g}, {relative:.2g} of their standard deviation"
-        f" {found.deviation:.3g}"
+        f"largest logit difference {difference.largest:.3g}, {relative:.2g} of their standard"
+        f" deviation {difference.deviation:.3g}"
     )
-    print(f"KL, nats: mean {found.kl.mean():.2g}, largest {found.kl.max():.2g}; by position:")
-    for at in range(0, len(found.kl), 8):
-        values = np.asarray(found.kl[at : at + 8])
-        print(f"{at:6d}  " + " ".join(f"{value:8.1e}" for value in values))
+    kl = np.asarray(difference.kl)
+    print(f"KL, nats: mean {kl.mean():.2g}, largest {kl.max():.2g}; by position:")
+    for start in range(0, len(kl), 8):
+        print(f"{start:6d}  " + " ".join(f"{value:8.1e}" for value in kl[start : start + 8]))
     if relative <= CLOSE:
         print("both models agree")
         return 0
-    if asked.dtype != "float32" and directory == asked.target:
-        print(f"the difference includes the rounding to {asked.dtype}")
+    if args.dtype != "float32" and directory == args.target:
+        print(f"the difference includes the rounding to {args.dtype}")
         return 0
     print(f"NOT EQUAL: float32 should differ by at most {CLOSE:g} of the standard deviation")
     return 1

@@ -10,7 +10,7 @@ from jaxformer.report import printable
 from jaxformer.report.banner import WIDTH
 
 if TYPE_CHECKING:
-    from jaxformer.tools.doctor import Finding
+    from jaxformer.tools.run_checks import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,21 +20,24 @@ class DoctorArguments(ConfigArguments):
     is 1 if there is a problem."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    _, config = parse_with_config(DoctorArguments, "jaxformer doctor", arguments)
-    from jaxformer.tools.doctor import examine
+def run(argv: Sequence[str]) -> int:
+    _, config = parse_with_config(DoctorArguments, "jaxformer doctor", argv)
+    from jaxformer.tools.run_checks import examine
 
     problems = 0
-    for found in examine(config):
-        problems += found.kind == "problem"
-        print(_told(found), flush=True)
-    print(f"{problems} problem{'s' * (problems != 1)}." if problems else "No problem was found.")
-    return 1 if problems else 0
+    for finding in examine(config):
+        problems += finding.kind == "problem"
+        print(_wrapped(finding), flush=True)
+    if not problems:
+        print("No problem was found.")
+        return 0
+    print("1 problem." if problems == 1 else f"{problems} problems.")
+    return 1
 
 
-def _told(found: "Finding") -> str:
+def _wrapped(finding: "Finding") -> str:
     """A finding in lines that are no longer than WIDTH, indented below the first."""
-    text = printable(f"{found.kind:<8}{found.check}: {found.text}")
+    text = printable(f"{finding.kind:<8}{finding.check}: {finding.text}")
     lines: list[str] = []
     for paragraph in text.splitlines():
         indent = " " * 8 if lines else ""

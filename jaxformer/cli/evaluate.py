@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -36,8 +36,8 @@ class EvaluateArguments(ModelArguments):
     objective of its head otherwise."""
     cache_dir: Annotated[str, tyro.conf.arg(name="data.cache_dir")] = ""
     """Directory in which tokenized text is stored and found again. If empty, that of the
-    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data; never that which the
-    run names."""
+    environment variable JAXFORMER_DATA_CACHE, or else ~/.cache/jaxformer/data; never the one that
+    the run names."""
     beams: int = 0
     """Beam width for translating the sources, which are compared with the targets; 0 translates
     nothing."""
@@ -50,25 +50,32 @@ class EvaluateArguments(ModelArguments):
     """Text file for the translations, one per line."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(EvaluateArguments, "evaluate", arguments)
-    if asked.output is not None and not asked.beams:
+def run(argv: Sequence[str]) -> int:
+    args = parse(EvaluateArguments, "evaluate", argv)
+    if args.output is not None and not args.beams:
         raise ConfigError("--output is for translations: add --beams, for example --beams 5.")
-    check_output(asked.output)
+    check_output(args.output)
     from jaxformer.report import ProgressBar
     from jaxformer.runs.run_evaluation import evaluate_run
 
-    if asked.beams:
-        _translate(asked)
-    place = (asked.path, asked.validation, asked.step)
-    for kind in (None, asked.quantize) if asked.quantize else (None,):
+    if args.beams:
+        _translate(args)
+    for kind in (None, args.quantize) if args.quantize else (None,):
         with ProgressBar(0, stream=sys.stderr) as progress:
-            options: dict[str, Any] = {"quantize": kind, "watch": progress.evaluation}
-            found = evaluate_run(*place, asked.objective, asked.cache_dir, **options)
-        print(f"{kind or 'unquantized'}: {told(found)}" if asked.quantize else told(found))
-        if not math.isfinite(found["val_loss"]):
+            metrics = evaluate_run(
+                args.path,
+                args.validation,
+                args.step,
+                args.objective,
+                args.cache_dir,
+                quantize=kind,
+                watch=progress.evaluation,
+            )
+        line = _metrics_line(metrics)
+        print(f"{kind or 'unquantized'}: {line}" if args.quantize else line)
+        if not math.isfinite(metrics["val_loss"]):
             print(
-                f"not finite: the loss of {asked.path} is {found['val_loss']}; evaluate an earlier"
+                f"not finite: the loss of {args.path} is {metrics['val_loss']}; evaluate an earlier"
                 " checkpoint with --step.",
                 file=sys.stderr,
             )
@@ -76,38 +83,44 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def told(found: dict[str, float]) -> str:
-    """An evaluation in one line."""
-    loss = found["val_loss"]
-    if "val_reward_margin" in found:
-        parts = [f"loss {loss:.4f} per pair"]
-    elif "val_accuracy" in found:
-        parts = [f"loss {loss:.4f} nats per target"]
+def _metrics_line(metrics: dict[str, float]) -> str:
+    """The metrics of an evaluation in one line."""
+    loss = metrics["val_loss"]
+    if "val_reward_margin" in metrics:
+        texts = [f"loss {loss:.4f} per pair"]
+    elif "val_accuracy" in metrics:
+        texts = [f"loss {loss:.4f} nats per target"]
     else:
-        parts = [f"loss {loss:.4f} nats per token", f"perplexity {math.exp(min(loss, 700)):,.2f}"]
-    parts += [text.format(found[name]) for name, text in METRIC_FORMATS.items() if name in found]
-    return ", ".join(parts)
+        texts = [f"loss {loss:.4f} nats per token", f"perplexity {math.exp(min(loss, 700)):,.2f}"]
+    for name, text in METRIC_FORMATS.items():
+        if name in metrics:
+            texts.append(text.format(metrics[name]))
+    return ", ".join(texts)
 
 
-def _translate(asked: EvaluateArguments) -> None:
+def _translate(args: EvaluateArguments) -> None:
     """Prints the BLEU of the translations, and writes them to --output."""
     from jaxformer.runs.run_evaluation import translate_run
     from jaxformer.runs.translate import bleu_metric
 
-    bleu_metric((), asked.bleu_tokenizer)  # raises now rather than after the translation
-    search: dict[str, Any] = {
-        "quantize": asked.quantize,
-        "beams": asked.beams,
-        "length_penalty": asked.length_penalty,
-    }
-    made = translate_run(asked.path, asked.validation, asked.step, asked.cache_dir, **search)
-    metric = bleu_metric(made.references, asked.bleu_tokenizer)
-    score = metric.corpus_score(made.outputs, [made.references]).score
+    bleu_metric((), args.bleu_tokenizer)  # raises now rather than after the translation
+    translations = translate_run(
+        args.path,
+        args.validation,
+        args.step,
+        args.cache_dir,
+        quantize=args.quantize,
+        beams=args.beams,
+        length_penalty=args.length_penalty,
+    )
+    references, outputs = translations.references, translations.outputs
+    metric = bleu_metric(references, args.bleu_tokenizer)
+    score = metric.corpus_score(outputs, [references]).score
     print(
-        f"BLEU {score:.2f} of {len(made.outputs):,} texts with {asked.beams} beams"
+        f"BLEU {score:.2f} of {len(outputs):,} texts with {args.beams} beams"
         f" ({metric.get_signature()})"
     )
-    if asked.output is not None:
-        lines = (" ".join(text.split()) + "\n" for text in made.outputs)
-        write_text(asked.output, "".join(lines))
-        print(f"{asked.output}: the translations, one per line")
+    if args.output is not None:
+        lines = (" ".join(text.split()) + "\n" for text in outputs)
+        write_text(args.output, "".join(lines))
+        print(f"{args.output}: the translations, one per line")

@@ -5,5 +5,5 @@ from collections.abc import Sequence
 from jaxformer.tools.lm_eval import main
 
 
-def run(arguments: Sequence[str]) -> int:
-    return main(arguments)
+def run(argv: Sequence[str]) -> int:
+    return main(argv)

@@ -34,38 +34,38 @@ class PlanArguments(ConfigArguments):
     print what that says. Needs the extra plan-tpu or plan-gpu."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked, config = parse_with_config(PlanArguments, "jaxformer plan", arguments, weights=False)
-    if asked.tokens < 0:
-        raise ConfigError(f"--tokens {asked.tokens}: give a number of tokens, at least 1.")
+def run(argv: Sequence[str]) -> int:
+    args, config = parse_with_config(PlanArguments, "jaxformer plan", argv, weights=False)
+    if args.tokens < 0:
+        raise ConfigError(f"--tokens {args.tokens}: give a number of tokens, at least 1.")
     from jaxformer.tools.plan.make import make_plan
     from jaxformer.tools.plan.planned import planned_run
     from jaxformer.tools.plan.report import plan_numbers, plan_text
     from jaxformer.tools.plan.targets import parse_target
 
-    if asked.compile and not asked.device:
-        target = parse_target(asked.compile)
-        name, devices = target.kind, asked.devices or target.size
+    if args.compile and not args.device:
+        target = parse_target(args.compile)
+        name, devices = target.kind, args.devices or target.size
     else:
-        name, devices = device_of(asked.device, asked.devices, config)
+        name, devices = device_of(args.device, args.devices, config)
     planned = planned_run(config, name, devices)
-    plan = make_plan(replace(planned, notes=planned.notes + _of_base(config)))
-    tokens = asked.tokens or config.train.steps * plan.planned.tokens_per_step
-    compiled = _compiled(config, asked.compile, plan.planned.packed) if asked.compile else None
-    if asked.json:
+    plan = make_plan(replace(planned, notes=planned.notes + _notes_on_base(config)))
+    tokens = args.tokens or config.train.steps * plan.planned.tokens_per_step
+    compiled = _compiled(config, args.compile, plan.planned.packed) if args.compile else None
+    if args.json:
         numbers = plan_numbers(plan, tokens)
         if compiled is not None:
             numbers["compiled"] = compiled.as_json()
         print(json.dumps(numbers, indent=1))
         return 0
-    print(plan_text(plan, f"plan of {asked.config}", tokens))
+    print(plan_text(plan, f"plan of {args.config}", tokens))
     if compiled is not None:
         print("\n".join(["", *compiled.lines()]))
     return 0
 
 
-def _of_base(config: RunConfig) -> tuple[str, ...]:
-    """A sentence where the weights of the model of run.init_from are not there."""
+def _notes_on_base(config: RunConfig) -> tuple[str, ...]:
+    """A sentence where the model of run.init_from has no weights."""
     base = config.run.init_from
     from jaxformer.runs.config import origin_of
 

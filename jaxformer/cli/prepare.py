@@ -24,36 +24,36 @@ class PrepareArguments(ConfigArguments):
     """Directory for the tokens, which --data.train then accepts in place of the text. If not given,
     they are stored in data.cache_dir, where training finds them."""
     shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
-    """Tokenize only the part of task I of N, counted from 0, for example in a job array. The
+    """Tokenize only the share of task I of N, counted from 0, for example in a job array. The
     tasks share nothing but the directory. A last call without --shard joins their shards and builds
     those that are missing."""
     verify: bool = False
     """Compare all tokens with their checksums and write nothing."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked, config = parse_with_config(
-        PrepareArguments, "jaxformer prepare", arguments, weights=False
-    )
-    if asked.output is not None and not asked.output.strip():
+def run(argv: Sequence[str]) -> int:
+    args, config = parse_with_config(PrepareArguments, "jaxformer prepare", argv, weights=False)
+    if args.output is not None and not args.output.strip():
         raise ConfigError("--output is empty: name a directory, or leave the option out.")
-    output = None if asked.output is None else Path(asked.output).expanduser()
-    share = None if asked.shard is None else _share(asked.shard)
-    if share and asked.verify:
+    output = None if args.output is None else Path(args.output).expanduser()
+    share = None if args.shard is None else _share(args.shard)
+    if share and args.verify:
         raise ConfigError("--verify reads the shards of all tasks: leave --shard out.")
     from jaxformer.data.preparing import prepare_share, prepare_text
     from jaxformer.runs.objectives import task_of
 
-    what = (config.data, config.tokenizer, task_of(config.model, config.data))
-    size = config.model.vocab_size
+    source = (config.data, config.tokenizer, task_of(config.model, config.data))
+    vocab_size = config.model.vocab_size
     if share:
-        prepare_share(*what, share, output=output, vocab_size=size, log=_log)
+        prepare_share(*source, share, output=output, vocab_size=vocab_size, log=_log)
         _log(
             f"task {share[0]} of {share[1]} is done; when all are, run the same command without"
             " --shard to join their shards"
         )
         return 0
-    texts = prepare_text(*what, output=output, thorough=asked.verify, vocab_size=size, log=_log)
+    texts = prepare_text(
+        *source, output=output, thorough=args.verify, vocab_size=vocab_size, log=_log
+    )
     for text in texts:
         rate = text.bytes / max(1, text.tokens - text.documents)
         print(
@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         for line in text.skipped:
             print(f"  {escaped(line)}")
-    if asked.verify:
+    if args.verify:
         print("all checksums match")
     if output:
         print(f"to train on these tokens: --data.train {output}")
@@ -70,10 +70,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _share(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
+    """I and N of "I/N"."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--shard {text!r} must be I/N with I below N, for example 0/8 to 7/8.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _log(line: str) -> None:

@@ -15,7 +15,7 @@ from jaxformer.files import ConfigError, write_text
 from jaxformer.report import printable
 
 if TYPE_CHECKING:
-    from jaxformer.tools.replay import Replay
+    from jaxformer.tools.step_replay import Replay
 
 LONGEST_TEXT = 200  # characters of a row that are printed
 
@@ -45,44 +45,46 @@ class ReplayArguments:
     """JSON file for all of it: each row with its tokens and their losses, the norm of each leaf."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(ReplayArguments, "replay", arguments)
-    if asked.worst < 0:
-        raise ConfigError(f"--worst {asked.worst}: give a number of tokens, at least 0.")
-    check_output(asked.output)
-    from jaxformer.tools.replay import replay
+def run(argv: Sequence[str]) -> int:
+    args = parse(ReplayArguments, "replay", argv)
+    if args.worst < 0:
+        raise ConfigError(f"--worst {args.worst}: give a number of tokens, at least 0.")
+    check_output(args.output)
+    from jaxformer.tools.step_replay import replay
 
-    mesh = {"data": asked.data, "fsdp": asked.fsdp, "tensor": asked.tensor}
-    given = {name: size for name, size in mesh.items() if size is not None}
-    found = replay(asked.path, asked.step, print, given, asked.cache_dir)
-    print("\n".join(["", *_lines(found, asked.worst)]))
-    if asked.output is not None:
-        write_text(asked.output, json.dumps(as_json(found), indent=1) + "\n")
-        print(f"{asked.output}: each token with its loss, and the norm of each leaf")
+    mesh = {"data": args.data, "fsdp": args.fsdp, "tensor": args.tensor}
+    mesh_sizes = {name: size for name, size in mesh.items() if size is not None}
+    replayed = replay(args.path, args.step, print, mesh_sizes, args.cache_dir)
+    print("\n".join(["", *_lines(replayed, args.worst)]))
+    if args.output is not None:
+        write_text(args.output, json.dumps(as_json(replayed), indent=1) + "\n")
+        print(f"{args.output}: each token with its loss, and the norm of each leaf")
     return 0
 
 
-def _lines(found: "Replay", worst: int) -> Iterator[str]:
-    from jaxformer.tools.replay import norms_by_layer
+def _lines(replayed: "Replay", worst: int) -> Iterator[str]:
+    """The lines that the command prints, with the `worst` tokens of the highest loss."""
+    from jaxformer.tools.step_replay import norms_by_layer
 
-    done = found.step - 1 - found.begun
-    start = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
-    between = f", after {done} step{'s' * (done != 1)} in between" if done else ""
-    yield f"Step {found.step}, from {start}{between}."
-    for name, value in found.metrics.items():
+    start = f"the checkpoint of step {replayed.begun}" if replayed.begun else "the beginning"
+    between = replayed.step - 1 - replayed.begun
+    if between:
+        start += f", after {between} {'step' if between == 1 else 'steps'} in between"
+    yield f"Step {replayed.step}, from {start}."
+    for name, value in replayed.metrics.items():
         yield f"  {name:<14} {value:.9g}"
-    yield _against_the_log(found)
+    yield _against_the_log(replayed)
     yield "Norm of the gradient, before clipping:"
-    for name, norm in norms_by_layer(found.norms, found.setup.specs).items():
+    for name, norm in norms_by_layer(replayed.norms, replayed.setup.specs).items():
         yield f"  {name:<24} {norm:.6g}{'' if math.isfinite(norm) else '  <- not finite'}"
-    rows = list(rows_of(found))
+    rows = list(rows_of(replayed))
     yield f"The batch, {len(rows)} rows:"
     for row in rows:
         loss = "" if row["loss"] is None else f" loss {row['loss']:.4f}"
         yield f"  row {row['row']}:{loss} | {_short(row['text'])}"
         if "source" in row:
             yield f"    from | {_short(row['source'])}"
-    if worst and found.nats is not None:
+    if worst and replayed.nats is not None:
         yield "Tokens with the highest loss:"
         tokens = [(token["nats"], row["row"], token) for row in rows for token in row["tokens"]]
         ranked = sorted(tokens, key=lambda entry: math.inf if entry[0] is None else entry[0])
@@ -91,10 +93,11 @@ def _lines(found: "Replay", worst: int) -> Iterator[str]:
             yield f"  {loss}  row {row}, position {token['position']}: {token['target']!r}"
 
 
-def _against_the_log(found: "Replay") -> str:
-    if found.logged is None:
+def _against_the_log(replayed: "Replay") -> str:
+    """Whether the run logged the same numbers."""
+    if replayed.logged is None:
         return "  This step was not logged (train.log_every), so there is nothing to compare with."
-    differing = found.differing()
+    differing = replayed.differing()
     if not differing:
         return "  Each of these that metrics.jsonl has is the same there, to the bit."
     pairs = ", ".join(f"{name} {now!r}, logged {then!r}" for name, (now, then) in differing.items())
@@ -104,34 +107,33 @@ def _against_the_log(found: "Replay") -> str:
     )
 
 
-def rows_of(found: "Replay") -> Iterator[dict[str, Any]]:
+def rows_of(replayed: "Replay") -> Iterator[dict[str, Any]]:
     """The rows of the batch as text, with the loss of each target that counts."""
-    tokenizer, labels = found.setup.corpus.tokenizer, found.setup.corpus.labels
-    batch = found.batch
+    tokenizer, labels = replayed.setup.corpus.tokenizer, replayed.setup.corpus.labels
+    batch = replayed.batch
     targets, weights = batch.get("targets"), batch.get("weights")
     for row, tokens in enumerate(batch["tokens"]):
-        entry: dict[str, Any] = {"row": row, "text": _text(found, tokens, "segment_ids", row)}
+        entry: dict[str, Any] = {"row": row, "text": _text(replayed, tokens, "segment_ids", row)}
         if "source" in batch:
-            entry["source"] = _text(found, batch["source"][row], "source_segment_ids", row)
+            entry["source"] = _text(replayed, batch["source"][row], "source_segment_ids", row)
         entry |= {"loss": None, "tokens": []}
-        if found.nats is not None and targets is not None and weights is not None:
+        if replayed.nats is not None and targets is not None and weights is not None:
             for position in np.flatnonzero(weights[row]).tolist():
-                target, nats = int(targets[row, position]), float(found.nats[row, position])
+                target, nats = int(targets[row, position]), float(replayed.nats[row, position])
                 shown = labels[target] if labels else tokenizer.shown(target)
-                known = nats if math.isfinite(nats) else None
-                token = {"position": position, "id": target, "target": shown, "nats": known}
-                entry["tokens"].append(token)
-            total, weight = (found.nats[row] * weights[row]).sum(), weights[row].sum()
+                token = {"position": position, "id": target, "target": shown}
+                entry["tokens"].append(token | {"nats": nats if math.isfinite(nats) else None})
+            total, weight = (replayed.nats[row] * weights[row]).sum(), weights[row].sum()
             if weight and np.isfinite(total):
                 entry["loss"] = float(total / weight)
         yield entry
 
 
-def _text(found: "Replay", tokens: np.ndarray, segments: str, row: int) -> str:
+def _text(replayed: "Replay", tokens: np.ndarray, segments: str, row: int) -> str:
     """The text of a row, without its padding."""
-    if segments in found.batch:
-        tokens = tokens[found.batch[segments][row] != 0]
-    return found.setup.corpus.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    if segments in replayed.batch:
+        tokens = tokens[replayed.batch[segments][row] != 0]
+    return replayed.setup.corpus.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
 def _short(text: str) -> str:
@@ -139,21 +141,20 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST_TEXT else line[: LONGEST_TEXT - 3] + "..."
 
 
-def as_json(found: "Replay") -> dict[str, Any]:
+def as_json(replayed: "Replay") -> dict[str, Any]:
     """All numbers of a replay; null stands for what is not finite."""
     norms = {
-        path: [norm if math.isfinite(norm) else None for norm in each]
-        for path, each in found.norms.items()
+        path: [norm if math.isfinite(norm) else None for norm in layer_norms]
+        for path, layer_norms in replayed.norms.items()
     }
-    metrics = _finite(found.metrics)
     return {
-        "step": found.step,
-        "from_step": found.begun,
-        "metrics": metrics,
-        "logged": None if found.logged is None else _finite(found.logged),
-        "equal": None if found.logged is None else not found.differing(),
+        "step": replayed.step,
+        "from_step": replayed.begun,
+        "metrics": _finite(replayed.metrics),
+        "logged": None if replayed.logged is None else _finite(replayed.logged),
+        "equal": None if replayed.logged is None else not replayed.differing(),
         "gradient_norms": norms,
-        "rows": list(rows_of(found)),
+        "rows": list(rows_of(replayed)),
     }
 
 

@@ -31,24 +31,24 @@ class RunsArguments:
     """Print JSON instead of text."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(RunsArguments, "runs", arguments)
+def run(argv: Sequence[str]) -> int:
+    args = parse(RunsArguments, "runs", argv)
     from jaxformer.config.format import escaped
     from jaxformer.report.banner import aligned
     from jaxformer.tools.listing import runs_below
 
-    found = list(runs_below(asked.dir))
-    runs = [run for run in found if not isinstance(run, ConfigError)]
-    if asked.json:
+    entries = list(runs_below(args.dir))
+    runs = [entry for entry in entries if not isinstance(entry, ConfigError)]
+    if args.json:
         print(json.dumps([_numbers(run) for run in runs], indent=1))
     elif runs:
-        lines = [RUN_COLUMNS, *(_cells(run, asked.dir) for run in runs)]
+        lines = [RUN_COLUMNS, *(_cells(run, args.dir) for run in runs)]
         print("\n".join(aligned(lines, right=(2, 3, 4, 5, 6))))
     else:
-        print(f"There is no run in {asked.dir}.")
-    for problem in found:
-        if isinstance(problem, ConfigError):
-            print(f"note: {escaped(str(problem))}", file=sys.stderr)
+        print(f"There is no run in {args.dir}.")
+    for entry in entries:
+        if isinstance(entry, ConfigError):
+            print(f"note: {escaped(str(entry))}", file=sys.stderr)
     return 0
 
 

@@ -1,30 +1,32 @@
-"""`jaxformer sample RUN`: text that a model writes, streamed to the terminal, or its answer about
-the prompt."""
+"""`jaxformer sample RUN`: text that a model writes, streamed to the terminal, a conversation with
+it, or what it predicts for the prompt."""
 
 import functools
 import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import ModelArguments, parse
-from jaxformer.cli.prompts import (
+from jaxformer.cli.prompting import (
     Model,
     check_size,
+    new_tokens,
     open_model,
     row_of,
     start_of,
     text_of,
     words_of,
-    written,
 )
 from jaxformer.config.format import escaped, printable
 from jaxformer.files import ConfigError
+from jaxformer.tokenizer.chat import ChatTemplate
+from jaxformer.tokenizer.messages import ASSISTANT
 
 SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
@@ -62,133 +64,136 @@ class SampleArguments(ModelArguments):
     """Random seed. If not given, each call samples another text."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked = parse(SampleArguments, "sample", arguments)
-    model = open_model(asked, asked.pair)
+def run(argv: Sequence[str]) -> int:
+    args = parse(SampleArguments, "sample", argv)
+    model = open_model(args, args.pair)
     head, family = model.config.output, model.config.family
     if head not in ANSWERS:
         raise ConfigError(
-            f"{asked.path} has no head, so there is nothing to sample: train one, for example with"
-            f" --run.init_from {asked.path} --model.head classes."
+            f"{args.path} has no head, so there is nothing to sample: train one, for example with"
+            f" --run.init_from {args.path} --model.head classes."
         )
-    if asked.prompt is None and (head, family) != ("language", "decoder"):
-        raise ConfigError(f"{asked.path} is a model that needs a text: give one with --prompt.")
-    if asked.beams and head != "language":
+    if args.prompt is None and (head, family) != ("language", "decoder"):
+        raise ConfigError(f"{args.path} is a model that needs a text: give one with --prompt.")
+    if args.beams and head != "language":
         raise ConfigError(
-            f"{asked.path} has the head {head!r}, which writes no text: leave out --beams."
+            f"{args.path} has the head {head!r}, which writes no text: leave out --beams."
         )
-    if asked.seed is not None and not -(2**63) <= asked.seed < 2**63:
-        raise ConfigError(f"--seed {asked.seed} must be a whole number of 64 bits.")
-    if asked.beyond == "slide":
-        _require_slide(model, asked)
-    if asked.chat:
-        from jaxformer.cli.conversation import converse
-
-        converse(
-            model, asked.prompt, asked.system, lambda m, start: _print_growing(m, asked, start, [])
-        )
+    if args.seed is not None and not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed} must be a whole number of 64 bits.")
+    if args.beyond == "slide":
+        _require_slide(model, args)
+    if args.chat:
+        _converse(model, args)
         return 0
-    if asked.system:
+    if args.system:
         raise ConfigError("--system is a message of a conversation: add --chat, or leave it out.")
-    ANSWERS[head](model, asked)
+    ANSWERS[head](model, args)
     return 0
 
 
-def _require_slide(model: Model, asked: SampleArguments) -> None:
+def _require_slide(model: Model, args: SampleArguments) -> None:
     """Raises ConfigError where a text cannot continue beyond the context."""
     head, family = model.config.output, model.config.family
     if head != "language":
-        reason = f"the head {head!r} of {asked.path} writes no text"
+        reason = f"the head {head!r} of {args.path} writes no text"
     elif family != "decoder":
-        reason = f"{asked.path} has model.family={family!r}, whose start token would be lost"
-    elif asked.beams:
+        reason = f"{args.path} has model.family={family!r}, whose start token would be lost"
+    elif args.beams:
         reason = "--beams compares whole texts, which a sliding window does not hold"
     else:
         return
     raise ConfigError(f"--beyond slide is for sampling from a decoder, but {reason}: leave it out.")
 
 
-def _write(model: Model, asked: SampleArguments) -> None:
+def _write(model: Model, args: SampleArguments) -> None:
     """Prints the text that continues the prompt, or the target of the prompt as a source."""
-    start, source = start_of(model, asked.prompt or "")
+    start, source = start_of(model, args.prompt or "")
     context = model.context()
-    if asked.prompt is None:
+    if args.prompt is None:
         start = start or [model.tokenizer.end_token]
     if source:
-        most = model.context(source=True)
-        check_size(len(source), most, f"into the context of {most}")
+        source_context = model.context(source=True)
+        check_size(len(source), source_context, f"into the context of {source_context}")
     else:
         check_size(len(start), context - 1, f"before a new token into the context of {context}")
-    print("" if source else asked.prompt or "", end="")
-    _print_growing(model, asked, start, source)
+    print("" if source else args.prompt or "", end="")
+    _print_growing(model, args, start, source)
 
 
-def _print_growing(
-    model: Model, asked: SampleArguments, start: list[int], source: list[int]
-) -> str:
+def _print_growing(model: Model, args: SampleArguments, start: list[int], source: list[int]) -> str:
     """Prints what the model writes after `start` as it is made, and returns it."""
-    context, end = model.context(), model.end_tokens
-    pieces, made = itertools.tee(_pieces(model, asked, start, source))
-    shown = printable if sys.stdout.isatty() else str  # a pipe or a file gets what is written
-    decode, texts = functools.partial(text_of, model.tokenizer), list[str]()
-    for text in _growing(decode, start, _until(end, pieces)):
+    made: list[int] = []
+
+    def before_end() -> Iterator[list[int]]:
+        """The pieces up to the first end token, which `made` has too."""
+        for piece in _pieces(model, args, start, source):
+            made.extend(piece)
+            text_tokens = [*itertools.takewhile(lambda token: token not in end_tokens, piece)]
+            yield text_tokens
+            if len(text_tokens) < len(piece):
+                return
+
+    context, end_tokens = model.context(), model.end_tokens
+    # A pipe or a file gets the text as it is, a terminal without control characters.
+    shown = printable if sys.stdout.isatty() else str
+    texts: list[str] = []
+    for text in _growing(functools.partial(text_of, model.tokenizer), start, before_end()):
         print(shown(text), end="", flush=True)
         texts.append(text)
     print(flush=True)
-    space, ended = context - len(start), not {*itertools.chain(*made)}.isdisjoint(end)
-    if asked.beyond == "stop" and space < asked.max_new_tokens and not ended:
+    space, ended = context - len(start), not {*made}.isdisjoint(end_tokens)
+    if args.beyond == "stop" and space < args.max_new_tokens and not ended:
         slide = "" if source else "; --beyond slide continues beyond it"
         print(
-            f"note: the text ends early: of {asked.max_new_tokens} new tokens, only {space} fit"
+            f"note: the text ends early: of {args.max_new_tokens} new tokens, only {space} fit"
             f" after the prompt into the context of {context}{slide}.",
             file=sys.stderr,
         )
     return "".join(texts)
 
 
-def _until(end: tuple[int, ...], pieces: Iterator[list[int]]) -> Iterator[list[int]]:
-    """The tokens before the first end token."""
-    for piece in pieces:
-        kept = [*itertools.takewhile(lambda token: token not in end, piece)]
-        yield kept
-        if len(kept) < len(piece):
-            return
-
-
 def _pieces(
-    model: Model, asked: SampleArguments, start: list[int], source: list[int]
+    model: Model, args: SampleArguments, start: list[int], source: list[int]
 ) -> Iterator[list[int]]:
-    """New tokens as they are made."""
-    count = min(asked.max_new_tokens, model.context() - len(start))
-    if asked.beams:
-        penalty = asked.length_penalty
-        return written(model, start, source, count, asked.beams, length_penalty=penalty)
+    """New tokens, in pieces as they are made."""
+    count = min(args.max_new_tokens, model.context() - len(start))
+    if args.beams:
+        return new_tokens(
+            model, start, source, count, args.beams, length_penalty=args.length_penalty
+        )
     import jax
 
-    key = jax.random.key(secrets.randbits(31) if asked.seed is None else asked.seed)
+    key = jax.random.key(secrets.randbits(31) if args.seed is None else args.seed)
     rules: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
     }
-    if asked.beyond == "stop":
-        return written(model, start, source, count, 0, key=key, **rules)
+    if args.beyond == "stop":
+        return new_tokens(model, start, source, count, 0, key=key, **rules)
     from jaxformer.generation.slide import slide_tokens
 
     rules |= model.writing_rules()
-    beginning = len(model.tokenizer.as_prompt([]))  # special tokens with which every text begins
-    count = asked.max_new_tokens
-    row = slide_tokens(
-        model.params, model.config, start, count, key=key, beginning=beginning, **rules
+    # The special tokens with which every text begins stay in the window.
+    beginning = len(model.tokenizer.as_prompt([]))
+    pieces = slide_tokens(
+        model.params,
+        model.config,
+        start,
+        args.max_new_tokens,
+        key=key,
+        beginning=beginning,
+        **rules,
     )
-    return (piece[0].tolist() for piece in row)
+    return (piece[0].tolist() for piece in pieces)  # [1, n]
 
 
 def _growing(
     decode: Callable[[list[int]], str], start: list[int], pieces: Iterator[list[int]]
 ) -> Iterator[str]:
-    """What each piece adds to the text of `start`. A character that still lacks bytes is held
-    back."""
+    """What each piece adds to the text of `start`. A character that still lacks bytes waits for the
+    next piece."""
     tokens, shown = [*start], decode(start)
     for piece in pieces:
         tokens += piece
@@ -199,38 +204,89 @@ def _growing(
     yield decode(tokens)[len(shown) :]
 
 
-def _fill(model: Model, asked: SampleArguments) -> None:
+def _converse(model: Model, args: SampleArguments) -> None:
+    """Answers the prompt, or without one every line of standard input, with the turns before it.
+
+    An answer ends with the special token with which the chat template of the tokenizer ends a turn.
+    Raises ConfigError for a model that writes no text, a tokenizer without a template, and a
+    conversation that is longer than the context.
+    """
+    if (model.config.output, model.config.family) != ("language", "decoder"):
+        raise ConfigError(f"{model.path} is no decoder that writes text: leave out --chat.")
+    if args.prompt is not None and not args.prompt.strip():
+        raise ConfigError("the prompt is empty: give --prompt some text.")
+    template, context = ChatTemplate.of(model.tokenizer, today=True), model.context()
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    turns = _typed_lines() if args.prompt is None else [args.prompt]
+    for number, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        start, end = template.encode_prompt(messages), template.end_of_turn(messages)
+        check_size(len(start), context - 1, f"before a new token into the context of {context}")
+        if end is None and not number:
+            print(
+                f"note: {template.where} ends an answer without a special token, so it is written"
+                " until the end of the text, or --max_new_tokens.",
+                file=sys.stderr,
+            )
+        stops = () if end is None else (end,)
+        answer = _print_growing(replace(model, stops=stops), args, start, [])
+        messages.append({"role": ASSISTANT, "content": answer.strip()})
+
+
+def _typed_lines() -> Iterator[str]:
+    """The lines of standard input that are not blank. Raises ConfigError where there is none,
+    unless a terminal is read."""
+    is_closed = sys.stdin is None or sys.stdin.closed
+    is_terminal = not is_closed and sys.stdin.isatty()
+    any_line = False
+    while not is_closed:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not UTF-8 ({error}): convert it.") from None
+        if not line:
+            break
+        if line.strip():
+            any_line = True
+            yield line.rstrip("\r\n")
+    if not any_line and not is_terminal:
+        raise ConfigError("standard input has no line of text: type one, or give --prompt.")
+
+
+def _fill(model: Model, args: SampleArguments) -> None:
     """Prints the most likely tokens for each [MASK] of the prompt."""
-    row = row_of(model, asked.prompt or "", asked.pair)
+    row = row_of(model, args.prompt or "", args.pair)
     masked = np.flatnonzero(row["tokens"] == model.tokenizer.special("mask"))
     if not masked.size:
         raise ConfigError("the prompt has no [MASK]: write one in place of each token to predict.")
     texts = [repr(model.tokenizer.shown(token)) for token in range(model.tokenizer.vocab_size)]
-    for number, shares in enumerate(_probabilities(model, row)[masked], 1):
-        _print_likeliest(f"[MASK] {number}", texts, shares[: len(texts)])
+    for number, probabilities in enumerate(_probabilities(model, row)[masked], 1):
+        _print_likeliest(f"[MASK] {number}", texts, probabilities[: len(texts)])
 
 
-def _classify(model: Model, asked: SampleArguments) -> None:
+def _classify(model: Model, args: SampleArguments) -> None:
     """Prints the most likely classes of the prompt."""
-    row = row_of(model, asked.prompt or "", asked.pair)
+    row = row_of(model, args.prompt or "", args.pair)
     _print_likeliest("class", model.labels, _probabilities(model, row))
 
 
-def _tag(model: Model, asked: SampleArguments) -> None:
+def _tag(model: Model, args: SampleArguments) -> None:
     """Prints each word of the prompt with its most likely tag."""
-    words, encoded, row = words_of(model, asked.prompt or "")
+    words, encoded_words, row = words_of(model, args.prompt or "")
     tags = _probabilities(model, row)[row["weights"] > 0].argmax(-1)
-    labels = dict.fromkeys(range(len(words)), "(the tokenizer makes no token of it)")
-    for index, tag in zip(encoded, tags, strict=True):
+    labels = ["(the tokenizer makes no token of it)"] * len(words)
+    for index, tag in zip(encoded_words, tags, strict=True):
         labels[index] = escaped(model.labels[tag])
-    shown = list(map(escaped, words))
-    width = max(map(len, shown))
-    for index, word in enumerate(shown):
-        print(f"{word:<{width}}  {labels[index]}")
+    escaped_words = [escaped(word) for word in words]
+    width = max(map(len, escaped_words))
+    for word, label in zip(escaped_words, labels, strict=True):
+        print(f"{word:<{width}}  {label}")
 
 
 def _probabilities(model: Model, row: dict[str, np.ndarray]) -> np.ndarray:
-    """The prediction at each token [T, V], or for the row [C]."""
+    """The predicted probabilities at each token [T, V], or for the row [C]."""
     import jax
 
     from jaxformer.models.transformer import forward

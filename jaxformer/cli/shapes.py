@@ -10,7 +10,7 @@ from jaxformer.cli.arguments import ConfigArguments, parse_with_config
 from jaxformer.config.adapter import AdapterConfig
 
 if TYPE_CHECKING:
-    from jaxformer.tools.shape_trace import ShapeRow
+    from jaxformer.tools.shape_trace import Shape, ShapeRow
 
 SHAPE_COLUMNS = ("sublayer", "layers", "shapes", "in numbers", "parameters", "FLOPs")
 
@@ -25,8 +25,8 @@ class ShapesArguments(ConfigArguments):
     """How to print it."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    asked, config = parse_with_config(ShapesArguments, "jaxformer shapes", arguments, weights=False)
+def run(argv: Sequence[str]) -> int:
+    args, config = parse_with_config(ShapesArguments, "jaxformer shapes", argv, weights=False)
     from jaxformer.runs.compose import encoded_length
     from jaxformer.tools.plan.planned import with_known_sizes
     from jaxformer.tools.shapes import SYMBOLS, shapes_of
@@ -42,15 +42,15 @@ def run(arguments: Sequence[str]) -> int:
         "parameters": sum(row.times * row.parameters for row in rows),
         "flops": sum(row.times * row.flops for row in rows if not row.depth),
     }
-    if asked.format == "json":
+    if args.format == "json":
         print(json.dumps({"rows": [row._asdict() for row in rows], **total}, indent=1))
         return 0
-    lines = [_cells(row, asked.format) for row in rows]
+    lines = [_cells(row, args.format) for row in rows]
     lines.append(("total", "", "", "", *_amounts(total["parameters"], total["flops"])))
-    print(_table(lines, asked.format))
-    text = " ".join(shape for row in rows for shape in row.reads_symbols + row.makes_symbols)
-    used = [f"{name} {symbol.meaning}" for name, symbol in SYMBOLS.items() if name in text]
-    print(f"\n{', '.join(used)}.")
+    print(_table(lines, args.format))
+    shapes = " ".join(shape for row in rows for shape in row.reads_symbols + row.makes_symbols)
+    legend = [f"{name} {symbol.meaning}" for name, symbol in SYMBOLS.items() if name in shapes]
+    print(f"\n{', '.join(legend)}.")
     print("Parameters and FLOPs are those of one layer, and in the total those of all layers.")
     return 0
 
@@ -62,10 +62,14 @@ def _cells(row: "ShapeRow", style: str) -> tuple[str, ...]:
         name = name.rpartition(".")[2]
         name = f"- {name}" if style == "markdown" else f"    {name}"
     symbols = f"{' '.join(row.reads_symbols)} -> {' '.join(row.makes_symbols)}"
-    reads, makes = (" ".join(str(list(shape)) for shape in side) for side in (row.reads, row.makes))
-    shown = (symbols, f"{reads} -> {makes}") if row.makes else ("", "")
+    numbers = f"{_sizes(row.reads)} -> {_sizes(row.makes)}"
+    shapes = (symbols, numbers) if row.makes else ("", "")
     times = f"x {row.times}" if row.times > 1 else ""
-    return name, times, *shown, *_amounts(row.parameters, row.flops)
+    return name, times, *shapes, *_amounts(row.parameters, row.flops)
+
+
+def _sizes(shapes: "Sequence[Shape]") -> str:
+    return " ".join(str(list(shape)) for shape in shapes)
 
 
 def _amounts(*numbers: int) -> tuple[str, ...]:
@@ -75,7 +79,7 @@ def _amounts(*numbers: int) -> tuple[str, ...]:
 
 
 def _table(lines: Sequence[Sequence[str]], style: str) -> str:
-    """Columns, the last two to the right: aligned, or as Markdown."""
+    """Aligned columns, the last two to the right, or a table of Markdown."""
     from jaxformer.report.banner import aligned
 
     if style == "markdown":

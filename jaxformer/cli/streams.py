@@ -1,5 +1,5 @@
-"""Standard output and error of a command that goes on without whoever reads them, and the files
-that it may open."""
+"""Standard output and error of a command that goes on when nobody reads them any more, and the
+number of files that it may open."""
 
 import contextlib
 import os
@@ -9,13 +9,12 @@ from typing import Any, TextIO
 
 from jaxformer.files import ConfigError
 
-# Files that training may have to open at once; and how many are asked of the system where it
-# allows more.
-FEWEST_FILES, MOST_FILES = 64, 65_536
+MIN_FILES = 64  # that training may have to open at once
+MAX_FILES = 65_536  # that are requested of the system where it allows more
 
 
 class LastingStream:
-    """A text stream whose first failed write is told, and whose later ones write nothing: training
+    """A text stream that warns of its first failed write, and then writes nothing: training
     outlives `| head`, a `tee` that died, a terminal that was closed, and a full disk of its log."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -38,17 +37,23 @@ class LastingStream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Leads what is written from now on to the null device, and says so on standard error."""
+        """Redirects the stream to the null device, and says so on standard error."""
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._stream.fileno())
-        told = f"{self._name} cannot be written ({error.strerror}): the run goes on without it."
-        print(f"WARNING: {told} metrics.jsonl has its numbers.", file=sys.stderr, flush=True)
+        print(
+            f"WARNING: {self._name} cannot be written ({error.strerror}): the run goes on without"
+            " it. metrics.jsonl has its numbers.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def open_closed_streams() -> None:
-    """Puts the null device in place of each standard stream that whoever started the command has
-    closed: Python has None there, and the next file that is opened would get the stream's number,
-    and with it whatever a library prints."""
+    """Opens the null device for each standard stream that was closed when the command started.
+
+    Python has None for such a stream, and the next file that is opened would get its number, and
+    with it whatever a library prints.
+    """
     streams = {"stdin": "r", "stdout": "w", "stderr": "w"}
     for number, (name, mode) in enumerate(streams.items()):
         if getattr(sys, name) is not None:
@@ -56,7 +61,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
         stream = os.fdopen(number, mode, encoding="utf-8", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -71,14 +76,14 @@ def require_files() -> None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard > soft:
-        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-            soft = max(soft, wanted)
-    if soft != resource.RLIM_INFINITY and soft < FEWEST_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+            soft = max(soft, limit)
+    if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
         raise ConfigError(
             f"this process may open only {soft} files at once, and training needs at least"
-            f" {FEWEST_FILES}: allow more where it is started, for example by `ulimit -n 1024`."
+            f" {MIN_FILES}: allow more where it is started, for example by `ulimit -n 1024`."
         )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 IDS_PER_BLOCK = 1 << 14  # token ids written at a time
 SHOWN_ENTRIES = 10
+COMPRESSED = (".gz", ".zst")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,69 +73,77 @@ class Inspect(TokenizerArguments):
     """Text to split."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     kinds: dict[Any, Any] = {Train: _train, Encode: _encode, Inspect: _inspect}
-    asked: Any = tyro.extras.subcommand_cli_from_dict(
+    args: Any = tyro.extras.subcommand_cli_from_dict(
         {kind.__name__.lower(): kind for kind in kinds},
         prog="jaxformer tokenizer",
         description="Trains a tokenizer, encodes a text, or shows how a tokenizer splits it.",
-        args=arguments,
+        args=argv,
         **OPTIONS,
     )
-    kinds[type(asked)](asked)
+    kinds[type(args)](args)
     return 0
 
 
-def _train(asked: Train) -> None:
+def _train(args: Train) -> None:
     from jaxformer.tokenizer import Tokenizer
     from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
-    file = asked.output / TOKENIZER_FILE
-    if file.exists() or (asked.output.exists() and not asked.output.is_dir()):
-        there = file if file.exists() else asked.output
-        raise ConfigError(f"{there} already exists: choose another --output.")
-    above = next(path for path in asked.output.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
+    file = args.output / TOKENIZER_FILE
+    if file.exists():
+        raise ConfigError(f"{file} already exists: choose another --output.")
+    if args.output.exists() and not args.output.is_dir():
+        raise ConfigError(f"{args.output} already exists: choose another --output.")
+    parent = next(path for path in args.output.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(
-            f"{asked.output} cannot be created, because {above} is not a writable directory: choose"
+            f"{args.output} cannot be created, because {parent} is not a writable directory: choose"
             " another --output."
         )
-    began = time.perf_counter()
-    vocab, merges = _trained(asked)
-    Tokenizer.from_bpe(vocab, merges, asked.special_tokens, asked.pattern).save(file)
-    few = f" (the text has no pairs left for {asked.vocab_size:,})"
-    few *= len(vocab) < asked.vocab_size
-    seconds = time.perf_counter() - began
-    print(f"{file}: {len(vocab):,} entries{few}, including {len(merges):,} merges, {seconds:.1f} s")
+    start = time.perf_counter()
+    vocab, merges = _trained(args)
+    Tokenizer.from_bpe(vocab, merges, args.special_tokens, args.pattern).save(file)
+    entries = f"{len(vocab):,} entries"
+    if len(vocab) < args.vocab_size:
+        entries += f" (the text has no pairs left for {args.vocab_size:,})"
+    seconds = time.perf_counter() - start
+    print(f"{file}: {entries}, including {len(merges):,} merges, {seconds:.1f} s")
 
 
-def _trained(asked: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+def _trained(args: Train) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """The entries of the vocabulary by their ids, and the merges in their order."""
     from jaxformer.data.sources import find_source
     from jaxformer.data.sources.records import RecordField
     from jaxformer.tokenizer.bpe import blocks_of, train_on
 
-    field = RecordField("--text_field", asked.text_field, "text")
-    source = find_source(asked.source, "SOURCE", (field,))
-    first, *others = source.files
-    rules: dict[str, Any] = {"special_tokens": asked.special_tokens, "pattern": asked.pattern}
-    packed = first.path.suffix.lower() in (".gz", ".zst")
-    if first.format == "text" and not packed and not others:
-        texts = _noted([blocks_of(first.path)], _size(str(first.path)))
-        return train_on(texts, asked.vocab_size, **rules)
-    documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
-    texts = ((piece.text for piece in document) for _, document in documents)
-    return train_on(_noted(texts, 0), asked.vocab_size, **rules)
+    field = RecordField("--text_field", args.text_field, "text")
+    source = find_source(args.source, "SOURCE", (field,))
+    file = source.files[0]
+    compressed = file.path.suffix.lower() in COMPRESSED
+    texts: Iterable[Iterable[str]]
+    if len(source.files) == 1 and file.format == "text" and not compressed:
+        texts, size = [blocks_of(file.path)], _size(str(file.path))
+    else:
+        documents = itertools.groupby(source.pieces(), lambda piece: piece.document)
+        texts, size = ((piece.text for piece in document) for _, document in documents), 0
+    return train_on(
+        _with_progress(texts, size),
+        args.vocab_size,
+        special_tokens=args.special_tokens,
+        pattern=args.pattern,
+    )
 
 
-def _encode(asked: Encode) -> None:
+def _encode(args: Encode) -> None:
     from jaxformer.tokenizer import Tokenizer
 
-    check_output(asked.output)
-    tokenizer, read = Tokenizer.load(asked.tokenizer), TextReader(asked.file)
-    ids = tokenizer.encode_iterable(read, asked.special_tokens)
-    count = _write_array(asked.output, ids, tokenizer) if asked.output else _print_ids(ids)
-    rate = f", {read.bytes / count:.3f} bytes per token" if count else ""
-    print(f"{count:,} tokens of {read.bytes:,} bytes{rate}", file=sys.stderr)
+    check_output(args.output)
+    tokenizer, reader = Tokenizer.load(args.tokenizer), TextReader(args.file)
+    ids = tokenizer.encode_iterable(reader, args.special_tokens)
+    count = _write_array(args.output, ids, tokenizer) if args.output else _print_ids(ids)
+    rate = f", {reader.bytes / count:.3f} bytes per token" if count else ""
+    print(f"{count:,} tokens of {reader.bytes:,} bytes{rate}", file=sys.stderr)
 
 
 class TextReader:
@@ -168,13 +177,13 @@ class TextReader:
 
 
 def _size(name: str) -> int:
-    """Bytes of a file that is read as it is; 0 where that is not known."""
-    packed = name.lower().endswith((".gz", ".zst"))
-    return os.path.getsize(name) if os.path.isfile(name) and not packed else 0
+    """The bytes of text in a file; 0 for a compressed one or a stream, where they are not known."""
+    compressed = name.lower().endswith(COMPRESSED)
+    return os.path.getsize(name) if os.path.isfile(name) and not compressed else 0
 
 
-def _noted(texts: Iterable[Iterable[str]], size: int) -> Iterator[Iterator[str]]:
-    """The same texts, with notes of how much of `size` bytes (0: unknown) was read."""
+def _with_progress(texts: Iterable[Iterable[str]], size: int) -> Iterator[Iterator[str]]:
+    """The same texts, with notes of how much of `size` bytes (0: unknown) has been read."""
     from jaxformer.data.tokenizing import ProgressNotes
 
     notes = ProgressNotes(_log, size, "read")
@@ -193,49 +202,52 @@ def _log(line: str) -> None:
 
 
 def _print_ids(ids: Iterator[int]) -> int:
+    """Prints ids with spaces between them as they come, and returns their number."""
     count = 0
-    while some := [*itertools.islice(ids, IDS_PER_BLOCK)]:
-        print(" " * bool(count) + " ".join(map(str, some)), end="", flush=True)
-        count += len(some)
+    while block := [*itertools.islice(ids, IDS_PER_BLOCK)]:
+        if count:
+            print(end=" ")
+        print(*block, end="", flush=True)
+        count += len(block)
     print()
     return count
 
 
 def _write_array(path: Path, ids: Iterator[int], tokenizer: "Tokenizer") -> int:
-    """Writes ids as they come. NumPy's header has space for the length, which is known only at the
-    end."""
+    """Writes ids as they come, and returns their number. NumPy's header has space for the length,
+    which is known only at the end."""
     from jaxformer.files import replacing
 
     dtype, count = tokenizer.dtype, 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
     with replacing(path, "choose another --output") as file:
         np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
-        while some := [*itertools.islice(ids, IDS_PER_BLOCK)]:
-            file.write(np.array(some, dtype).tobytes())
-            count += len(some)
+        while block := [*itertools.islice(ids, IDS_PER_BLOCK)]:
+            file.write(np.array(block, dtype).tobytes())
+            count += len(block)
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
     return count
 
 
-def _inspect(asked: Inspect) -> None:
+def _inspect(args: Inspect) -> None:
     from jaxformer.config.format import escaped
     from jaxformer.tokenizer import Tokenizer
     from jaxformer.tokenizer.metadata import ROLES
 
-    tokenizer = Tokenizer.load(asked.tokenizer)
+    tokenizer = Tokenizer.load(args.tokenizer)
     sizes, ordinary = tokenizer.token_bytes(), tokenizer.ordinary()
-    known = [(role, tokenizer.special(role)) for role in ROLES]
-    print(f"{asked.tokenizer}: {tokenizer.vocab_size:,} ids, {len(ordinary):,} of them for text")
+    role_tokens = {role: tokenizer.special(role) for role in ROLES}
+    print(f"{args.tokenizer}: {tokenizer.vocab_size:,} ids, {len(ordinary):,} of them for text")
     print("special tokens")
     for token in np.setdiff1d(np.arange(tokenizer.vocab_size), ordinary).tolist():
-        roles = ", ".join(role for role, index in known if index == token)
+        roles = ", ".join(role for role, role_token in role_tokens.items() if role_token == token)
         print(f"{token:8d}  {escaped(tokenizer.shown(token))}  {roles}".rstrip())
     print("longest entries")
     longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:SHOWN_ENTRIES]
     print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
-    if asked.text:
-        ids, size = tokenizer.encode(asked.text, asked.special_tokens), len(asked.text.encode())
+    if args.text:
+        ids, size = tokenizer.encode(args.text, args.special_tokens), len(args.text.encode())
         rate = size / max(1, len(ids))
         print(f"text: {size:,} bytes in {len(ids):,} tokens, {rate:.3f} bytes per token")
         print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))

@@ -13,8 +13,8 @@ class TrainArguments(ConfigArguments):
     """Trains the model of a config. The same command continues an interrupted run."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    _, config = parse_with_config(TrainArguments, "train.py", arguments)
+def run(argv: Sequence[str]) -> int:
+    _, config = parse_with_config(TrainArguments, "train.py", argv)
     with importing():
         from jaxformer.checkpoints.saving import NotSaved
         from jaxformer.cli.streams import lasting, require_files

@@ -1,4 +1,4 @@
-"""The last resort of the command line: an error that nobody foresaw becomes one line, and a file
+"""The last resort of the command line: an error that nobody foresaw becomes one line and a file
 with its traceback."""
 
 import contextlib
@@ -29,11 +29,12 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     """
     if os.environ.get(SHOW, "0") not in ("", "0"):
         raise error
-    said = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
+    message = escaped(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
     if isinstance(error, OSError) and error.errno in NO_ROOM:
-        _to_nowhere(sys.stdout)  # what is left in its buffer fails again at the end of the process
-        where = escaped(str(error.filename or "standard output, or a file"))
-        _print(f"error: {where} cannot be written ({error.strerror}): make room.")
+        # What is left in its buffer would fail again at the end of the process.
+        _to_null_device(sys.stdout)
+        file = escaped(str(error.filename or "standard output, or a file"))
+        _print(f"error: {file} cannot be written ({error.strerror}): make room.")
         return 2
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         _print(
@@ -45,19 +46,20 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
         remedy = "choose another path, or check its permissions and its disk"
         _print(f"error: {escaped(str(error.filename))}: {error.strerror}: {remedy}.")
         return 2
-    if isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY):
-        _print(f"out of memory: {said}. Choose smaller sizes, or another machine.")
+    if isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY):
+        _print(f"out of memory: {message}. Choose smaller sizes, or another machine.")
         return 1
-    kept = _kept("".join(traceback.format_exception(error)), arguments)
+    kind = type(error).__name__
+    where = _write_traceback("".join(traceback.format_exception(error)), arguments)
     _print(
-        f"failed: {type(error).__name__}{': ' * bool(said)}{said}. This is a fault of jaxformer, or"
-        f" of what it runs on; {kept}. {SHOW}=1 prints it instead."
+        f"failed: {f'{kind}: {message}' if message else kind}. This is a fault of jaxformer, or of"
+        f" what it runs on; {where}. {SHOW}=1 prints it instead."
     )
     return 1
 
 
-def _kept(text: str, arguments: Sequence[str]) -> str:
-    """Writes a traceback, and says where it is."""
+def _write_traceback(text: str, arguments: Sequence[str]) -> str:
+    """Writes a traceback to a file, and says in which one."""
     for folder in (_run_directory(arguments), tempfile.gettempdir()):
         try:
             if folder and os.path.isdir(folder):
@@ -86,9 +88,9 @@ def _print(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):  # standard error is closed, or its disk is full as well
-        _to_nowhere(sys.stderr)
+        _to_null_device(sys.stderr)
 
 
-def _to_nowhere(stream: object) -> None:
+def _to_null_device(stream: object) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[attr-defined]

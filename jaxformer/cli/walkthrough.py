@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer.cli.prompts import Model, text_of
+from jaxformer.cli.prompting import Model, text_of
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.tools.walkthrough import BeamCandidate, Choices, Stage, Walkthrough
+from jaxformer.tools.attention_walkthrough import BeamCandidate, Box, Choices, Stage, Walkthrough
 
 if TYPE_CHECKING:
     from jaxformer.generation.beam import BeamSteps
     from jaxformer.tools.shape_trace import Shape, ShapeRow
 
 SHOWN_PER_STEP = 5  # candidates shown of each step
-MOST_BEAMS_SHOWN = 24  # candidates of a beam search shown of each step
+SHOWN_BEAMS = 24  # candidates of a beam search shown of each step, and those that lead on
 
 
 def walkthrough_of(
@@ -26,7 +26,8 @@ def walkthrough_of(
     layers: Sequence[int],
     beams: Sequence[Sequence[BeamCandidate]],
 ) -> Walkthrough:
-    """All that a page shows of one example: `rows` [1, T] by the names of `jf.forward`."""
+    """All that a page shows of one example beside its maps: `rows` [1, T] by the names of
+    `jf.forward`, the numbers of the layers to show (none: all), and the beams of each token."""
     from jaxformer.tools.inspect import attention_masks
     from jaxformer.tools.shapes import SYMBOLS
 
@@ -60,35 +61,41 @@ def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[
     except ConfigError as error:
         print(f"note: the page has no diagram of the model: {error}", file=sys.stderr)
         return []
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for row in rows:
         if not row.makes:  # parameters that no sublayer reads
             continue
         stage = _stage(row, config)
         if row.depth:
-            last = found[-1]
-            found[-1] = last._replace(products=(*last.products, stage))
+            sublayer = stages[-1]
+            stages[-1] = sublayer._replace(products=(*sublayer.products, stage))
         else:
-            found.append(stage._replace(formula=formula_of(config, row.name)))
-    return found
+            stages.append(stage._replace(formula=formula_of(config, row.name)))
+    return stages
 
 
 def _stage(row: "ShapeRow", config: ModelConfig) -> Stage:
-    """A row of `jaxformer shapes` with the part of the diagram that it belongs to."""
-    stack, _, rest = row.name.partition(".")
-    own = "encoder" if config.family == "encoder" else "decoder"
-    part: Any = stack if stack in ("encoder", "decoder") else "output" if stack == "head" else own
-    what = rest.rpartition(".")[2]
-    kinds = {"attention": part, "cross": "cross"}
+    """A row of `jaxformer shapes` with the box of the diagram that it stands in."""
+    stack, _, path = row.name.partition(".")
+    box: Box
+    if stack == "head":
+        box = "output"
+    elif stack == "encoder" or (stack != "decoder" and config.family == "encoder"):
+        box = "encoder"
+    else:
+        box = "decoder"
+    kinds = {"attention": box, "cross": "cross"}
+    kind = "" if row.depth else kinds.get(path.rpartition(".")[2], "")
     reads, makes = _axes(row.reads_symbols, row.reads), _axes(row.makes_symbols, row.makes)
-    kind = "" if row.depth else kinds.get(what, "")
-    return Stage(part, row.name, row.layers, reads, makes, row.parameters, kind=kind)
+    return Stage(box, row.name, row.layers, reads, makes, row.parameters, kind=kind)
 
 
 def _axes(symbols: Sequence[str], shapes: Sequence["Shape"]) -> list[list[tuple[str, int]]]:
-    """The symbol and the size of each axis of each array."""
-    names = (text.strip("[]").split(", ") for text in symbols)
-    return [[*zip(of, shape, strict=True)] for of, shape in zip(names, shapes, strict=True)]
+    """The symbol and the size of each axis of each array, from texts such as "[B, T, D]"."""
+    arrays = []
+    for text, shape in zip(symbols, shapes, strict=True):
+        arrays.append(list(zip(text.strip("[]").split(", "), shape, strict=True)))
+    return arrays
 
 
 # The logit lens
@@ -109,62 +116,65 @@ def lens_of(model: Model, rows: dict[str, Any], layers: Sequence[int]) -> list[l
     chosen = [layer for layer in range(config.n_layers) if not layers or layer in layers]
     names = [f"{stack}.{layer}.residual" for layer in chosen]
 
-    def leading(params: Any, rows: dict[str, Any]) -> Any:
-        found = inspect(params, config, capture=names, **rows)
-        streams = jnp.stack([found.values[name] for name in names])  # [L, 1, T, D]
-
-        def of_layer(x: jax.Array) -> Any:  # one at a time: logits of all layers may not fit
-            shares = jax.nn.softmax(logit_lens(params, config, x)[0, -length:], axis=-1)
-            return jax.lax.top_k(shares, min(SHOWN_PER_STEP, shares.shape[-1]))
-
-        return jax.lax.map(of_layer, streams)
-
     if not names:
         return []
+
+    def likeliest(params: Any, rows: dict[str, Any]) -> Any:
+        captured = inspect(params, config, capture=names, **rows).values
+        streams = jnp.stack([captured[name] for name in names])  # [L, 1, T, D]
+
+        def of_layer(x: jax.Array) -> Any:
+            probabilities = jax.nn.softmax(logit_lens(params, config, x)[0, -length:], axis=-1)
+            return jax.lax.top_k(probabilities, min(SHOWN_PER_STEP, probabilities.shape[-1]))
+
+        # One layer at a time: the logits of all layers may not fit.
+        return jax.lax.map(of_layer, streams)
+
+    probabilities, tokens = map(np.asarray, jax.jit(likeliest)(model.params, rows))  # [L, T, k]
     name = naming(model)
-    shares, best = map(np.asarray, jax.jit(leading)(model.params, rows))  # [L, T, k] twice
-    return [
-        [
-            [(name(int(token)), float(share)) for token, share in zip(*of_token, strict=True)]
-            for of_token in zip(*of_layer, strict=True)
-        ]
-        for of_layer in zip(best, shares, strict=True)
-    ]
+
+    def choices(layer: int, position: int) -> Choices:
+        pairs = zip(tokens[layer, position], probabilities[layer, position], strict=True)
+        return [(name(int(token)), float(probability)) for token, probability in pairs]
+
+    layer_count, positions, _ = tokens.shape
+    return [[choices(layer, t) for t in range(positions)] for layer in range(layer_count)]
 
 
 # Beams
 
 
 def beam_candidates(
-    model: Model, steps: "BeamSteps", found: Sequence[int]
+    model: Model, steps: "BeamSteps", best: Sequence[int]
 ) -> list[list[BeamCandidate]]:
-    """The candidates of each step of the search that found these tokens, likeliest first; of many,
-    the first and those that lead to what was found."""
+    """The candidates of each step of the search whose best text has the tokens `best`, likeliest
+    first; of many, the first and those that lead to the best text."""
     import jax
 
     steps = jax.tree.map(np.asarray, steps)
     live: list[list[int]] = [[]] * steps.chosen.shape[-1]
     candidates = []
     for i in range(int(steps.done)):
-        parents, tokens = (of[i, 0].tolist() for of in (steps.parents, steps.tokens))
+        parents, tokens = steps.parents[i, 0].tolist(), steps.tokens[i, 0].tolist()
         texts = [[*live[parent], token] for parent, token in zip(parents, tokens, strict=True)]
-        chosen, own = steps.chosen[i, 0].tolist(), list[BeamCandidate]()
-        for place, text in enumerate(texts):
-            log, score = (float(of[i, 0, place]) for of in (steps.log_probabilities, steps.scores))
-            leads = text == [*found[: i + 1]]
-            if not np.isfinite(log) or (len(own) >= MOST_BEAMS_SHOWN and not leads):
+        chosen, shown = steps.chosen[i, 0].tolist(), list[BeamCandidate]()
+        for index, text in enumerate(texts):
+            log_probability = float(steps.log_probabilities[i, 0, index])
+            score = float(steps.scores[i, 0, index])
+            leads = text == [*best[: i + 1]]
+            if not np.isfinite(log_probability) or (len(shown) >= SHOWN_BEAMS and not leads):
                 continue
             finished = bool(np.isfinite(score))
-            own.append(
+            shown.append(
                 BeamCandidate(
                     before=text_of(model.tokenizer, text[:-1]),
                     token=model.tokenizer.shown(text[-1]),
-                    log_probability=log,
-                    state="finished" if finished else "kept" if place in chosen else "dropped",
+                    log_probability=log_probability,
+                    state="finished" if finished else "kept" if index in chosen else "dropped",
                     score=score if finished else None,
                     leads=leads,
                 )
             )
-        candidates.append(own)
-        live = [texts[place] for place in chosen]
+        candidates.append(shown)
+        live = [texts[index] for index in chosen]
     return candidates

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxformer.files import ConfigError, first_of, place_of, read_object, sync
+from jaxformer.files import ConfigError, first_of, read_object, resolved_file, sync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:]+\.safetensors")
@@ -325,12 +325,12 @@ def _targets(directory: Path, files: list[str]) -> dict[str, Path]:
     drafts = directory / DRAFTS
     for path in directory.iterdir() if directory.is_dir() else ():
         if WRITTEN.fullmatch(path.name):
-            place_of(path, advice)
+            resolved_file(path, advice)
     if drafts.is_symlink() or (drafts.exists() and not drafts.is_dir()):
         raise ConfigError(f"{drafts} is not of a save that was stopped: {advice}.")
     if drafts.is_dir() and any(not WRITTEN.fullmatch(path.name) for path in drafts.iterdir()):
         raise ConfigError(f"{drafts} holds files that are not of a save: {advice}.")
-    return {file: place_of(directory / file, advice) for file in files}
+    return {file: resolved_file(directory / file, advice) for file in files}
 
 
 def _draft_of(directory: Path, file: str, target: Path) -> Path:

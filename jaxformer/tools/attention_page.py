@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.files import ConfigError, replacing
 from jaxformer.report.plot import FAINT, INK
-from jaxformer.tools.walkthrough import Walkthrough, packed_choices, visible
+from jaxformer.tools.attention_walkthrough import Walkthrough, packed_choices, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,9 +29,9 @@ TITLES = {
     "decoder": "Decoder self-attention",
     "cross": "Cross-attention",
 }
-LEVELS = 65_535
-MOST_WEIGHTS = 2**25
-MOST_LABELS = 64
+LEVELS = 65_535  # steps between the weights 0 and 1
+MAX_WEIGHTS = 2**25  # of a page: 64 MiB as 16-bit integers
+MAX_LABELS = 64  # tokens that a figure names on an axis
 
 Maps = Mapping[str, np.ndarray]
 TokenStrings = Mapping[str, Sequence[str]]
@@ -60,27 +60,28 @@ def attention_page(
     what is shown beside the maps. Save the page as UTF-8. Raises ConfigError where shapes do not
     fit, or a weight is not within 0 to 1.
     """
-    checked = _checked(maps, tokens)
-    axes = sorted(_axes(checked))
-    walked = axes[-1]
-    depths = {len(checked[kind]) for kind in checked if AXES[kind][0] == walked}
-    more = (walkthrough or Walkthrough()).packed(checked, len(tokens[walked]), max(depths))
+    arrays = _checked(maps, tokens)
+    axes = sorted(_axes(arrays))
+    stepped = axes[-1]  # the tokens that a reader steps through: the target, or else the source
+    steps = len(tokens[stepped])
+    depth = max(len(weights) for kind, weights in arrays.items() if AXES[kind][0] == stepped)
     data = {
         "title": title,
         "layers": sorted(layers),
         "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
         "groups": {axis: _grouped((groups or {}).get(axis, ()), tokens[axis]) for axis in axes},
-        "maps": {kind: _packed(kind, weights) for kind, weights in checked.items()},
-        "candidates": _steps(candidates, len(tokens[walked])),
-        **more,
+        "maps": {kind: _packed(kind, weights) for kind, weights in arrays.items()},
+        "candidates": _packed_candidates(candidates, steps),
+        **(walkthrough or Walkthrough()).packed(arrays, steps, depth),
     }
     # Without "<" in the data no text can end the script element that holds it.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
-    def part(found: re.Match[str]) -> str:
-        return packed if found[1] == "data" else _read(found[1])
+    def content(slot: re.Match[str]) -> str:
+        """What stands for {{data}}, or for the {{name}} of a file."""
+        return packed if slot[1] == "data" else _read(slot[1])
 
-    return re.sub("{{(.+?)}}", part, _read("attention.html"))
+    return re.sub("{{(.+?)}}", content, _read("attention.html"))
 
 
 def attention_figure(
@@ -98,17 +99,17 @@ def attention_figure(
     `maps`, `tokens` and `layers` are those of `attention_page`; `kind` defaults to cross, else
     decoder, else encoder.
     """
-    checked = _checked(maps, tokens)
-    chosen = kind or list(checked)[-1]
-    if chosen not in checked:
+    arrays = _checked(maps, tokens)
+    chosen = kind or list(arrays)[-1]
+    if chosen not in arrays:
         raise ConfigError(
-            f"attention maps hold no {chosen!r}: choose one of {', '.join(map(repr, checked))}."
+            f"attention maps hold no {chosen!r}: choose one of {', '.join(map(repr, arrays))}."
         )
     labels = tuple([visible(token) for token in tokens[axis]] for axis in AXES[chosen])
     with warnings.catch_warnings():
         # A character that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure = _figure(checked[chosen], labels, f"{title}\n{TITLES[chosen]}", layers)
+        figure = _figure(arrays[chosen], labels, f"{title}\n{TITLES[chosen]}", layers)
         dots = min(160.0, 8000 / max(figure.get_size_inches()))
         with replacing(Path(path)) as file:
             figure.savefig(file, format="png", dpi=dots)
@@ -125,20 +126,23 @@ def _axes(maps: Maps) -> set[str]:
 def _checked(maps: Maps, tokens: TokenStrings) -> dict[str, np.ndarray]:
     """The maps as float32 in the order of AXES. Raises ConfigError with all that does not fit."""
     kinds = ", ".join(map(repr, AXES))
-    found = [f"{kind!r} is not a kind of map: {kinds} are." for kind in maps if kind not in AXES]
-    found += [] if maps else [f"there is none: pass any of {kinds}."]
+    problems = [f"{kind!r} is not a kind of map: {kinds} are." for kind in maps if kind not in AXES]
+    if not maps:
+        problems.append(f"there is none: pass any of {kinds}.")
     arrays = {kind: np.asarray(maps[kind], np.float32) for kind in AXES if kind in maps}
     missing = sorted(axis for axis in _axes(arrays) if not len(tokens.get(axis, ())))
-    found += [f"{axis} tokens are missing: pass tokens[{axis!r}]." for axis in missing]
-    if not found:
-        found = [text for kind, array in arrays.items() for text in _problems(kind, array, tokens)]
-    if (count := sum(array.size for array in arrays.values())) > MOST_WEIGHTS:
-        found.append(
-            f"{count:,} weights are too many to show (at most {MOST_WEIGHTS:,}): take fewer tokens"
+    problems += [f"{axis} tokens are missing: pass tokens[{axis!r}]." for axis in missing]
+    if not problems:
+        for kind, array in arrays.items():
+            problems += _problems(kind, array, tokens)
+    count = sum(array.size for array in arrays.values())
+    if count > MAX_WEIGHTS:
+        problems.append(
+            f"{count:,} weights are too many to show (at most {MAX_WEIGHTS:,}): take fewer tokens"
             " or layers."
         )
-    if found:
-        raise ConfigError("\n".join(f"attention maps: {problem}" for problem in found))
+    if problems:
+        raise ConfigError("\n".join(f"attention maps: {problem}" for problem in problems))
     return arrays
 
 
@@ -168,7 +172,7 @@ def _packed(kind: str, weights: np.ndarray) -> dict[str, Any]:
     return sides | {"shape": weights.shape, "weights": text}
 
 
-def _steps(
+def _packed_candidates(
     candidates: Sequence[Sequence[tuple[str, float]]], count: int
 ) -> list[list[tuple[str, float]]]:
     if candidates and len(candidates) != count:
@@ -201,9 +205,9 @@ def _figure(
     from matplotlib.figure import Figure
 
     depth, heads, rows, columns = weights.shape
-    labelled = max(rows, columns) <= MOST_LABELS
+    labeled = max(rows, columns) <= MAX_LABELS
     # Sizes are in inches: of a cell, of a map, and of the whole figure.
-    cell = max(min(0.22, 2.6 / max(rows, columns)), 0.055 if labelled else 0)
+    cell = max(min(0.22, 2.6 / max(rows, columns)), 0.055 if labeled else 0)
     width, height = max(columns * cell, 0.9), max(rows * cell, 0.9)
     size = (heads * (width + 0.12) + 2, depth * (height + 0.3) + 2)
     text: dict[str, Any] = {"color": INK, "fontsize": max(8.0, 3 * width)}
@@ -212,7 +216,7 @@ def _figure(
     figure.suptitle(title, fontweight="bold", parse_math=False, **headline)
     grid = figure.subplots(depth, heads, squeeze=False, sharex=True, sharey=True)
     shading: dict[str, Any] = {"cmap": "Blues", "norm": PowerNorm(0.5, 0, 1), "aspect": "auto"}
-    queries, keys = labels if labelled else ([], [])
+    queries, keys = labels if labeled else ([], [])
     font: dict[str, Any] = {"fontsize": min(9.0, 72 * cell * 0.85), "family": "monospace"}
     for (layer, head), axes in np.ndenumerate(grid):
         image = axes.imshow(weights[layer, head], interpolation="none", **shading)
@@ -224,9 +228,9 @@ def _figure(
         axes.set_xticks(range(len(keys)), keys, rotation=90, parse_math=False, **font)
     figure.supylabel("query", **text)
     figure.supxlabel("key", **text)
-    ticks, names = [0, 0.01, 0.1, 0.25, 0.5, 1], ["0", ".01", ".1", ".25", ".5", "1"]
+    ticks = {0: "0", 0.01: ".01", 0.1: ".1", 0.25: ".25", 0.5: ".5", 1: "1"}
     length = min(1, 3 / size[1])
-    bar = figure.colorbar(image, ax=grid, ticks=ticks, shrink=length, aspect=24, pad=0.01)
+    bar = figure.colorbar(image, ax=grid, ticks=[*ticks], shrink=length, aspect=24, pad=0.01)
     bar.outline.set_visible(False)
-    bar.ax.set_yticklabels(names, **text)
+    bar.ax.set_yticklabels([*ticks.values()], **text)
     return figure

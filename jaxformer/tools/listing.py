@@ -1,4 +1,4 @@
-"""The runs below a directory, as their files tell them."""
+"""The runs below a directory, with what their files say of them."""
 
 import fcntl
 import math
@@ -35,12 +35,12 @@ def runs_below(folder: Path) -> Iterator[ListedRun | ConfigError]:
     reason. Links are not followed. Raises ConfigError where there is no such directory."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory: give the one that your runs are in.")
-    for place, below, files in os.walk(folder):
-        below.sort()
+    for path, subfolders, files in os.walk(folder):
+        subfolders.sort()
         if {"config.json", "data.json"} <= {*files}:
-            below.clear()
+            subfolders.clear()
             try:
-                yield listed(Path(place))
+                yield listed(Path(path))
             except ConfigError as error:
                 yield error
 
@@ -74,15 +74,15 @@ def _last(lines: list[dict[str, Any]], name: str) -> float | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this file, as that of a run does while it lives."""
+    """Whether a process has locked this file, as the process of a run does while it lives."""
     try:
-        held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
-        os.close(held)
+        os.close(descriptor)
     return False

@@ -46,51 +46,56 @@ def is_volatile(name: str) -> bool:
 
 
 def remedies_of(setup: RunSetup, shortage: Shortage, planned: Plan | None) -> list[Remedy]:
-    """What to change: the smallest changes that fit by the plan, where it is about a step and knows
+    """What to change. For a step these are the smallest changes that fit by the plan, where it has
     any; else changes that need less, those that cost least first."""
     if shortage.on_chip:
         return [Remedy({"model.attention_kernel": "xla"}, "attention without a fused kernel")]
-    stores = shortage.place.startswith(("compiling", "step"))  # activations, for a backward pass
-    if planned and stores and planned.changes:
-        return [_of_plan(change.settings, change.peak) for change in planned.changes]
-    found = _of_memory(setup)
-    if "evaluation" in shortage.place or stores:
-        found += _of_rows(setup, stores)
-    return found
+    # A training step stores activations for its backward pass.
+    is_step = shortage.place.startswith(("compiling", "step"))
+    if planned and is_step and planned.changes:
+        return [_planned_remedy(change.settings, change.peak) for change in planned.changes]
+    remedies = _state_remedies(setup)
+    if is_step or "evaluation" in shortage.place:
+        remedies += _batch_remedies(setup, is_step)
+    return remedies
 
 
-def _of_plan(settings: dict[str, Any], peak: float) -> Remedy:
-    whole = {"mesh.data": 0} if "mesh.fsdp" in settings else {}  # which fsdp takes devices from
-    return Remedy(whole | settings, f"{human_bytes(peak)} of a device (estimate)")
+def _planned_remedy(settings: dict[str, Any], peak: float) -> Remedy:
+    # The devices that mesh.fsdp gets are taken from mesh.data.
+    if "mesh.fsdp" in settings:
+        settings = {"mesh.data": 0, **settings}
+    return Remedy(settings, f"{human_bytes(peak)} of a device (estimate)")
 
 
-def _of_memory(setup: RunSetup) -> list[Remedy]:
-    """Remedies for the memory that a run holds whatever it does."""
+def _state_remedies(setup: RunSetup) -> list[Remedy]:
+    """Remedies for the memory of parameters and optimizer state."""
     if setup.mesh.shape["data"] == 1:
         return []
     sizes = {"mesh.data": 1, "mesh.fsdp": batch_devices(setup.mesh)}
     return [Remedy(sizes, "parameters and optimizer state split over all devices")]
 
 
-def _of_rows(setup: RunSetup, stores: bool) -> list[Remedy]:
-    """Remedies for the memory that grows with the rows of a batch; `stores`: for a backward pass,
-    which an evaluation has not, nor microbatches."""
-    run, found = setup.run, list[Remedy]()
+def _batch_remedies(setup: RunSetup, is_step: bool) -> list[Remedy]:
+    """Remedies for the memory that grows with the rows of a batch. An evaluation has neither a
+    backward pass nor microbatches."""
+    run, remedies = setup.run, list[Remedy]()
     rows = run.train.batch_size // run.train.n_microbatches
-    halves = rows % (2 * batch_devices(setup.mesh)) == 0
+    can_halve = rows % (2 * batch_devices(setup.mesh)) == 0
     if run.model.attention_kernel == "xla" and _supports(setup, "blocked"):
-        found.append(Remedy({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory"))
-    if stores and run.model.remat != "full":
-        found.append(Remedy({"model.remat": "full"}, "activations recomputed instead of stored"))
-    if stores and halves:
+        remedies.append(Remedy({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory"))
+    if is_step and run.model.remat != "full":
+        remedies.append(Remedy({"model.remat": "full"}, "activations recomputed instead of stored"))
+    if is_step and can_halve:
         effect = f"activations of {rows // 2} rows at a time instead of {rows}"
-        found.append(Remedy({"train.microbatches": 2 * run.train.n_microbatches}, effect))
-    if halves:
-        found.append(Remedy({"train.batch_size": run.train.batch_size // 2}, "half as many rows"))
+        remedies.append(Remedy({"train.microbatches": 2 * run.train.n_microbatches}, effect))
+    if can_halve:
+        remedies.append(
+            Remedy({"train.batch_size": run.train.batch_size // 2}, "half as many rows")
+        )
     if run.data.sequence_length > 1:
         shorter = run.data.sequence_length // 2
-        found.append(Remedy({"data.sequence_length": shorter}, "rows half as long"))
-    return found
+        remedies.append(Remedy({"data.sequence_length": shorter}, "rows half as long"))
+    return remedies
 
 
 def _supports(setup: RunSetup, kernel: Any) -> bool:
@@ -113,14 +118,15 @@ def advice(error: RunOutOfMemory) -> str:
     lines = [memory_text(plan)] if plan else []
     if remedies:
         fits = plan is not None and plan.changes and "(estimate)" in remedies[0].effect
-        least = "The smallest changes that fit" if fits else "What needs less, the cheapest first"
-        lines.append(f"{least}:")
+        lines.append(
+            "The smallest changes that fit:" if fits else "What needs less, the cheapest first:"
+        )
     width = max((len(str(remedy)) for remedy in remedies), default=0)
     for remedy in remedies:
-        other = (saved is not None or begun) and not remedy.resumes
-        where = ", in another run.dir" if other else ""
+        needs_new_dir = (saved is not None or begun) and not remedy.resumes
+        where = ", in another run.dir" if needs_new_dir else ""
         lines.append(f"  {remedy!s:<{width}}  {remedy.effect}{where}")
-    lines.append(_directory(setup.run.run.dir, remedies, saved, begun))
+    lines.append(_directory_sentence(setup.run.run.dir, remedies, saved, begun))
     return "\n".join(lines)
 
 
@@ -135,14 +141,24 @@ def plan_of(setup: RunSetup) -> Plan | None:
     return None
 
 
-def _directory(path: str, remedies: Sequence[Remedy], saved: int | None, begun: bool) -> str:
-    others = ""
-    if any(not remedy.resumes for remedy in remedies):
-        others = " Settings that change its numbers need another run.dir"
-        others += f"; --run.init_from {path} starts there from its parameters." if saved else "."
+def _directory_sentence(
+    path: str, remedies: Sequence[Remedy], saved: int | None, begun: bool
+) -> str:
+    """What the run directory has, and which remedies need another one."""
+    if all(remedy.resumes for remedy in remedies):
+        new_dir = ""
+    elif saved:
+        new_dir = (
+            " Settings that change its numbers need another run.dir;"
+            f" --run.init_from {path} starts there from its parameters."
+        )
+    else:
+        new_dir = " Settings that change its numbers need another run.dir."
     if saved is not None:
-        continues = f"{path} holds step {saved}, from which the same command continues"
-        return f"{continues} with the other settings.{others}"
+        return (
+            f"{path} holds step {saved}, from which the same command continues with the other"
+            f" settings.{new_dir}"
+        )
     if begun:
-        return f"{path} was begun by an earlier command and holds no checkpoint.{others}"
+        return f"{path} was begun by an earlier command and holds no checkpoint.{new_dir}"
     return f"Nothing was trained in {path}: the same command with any of them begins the run."

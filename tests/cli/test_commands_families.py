@@ -14,7 +14,7 @@ from shapes import forward
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.cli.prompts import text_of, tokens_of
+from jaxformer.cli.prompting import text_of, tokens_of
 from jaxformer.generation.beam import beam_search
 from jaxformer.runs.translate import translate
 from jaxformer.tokenizer import Tokenizer

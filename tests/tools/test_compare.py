@@ -15,8 +15,7 @@ from jaxformer.config.saved import to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
 from jaxformer.report.metrics import MetricsLog
-from jaxformer.tools.comparing import band_of, configurations, read_runs
-from jaxformer.tools.comparison import Curve
+from jaxformer.tools.run_comparison import Curve, band_of, configurations, read_runs
 
 TOKENS = 32  # of a step
 
@@ -54,8 +53,8 @@ def curve(steps: list[float], values: list[float]) -> Curve:
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_configuration(runs: Path) -> None:
-    notes: list[str] = []
-    groups = configurations(read_runs([runs], notes))
+    found, notes = read_runs([runs])
+    groups = configurations(found)
     assert notes == []
     assert [[run.seed for run in group.runs] for group in groups] == [[1, 2], [1]]
     assert [group.name for group in groups] == [f"{runs / 'a-1'} (2 seeds)", str(runs / "b")]
@@ -67,7 +66,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_configuration(runs: Path) 
 
 def test_runs_of_other_data_are_not_seeds_of_one(runs: Path) -> None:
     made(runs / "c", 3, 1e-3, [5.0], data="other")
-    groups = configurations(read_runs([runs], []))
+    groups = configurations(read_runs([runs])[0])
     assert [len(group.runs) for group in groups] == [2, 1, 1]
     assert groups[2].differing["data.json: train"] == "other"
 
@@ -76,29 +75,28 @@ def test_what_a_run_starts_from_is_compared_and_how_it_is_started_is_not(runs: P
     written = json.loads((runs / "a-2" / "config.json").read_text())
     written["run"]["progress"], written["launch"]["timeout"] = "none", 7.0
     (runs / "a-2" / "config.json").write_text(json.dumps(written))
-    assert len(configurations(read_runs([runs / "a-1", runs / "a-2"], []))) == 1
+    assert len(configurations(read_runs([runs / "a-1", runs / "a-2"])[0])) == 1
     written["run"]["init_from"] = "runs/base"
     (runs / "a-2" / "config.json").write_text(json.dumps(written))
-    groups = configurations(read_runs([runs / "a-1", runs / "a-2"], []))
+    groups = configurations(read_runs([runs / "a-1", runs / "a-2"])[0])
     assert [group.differing for group in groups] == [
         {"run.init_from": ""},
         {"run.init_from": "runs/base"},
     ]
 
 
-def test_a_run_is_read_once_and_one_without_losses_is_told(runs: Path) -> None:
+def test_a_run_is_read_once_and_one_without_losses_is_noted(runs: Path) -> None:
     made(runs / "empty", 1, 1e-3, [])
     (runs / "b" / "config.json").write_text("{")
-    notes: list[str] = []
-    found = read_runs([runs / "a-1", runs / "empty", runs], notes)
+    found, notes = read_runs([runs / "a-1", runs / "empty", runs])
     assert [run.listed.path.name for run in found] == ["a-1", "a-2"]
     assert len(notes) == 2 and "no loss yet" in notes[0] and "config.json" in notes[1]
     with pytest.raises(ConfigError, match="no run with a logged loss"):
-        read_runs([runs / "empty"], [])
+        read_runs([runs / "empty"])
 
 
 def test_a_curve_has_what_was_logged_by_step_tokens_and_seconds(runs: Path) -> None:
-    (run,) = read_runs([runs / "a-1"], [])
+    (run,), _ = read_runs([runs / "a-1"])
     assert run.validation.steps.tolist() == [2, 4]
     assert run.validation.tokens.tolist() == [2 * TOKENS, 4 * TOKENS]
     assert run.validation.values.tolist() == [5.0, 3.0]

@@ -17,8 +17,8 @@ from harness import END, LENGTH, answered, save, text, write_tasks
 
 import jaxformer as jf
 from jaxformer.cli import main as jaxformer_main
-from jaxformer.tools.lm_eval import main, model, scores
-from jaxformer.tools.lm_eval.model import JaxformerLM
+from jaxformer.tools.lm_eval import harness_model, main
+from jaxformer.tools.lm_eval.harness_model import JaxformerLM, token_scores
 
 pytestmark = pytest.mark.xdist_group("lm_eval")
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def compare(ours, hf, name):
         assert ours == hf and type(ours) is type(hf), name
 
 
-def harness_model(directory, **settings):
+def reference_model(directory, **settings):
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=3, **settings)
@@ -86,7 +86,7 @@ def harness_model(directory, **settings):
 @pytest.fixture(scope="module")
 def hf(directory):
     """The harness's own model of the directory."""
-    return harness_model(directory)
+    return reference_model(directory)
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +242,9 @@ def test_no_more_is_read_than_must_be(directory, monkeypatch):
     tokens are few logits."""
     read, lm = [], JaxformerLM(directory, batch_size=2)
     monkeypatch.setattr(
-        model,
-        "scores",
-        lambda *asked: read.append((asked[2], *asked[3].shape)) or scores.scores(*asked),
+        harness_model,
+        "token_scores",
+        lambda *asked: read.append((asked[2], *asked[3].shape)) or token_scores(*asked),
     )
     asked = [(None, [5, 6, 7], [8, last]) for last in range(20)] + [(None, [5, 6, 7, 8], [9])]
     answers = lm._loglikelihood_tokens(asked, disable_tqdm=True)
@@ -259,7 +259,7 @@ def test_no_more_is_read_than_must_be(directory, monkeypatch):
 def test_texts_become_the_tokens_of_the_harness_s_own_model(directory, bos):
     ours, hf = (
         JaxformerLM(directory, add_bos_token=bos),
-        harness_model(directory, add_bos_token=bos),
+        reference_model(directory, add_bos_token=bos),
     )
     assert (ours.prefix_token_id, ours.eot_token_id) == (hf.prefix_token_id, hf.eot_token_id)
     assert (ours.max_length, ours.max_gen_toks) == (hf.max_length, hf.max_gen_toks)
@@ -290,9 +290,9 @@ CONTEXTS = ["the cat", "dog", "river stone bright", "42 <b>"]
 
 @one_directory
 def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
-    steps, decode = [], model.decode
+    steps, decode = [], harness_model.decode
     monkeypatch.setattr(
-        model, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
+        harness_model, "decode", lambda *arguments: steps.append(arguments[3]) or decode(*arguments)
     )
     lm = JaxformerLM(directory, batch_size=4)
     whole = written(lm, CONTEXTS, until=[], max_gen_toks=80)
@@ -302,14 +302,16 @@ def test_writing_ends_once_every_text_has_its_stop(directory, monkeypatch):
     assert written(lm, CONTEXTS, until=stops, max_gen_toks=80) == [
         min((text.split(stop)[0] for stop in stops if stop), key=len) for text in whole
     ]
-    assert steps == [model.CHUNK]
+    assert steps == [harness_model.CHUNK]
     steps.clear()
     prompt = np.array([lm.tokenizer.encode(CONTEXTS[0])])
-    first = scores.scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
+    first = token_scores(lm.params, lm.config, 0, prompt, np.array([prompt.size]), np.array([1]))[
         2
     ].argmax()
     monkeypatch.setattr(type(lm.tokenizer), "end_token", int(first))
-    assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [model.CHUNK]
+    assert written(lm, CONTEXTS[:1], until=[], max_gen_toks=80) == [""] and steps == [
+        harness_model.CHUNK
+    ]
 
 
 @one_directory
@@ -350,7 +352,7 @@ def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
     from lm_eval.api.instance import Instance
 
     loaded = from_scratch(positions="learned", logit_soft_cap=3.0)
-    monkeypatch.setattr(model, "load", lambda *_: loaded)
+    monkeypatch.setattr(harness_model, "load", lambda *_: loaded)
     pairs = [("", "the cat"), ("the cat ", "sees a dog"), ("river", " stone " * 20)]
     found = JaxformerLM("run").loglikelihood(
         [Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True
@@ -366,7 +368,7 @@ def test_a_run_s_likelihoods_are_those_of_its_forward_pass(monkeypatch):
 
 
 def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(model, "load", lambda *_: from_scratch())
+    monkeypatch.setattr(harness_model, "load", lambda *_: from_scratch())
     lm = JaxformerLM("run", batch_size=2)
     (whole, _), (cut, _) = lm._loglikelihood_tokens(
         [(None, [3] * 80, [5]), (None, [4] * 9 + [3] * 80, [5])]
@@ -385,12 +387,14 @@ def test_a_context_that_is_cut_is_told(monkeypatch, caplog):
 def test_logits_computed_a_few_at_a_time_give_the_same(monkeypatch):
     loaded, rng, found = from_scratch(), np.random.default_rng(0), []
     rows = (rng.integers(0, 320, (3, 64)), np.array([64, 30, 2]), np.array([40, 17, 1]))
-    for most, shape in ((2**23, "[3,64,320]"), (3 * 320 * 4, "[3,4,320]")):
-        monkeypatch.setattr(scores, "LOGITS", most)
-        scores.scores.clear_cache()
-        traced = scores.scores.trace(loaded.params, loaded.config, 64, *rows)
-        assert shape in str(traced.jaxpr) and (most == 2**23) == ("[3,64,320]" in str(traced.jaxpr))
-        found.append(scores.scores(loaded.params, loaded.config, 64, *rows))
+    for limit, shape in ((2**23, "[3,64,320]"), (3 * 320 * 4, "[3,4,320]")):
+        monkeypatch.setattr(harness_model, "MAX_LOGITS", limit)
+        token_scores.clear_cache()
+        traced = token_scores.trace(loaded.params, loaded.config, 64, *rows)
+        assert shape in str(traced.jaxpr) and (limit == 2**23) == (
+            "[3,64,320]" in str(traced.jaxpr)
+        )
+        found.append(token_scores(loaded.params, loaded.config, 64, *rows))
     for few, many in zip(*found, strict=True):
         np.testing.assert_allclose(few, many, rtol=1e-5)
 
@@ -416,7 +420,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
-    monkeypatch.setattr(model, "load", lambda *_, **__: from_scratch())
+    monkeypatch.setattr(harness_model, "load", lambda *_, **__: from_scratch())
     attempt, message = REFUSED[name]
     with pytest.raises(jf.ConfigError, match=message):
         attempt()
@@ -427,7 +431,7 @@ def test_what_cannot_be_done_is_said_in_one_message(monkeypatch, name):
     [{"family": "encoder"}, {"family": "encoder_decoder"}, {"head": "tags", "n_classes": 3}],
 )
 def test_a_model_that_writes_no_text_from_left_to_right_is_refused(monkeypatch, settings):
-    monkeypatch.setattr(model, "load", lambda *_: from_scratch(**settings))
+    monkeypatch.setattr(harness_model, "load", lambda *_: from_scratch(**settings))
     with pytest.raises(jf.ConfigError, match="give it a decoder"):
         JaxformerLM("run")
 

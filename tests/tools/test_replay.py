@@ -14,7 +14,7 @@ from tiny_run import EVERY, STEPS, contents, copy, line, reference, train_here, 
 from jaxformer.cli import main
 from jaxformer.files import ConfigError
 from jaxformer.report import read_metrics
-from jaxformer.tools.replay import replay
+from jaxformer.tools.step_replay import replay
 
 pytestmark = pytest.mark.slow
 

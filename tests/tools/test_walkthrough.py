@@ -17,7 +17,7 @@ from test_inspect import forward as logits_of_case
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.tools.attention_page import attention_page
-from jaxformer.tools.walkthrough import BeamCandidate, Stage, Walkthrough
+from jaxformer.tools.attention_walkthrough import BeamCandidate, Stage, Walkthrough
 
 Capture = pytest.CaptureFixture[str]
 

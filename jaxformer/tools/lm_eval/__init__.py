@@ -2,8 +2,9 @@
 --tasks ...`.
 
 The arguments are those of the harness's own command `lm_eval`, which knows only registered models:
-`main` registers `model.JaxformerLM` and calls the harness. `python -m jaxformer.tools.lm_eval` is
-the same command. In Python, `import jaxformer.tools.lm_eval.model` registers the model.
+`main` registers `harness_model.JaxformerLM` and calls the harness. `python -m
+jaxformer.tools.lm_eval` is the same command. In Python, `import
+jaxformer.tools.lm_eval.harness_model` registers the model.
 """
 
 import sys
@@ -31,15 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     if "jaxformer" not in model_registry:
-        model_registry.register("jaxformer", target="jaxformer.tools.lm_eval.model:JaxformerLM")
-    before = sys.argv
-    given = before[1:] if arguments is None else arguments
-    sys.argv = ["jaxformer lm_eval", *given]  # the harness reads no other arguments
+        model_registry.register(
+            "jaxformer", target="jaxformer.tools.lm_eval.harness_model:JaxformerLM"
+        )
+    process_argv = sys.argv
+    argv = process_argv[1:] if arguments is None else arguments
+    sys.argv = ["jaxformer lm_eval", *argv]  # the harness reads no other arguments
     try:
         cli_evaluate()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        sys.argv = before
+        sys.argv = process_argv
     return 0

@@ -52,24 +52,30 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("problem", "settings and data", str(error))
         return
-    yield Finding("ok", "settings and data", _data(setup))
+    yield Finding("ok", "settings and data", _data_sentence(setup))
     yield disk(setup)
     yield from kernel(setup)
     yield from dry_run(setup)
 
 
 def versions() -> Finding:
-    found = {name: _version(name) for name in (*VERSIONED, *PLUGINS)}
-    installed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    """The versions of the libraries, and whether the plugins for GPUs have that of jax."""
+    numbers = {name: _version(name) for name in (*VERSIONED, *PLUGINS)}
+    installed = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
     text = f"Python {machine.python_version()}, {installed}"
-    apart = [name for name in PLUGINS[:2] if found[name] and found[name] != found["jax"]]
-    if apart:
-        wanted = f'"{apart[0]}=={found["jax"]}"'
-        return Finding("problem", "versions", f"{text}: pip install {wanted}, the version of jax.")
+    jax_version = numbers["jax"]
+    for plugin in PLUGINS[:2]:
+        if numbers[plugin] not in ("", jax_version):
+            return Finding(
+                "problem",
+                "versions",
+                f'{text}: pip install "{plugin}=={jax_version}", the version of jax.',
+            )
     return Finding("ok", "versions", text)
 
 
 def _version(name: str) -> str:
+    """The version of a package, "" where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -77,9 +83,10 @@ def _version(name: str) -> str:
 
 
 def devices() -> Finding:
-    found = jax.devices()
-    text = f"{len(found)} x {found[0].device_kind} ({found[0].platform})"
-    if found[0].platform == "cpu":
+    """The devices, and whether this machine has accelerators that JAX does not use."""
+    first, count = jax.devices()[0], jax.device_count()
+    text = f"{count} x {first.device_kind} ({first.platform})"
+    if first.platform == "cpu":
         for pattern, extra in DRIVERS.items():
             if [*Path("/").glob(pattern.lstrip("/"))]:
                 return Finding(
@@ -98,7 +105,7 @@ def directories(run: RunConfig) -> Iterator[Finding]:
         chosen_tracker(run.run.tracker)
     except ConfigError as error:
         yield Finding("problem", "run.tracker", str(error))
-    named = {
+    directories_by_setting = {
         "run.dir": run.run.dir,
         "data.cache_dir": run.data.cache_dir,
         "run.compilation_cache": run.run.compilation_cache,
@@ -107,30 +114,29 @@ def directories(run: RunConfig) -> Iterator[Finding]:
         require_savable(Path(run.run.dir).absolute())
     except ConfigError as error:
         yield Finding("problem", "run.dir", str(error))
-    for setting, value in named.items():
+    for setting, value in directories_by_setting.items():
         if not value:
-            empty = "problem" if setting == "run.dir" else "note"
-            yield Finding(empty, setting, "is empty.")  # type: ignore[arg-type]
+            yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
             continue
-        place = existing(Path(value).expanduser())
+        folder = existing(Path(value).expanduser())
         try:
-            with tempfile.TemporaryFile(dir=place):
+            with tempfile.TemporaryFile(dir=folder):
                 yield Finding("ok", setting, f"{value} can be written")
         except OSError as error:
             yield Finding(
                 "problem",
                 setting,
-                f"{value} cannot be written ({error.strerror} in {place}): choose another one.",
+                f"{value} cannot be written ({error.strerror} in {folder}): choose another one.",
             )
 
 
 def existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that there is."""
+    """The path itself, or the nearest directory above it that exists."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def _data(setup: RunSetup) -> str:
+def _data_sentence(setup: RunSetup) -> str:
     train, run = setup.corpus.train, setup.run
     return (
         f"{setup.corpus.task.name}, {train.tokens:,} tokens to train on, {run.train.steps:,} steps"
@@ -142,16 +148,20 @@ def disk(setup: RunSetup) -> Finding:
     """Whether the checkpoints that are kept, and the one that is being written, fit the disk."""
     run = setup.run
     leaves = jax.tree.leaves(setup.target)
-    state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    place = existing(Path(run.run.dir))
-    needed, free = state * (run.train.keep_checkpoints + 1), shutil.disk_usage(place).free
+    state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    folder = existing(Path(run.run.dir))
+    count = run.train.keep_checkpoints + 1
+    needed, free = count * state_bytes, shutil.disk_usage(folder).free
     text = (
-        f"{run.train.keep_checkpoints + 1} checkpoints of {human_bytes(state)} need"
-        f" {human_bytes(needed)}, and {place} has {human_bytes(free)} free"
+        f"{count} checkpoints of {human_bytes(state_bytes)} need {human_bytes(needed)}, and"
+        f" {folder} has {human_bytes(free)} free"
     )
     if needed > free:
-        remedy = "make room, choose another run.dir, or lower train.keep_checkpoints."
-        return Finding("problem", "disk space", f"{text}: {remedy}")
+        return Finding(
+            "problem",
+            "disk space",
+            f"{text}: make room, choose another run.dir, or lower train.keep_checkpoints.",
+        )
     return Finding("ok", "disk space", text)
 
 
@@ -176,10 +186,10 @@ def dry_run(setup: RunSetup) -> Iterator[Finding]:
         with memory_of("the first step"):
             state, metrics = program(state, batch)
             first = as_logged(jax.device_get(metrics))
-            begin = time.perf_counter()
+            start = time.perf_counter()
             _, metrics = program(state, batch)
             jax.block_until_ready(metrics)
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - start
     except (OutOfMemory, ConfigError) as error:
         yield Finding("problem", "one step", str(error))
         return

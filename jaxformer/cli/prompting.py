@@ -1,4 +1,4 @@
-"""Prompts of the commands: what a model reads of a text, what it writes, and the text of its
+"""What a model reads of the prompt of a command, what it writes after it, and the text of its
 tokens."""
 
 import itertools
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model with all that a command needs to read a prompt. `stops` are ids that end a text
-    beside those of the tokenizer."""
+    """A model with all that a command needs to read a prompt. `stops` are token ids that end a text
+    in addition to those of the tokenizer."""
 
     path: Path
     params: dict[str, Any]
@@ -39,32 +39,33 @@ class Model:
         return tuple(dict.fromkeys([*self.tokenizer.end_tokens, *self.stops]))
 
     def writing_rules(self) -> dict[str, Any]:
-        """What the texts that it writes may hold, as keywords of `jf.generate`."""
+        """The rules on the texts that it writes, as keywords of `jf.generate`."""
         from jaxformer.runs.stated import writing_rules
 
         return writing_rules(self.tokenizer) | {"end_token": self.end_tokens}
 
     def context(self, source: bool = False) -> int:
-        """How many tokens it reads at most, or tokens of a source."""
+        """The largest number of tokens that it reads, or of tokens of a source."""
         from jaxformer.generation.prompts import context_of
 
         return context_of(self.params, self.config, source)
 
 
-def open_model(asked: ModelArguments, pair: str) -> Model:
+def open_model(args: ModelArguments, pair: str) -> Model:
     """The model that a command names. Raises ConfigError where it has no tokenizer, or cannot read
     a second text `pair`."""
     from jaxformer.runs.loading import load, run_of
 
-    path, found = asked.path, load(asked.path, asked.step, quantize=asked.quantize)
-    if found.tokenizer is None:
-        raise without_tokenizer(path)
-    if pair and found.config.family != "encoder":
+    loaded = load(args.path, args.step, quantize=args.quantize)
+    config = loaded.config
+    if loaded.tokenizer is None:
+        raise without_tokenizer(args.path)
+    if pair and config.family != "encoder":
         raise ConfigError(
-            f"--pair needs an encoder, but {path} has model.family={found.config.family!r}."
+            f"--pair needs an encoder, but {args.path} has model.family={config.family!r}."
         )
-    labels = found.labels or tuple(f"class {index}" for index in range(found.config.n_classes))
-    return Model(path, found.params, found.config, found.tokenizer, labels, run_of(path))
+    labels = loaded.labels or tuple(f"class {index}" for index in range(config.n_classes))
+    return Model(args.path, loaded.params, config, loaded.tokenizer, labels, run_of(args.path))
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -74,28 +75,30 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
     Where tokens include the space before a word, a masked word includes its space as well.
     """
     special = {f"<extra_id_{index}>": token for index, token in enumerate(tokenizer.sentinels())}
-    if (mask := tokenizer.special("mask")) is not None:
+    mask = tokenizer.special("mask")
+    if mask is not None:
         special |= dict.fromkeys(ROLES["mask"], mask)
     if not any(name in text for name in special):
         return tokenizer.encode(text)
-    shown = map(tokenizer.shown, tokenizer.ordinary().tolist())
-    spaced = any(len(token) > 1 and token[0] == " " for token in shown)
+    token_texts = map(tokenizer.shown, tokenizer.ordinary().tolist())
+    has_spaces = any(len(token) > 1 and token[0] == " " for token in token_texts)
     names = "|".join(map(re.escape, special))
+    pattern = f" ?({names})" if has_spaces else f"({names})"
     tokens: list[int] = []
-    for part in re.split(f"{' ?' * spaced}({names})", text):
-        tokens += [special[part]] if part in special else tokenizer.encode(part)
+    for piece in re.split(pattern, text):
+        tokens += [special[piece]] if piece in special else tokenizer.encode(piece)
     return tokens
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of tokens as `Tokenizer.decode` gives it, but with the names of sentinels, which
-    tell where each part belongs."""
+    say where each span of text belongs."""
     sentinels = {*tokenizer.sentinels()}
-    runs = ((marks, list(run)) for marks, run in itertools.groupby(tokens, sentinels.__contains__))
-    return "".join(
-        "".join(map(tokenizer.shown, run)) if marks else tokenizer.decode(run)
-        for marks, run in runs
-    )
+    texts: list[str] = []
+    for are_sentinels, group in itertools.groupby(tokens, sentinels.__contains__):
+        span = list(group)
+        texts += map(tokenizer.shown, span) if are_sentinels else [tokenizer.decode(span)]
+    return "".join(texts)
 
 
 def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
@@ -107,11 +110,11 @@ def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
     return tokenizer.as_prompt(ids), []
 
 
-def written(
+def new_tokens(
     model: Model, start: list[int], source: list[int], count: int, beams: int, **rules: Any
 ) -> Iterator[list[int]]:
-    """At most `count` new tokens as they are made; `rules` are those of the beam search, or of
-    sampling if `beams` is 0."""
+    """At most `count` new tokens, in pieces as they are made; `rules` are the keywords of
+    `beam_search`, or of `stream_tokens` if `beams` is 0."""
     from jaxformer.generation.beam import beam_search
     from jaxformer.generation.decode import stream_tokens
 
@@ -119,10 +122,8 @@ def written(
     if source:
         rules["source"] = [source]
     if beams:
-        found = beam_search(
-            model.params, model.config, [start], count, beams=beams, keep=1, **rules
-        )
-        yield np.asarray(found.tokens[0, 0]).tolist()
+        best = beam_search(model.params, model.config, [start], count, beams=beams, keep=1, **rules)
+        yield np.asarray(best.tokens[0, 0]).tolist()
         return
     for piece in stream_tokens(model.params, model.config, [start], count, **rules):
         yield piece[0].tolist()
@@ -134,14 +135,15 @@ def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
     from jaxformer.data.label_templates import ClassTemplate
     from jaxformer.runs.objectives import row_format
 
-    ids = [tokens_of(model.tokenizer, part) for part in (text, *([pair] if pair else []))]
+    texts = [text, pair] if pair else [text]
+    ids = [tokens_of(model.tokenizer, each) for each in texts]
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     return _row(template, [*ids, [0]])
 
 
 def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
-    """The words of a text, the indices of those of which the tokenizer makes tokens (of U+200B it
-    may make none), and their row, in which weights [T] are 1 on the first token of each of these.
+    """The words of a text; the indices of those that the tokenizer makes tokens of (of U+200B it
+    may make none); and their row, in which weights [T] are 1 on the first token of each of these.
     """
     from jaxformer.data.label_templates import TagTemplate
     from jaxformer.runs.objectives import row_format
@@ -149,19 +151,22 @@ def words_of(model: Model, text: str) -> tuple[list[str], list[int], dict[str, n
     words = text.split()
     template = TagTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     numbers = tuple(map(str, range(len(words))))  # as tags, so that each word has its own
-    (parts,) = template.encode([(tuple(words), numbers)], {})
-    return words, [number for number in parts[1] if number >= 0], _row(template, list(parts))
+    (example,) = template.encode([(tuple(words), numbers)], {})  # token ids, and tags
+    encoded_words = [number for number in example[1] if number >= 0]
+    return words, encoded_words, _row(template, list(example))
 
 
-def _row(template: "Template", parts: list[Sequence[int]]) -> dict[str, np.ndarray]:
-    size = int(template.sizes(np.array([[len(part) for part in parts]]))[0, 0])
-    check_size(size if len(parts[0]) else 0, template.length, "into a row of its training")
-    return template.arrays(*(np.asarray(part, np.int32) for part in parts))
+def _row(template: "Template", example: list[Sequence[int]]) -> dict[str, np.ndarray]:
+    """The row of one encoded example, whose first sequence are the tokens of its text."""
+    lengths = np.array([[len(sequence) for sequence in example]])
+    size = int(template.sizes(lengths)[0, 0])
+    check_size(size if len(example[0]) else 0, template.length, "into a row of its training")
+    return template.arrays(*(np.asarray(sequence, np.int32) for sequence in example))
 
 
-def check_size(size: int, most: int, where: str) -> None:
-    """Raises ConfigError for a prompt of no tokens, or of more than fit."""
+def check_size(size: int, limit: int, where: str) -> None:
+    """Raises ConfigError for a prompt of no tokens, or of more than `limit`, which fit `where`."""
     if not size:
         raise ConfigError("the prompt is empty: give --prompt some text.")
-    if size > most:
-        raise ConfigError(f"the prompt is {size} tokens, but only {most} fit {where}: shorten it.")
+    if size > limit:
+        raise ConfigError(f"the prompt is {size} tokens, but only {limit} fit {where}: shorten it.")

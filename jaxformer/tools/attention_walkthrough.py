@@ -2,6 +2,7 @@
 computation, masks, beams and the logits of each layer."""
 
 import base64
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from jaxformer.files import ConfigError
 
 AxisSizes = Sequence[tuple[str, int]]  # of each axis its symbol, or its size, and its size
 Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likeliest first
+Box = Literal["encoder", "decoder", "output"]  # of the diagram
 STATES = ("kept", "finished", "dropped")
 JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
 VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
@@ -20,10 +22,10 @@ VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOIN
 
 def visible(token: str) -> str:
     """A token's text with its white space shown as `·`, `↵` or `⇥`, and `∅` for no text at all."""
-    return "".join(map(_visible, token)) or "∅"
+    return "".join(map(_visible_character, token)) or "∅"
 
 
-def _visible(char: str) -> str:
+def _visible_character(char: str) -> str:
     if char in VISIBLE or char.isspace():
         return VISIBLE.get(char, "·")
     return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
@@ -37,7 +39,7 @@ class Stage(NamedTuple):
     is lines of text.
     """
 
-    part: Literal["encoder", "decoder", "output"]
+    part: Box
     name: str
     layers: Sequence[int]
     reads: Sequence[AxisSizes]
@@ -66,7 +68,7 @@ class BeamCandidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Walkthrough:
-    """What a page shows beside its maps; what is not given is not shown.
+    """What a page shows beside its maps; an empty field is not shown.
 
     `stages` are in the order of computation, and `symbols` say what the symbols of their axes mean.
     `masks` hold, for kinds of maps that the page has, which keys each query may attend to: bool
@@ -82,30 +84,30 @@ class Walkthrough:
     lens: Sequence[Sequence[Choices]] = ()
 
     def packed(self, maps: Mapping[str, np.ndarray], steps: int, depth: int) -> dict[str, Any]:
-        """What the page holds of it: for maps [L, N, queries, keys] of each kind, `steps` tokens
+        """It as the data of the page: for maps [L, N, queries, keys] of each kind, `steps` tokens
         that a reader steps through, and `depth` layers that read them. Raises ConfigError with all
         that does not fit."""
         masks = {kind: np.asarray(mask) for kind, mask in self.masks.items()}
-        found = [*_mask_problems(masks, maps), *self._step_problems(steps, depth)]
-        if found:
-            raise ConfigError("\n".join(f"walkthrough: {problem}" for problem in found))
+        problems = [*_mask_problems(masks, maps), *self._step_problems(steps, depth)]
+        if problems:
+            raise ConfigError("\n".join(f"walkthrough: {problem}" for problem in problems))
         return {
             "stages": [_packed_stage(stage) for stage in self.stages],
             "symbols": dict(self.symbols),
             "masks": {kind: _packed_mask(mask) for kind, mask in masks.items()},
-            "beams": [[_packed_candidate(each) for each in step] for step in self.beams],
+            "beams": [[_packed_candidate(beam) for beam in step] for step in self.beams],
             "lens": [[packed_choices(choices) for choices in layer] for layer in self.lens],
         }
 
     def _step_problems(self, steps: int, depth: int) -> Iterator[str]:
         if self.beams and len(self.beams) != steps:
             yield f"{len(self.beams)} steps of beams for {steps} tokens: give a list for each."
-        for each in (each for step in self.beams for each in step):
-            numbers = (each.log_probability, 0.0 if each.score is None else each.score)
+        for beam in itertools.chain.from_iterable(self.beams):
+            numbers = (beam.log_probability, 0.0 if beam.score is None else beam.score)
             if not all(math.isfinite(number) and number <= 0.01 for number in numbers):
                 yield f"a beam has {numbers}: pass log-probabilities, which are finite and below 0."
-            if each.state not in STATES:
-                yield f"a beam is {each.state!r}: it must be one of {', '.join(STATES)}."
+            if beam.state not in STATES:
+                yield f"a beam is {beam.state!r}: it must be one of {', '.join(STATES)}."
         if self.lens and [len(layer) for layer in self.lens] != [steps] * depth:
             yield (
                 f"the lens has {len(self.lens)} layers of {[*map(len, self.lens)]} positions, not"
@@ -115,12 +117,12 @@ class Walkthrough:
 
 def packed_choices(choices: Choices) -> list[tuple[str, float]]:
     """Texts and probabilities for the page. Raises ConfigError for one not within 0 to 1."""
-    if not all(0 <= share <= 1.01 for _, share in choices):
+    if not all(0 <= probability <= 1.01 for _, probability in choices):
         raise ConfigError(
             "candidates hold a probability that is not within 0 to 1: pass (text, probability)"
             " after the softmax."
         )
-    return [(visible(text), round(float(share), 6)) for text, share in choices]
+    return [(visible(text), round(float(probability), 6)) for text, probability in choices]
 
 
 def _mask_problems(
@@ -141,24 +143,32 @@ def _mask_problems(
 
 
 def _packed_mask(mask: np.ndarray) -> dict[str, Any]:
-    """Masks [L, queries, keys] as those that differ, in base64 with 8 keys a byte, the first the
-    highest bit, and which of them each layer has."""
-    different, of_layer = np.unique(mask, axis=0, return_inverse=True)
+    """The different ones of the masks [L, queries, keys], in base64 with 8 keys a byte, the first
+    in the highest bit, and the index of the one that each layer has."""
+    different, index_of_layer = np.unique(mask, axis=0, return_inverse=True)
     bits = np.packbits(different.reshape(len(different), -1), axis=1)
     texts = [base64.b64encode(row.tobytes()).decode("ascii") for row in bits]
-    return {"bits": texts, "layers": of_layer.reshape(-1).tolist()}
+    return {"bits": texts, "layers": index_of_layer.reshape(-1).tolist()}
 
 
 def _packed_stage(stage: Stage) -> dict[str, Any]:
-    found = stage._asdict()
-    found["layers"] = [int(layer) for layer in stage.layers]
-    for side in ("reads", "makes"):
-        found[side] = [[(str(name), int(size)) for name, size in axes] for axes in found[side]]
-    return found | {"products": [_packed_stage(product) for product in stage.products]}
+    return stage._asdict() | {
+        "layers": [int(layer) for layer in stage.layers],
+        "reads": _packed_axes(stage.reads),
+        "makes": _packed_axes(stage.makes),
+        "products": [_packed_stage(product) for product in stage.products],
+    }
 
 
-def _packed_candidate(each: BeamCandidate) -> dict[str, Any]:
-    numbers = {"log_probability": round(float(each.log_probability), 4)}
-    numbers |= {} if each.score is None else {"score": round(float(each.score), 4)}
-    before = "" if not each.before else visible(each.before)
-    return each._asdict() | {"before": before, "token": visible(each.token)} | numbers
+def _packed_axes(arrays: Sequence[AxisSizes]) -> list[list[tuple[str, int]]]:
+    return [[(str(name), int(size)) for name, size in axes] for axes in arrays]
+
+
+def _packed_candidate(candidate: BeamCandidate) -> dict[str, Any]:
+    score = candidate.score
+    return candidate._asdict() | {
+        "before": visible(candidate.before) if candidate.before else "",
+        "token": visible(candidate.token),
+        "log_probability": round(float(candidate.log_probability), 4),
+        "score": None if score is None else round(float(score), 4),
+    }

@@ -1,5 +1,9 @@
 """One step of a run, done again from its number: its batch, the loss of each token, and the norms
-of its gradient."""
+of its gradient.
+
+In the comments, B is the number of rows, T that of tokens, D the width of the model, V the size of
+the vocabulary and L the number of layers.
+"""
 
 import dataclasses
 import math
@@ -62,12 +66,12 @@ class Replay(NamedTuple):
     def differing(self) -> dict[str, tuple[float, float]]:
         """The numbers that are not, to the bit, those that the run logged: (now, then)."""
         logged = self.logged or {}
-        apart = {}
+        differing = {}
         for name, now in self.metrics.items():
             then = float(logged.get(name, now))
             if now != then and not (math.isnan(now) and math.isnan(then)):
-                apart[name] = (now, then)
-        return apart
+                differing[name] = (now, then)
+        return differing
 
 
 def replay(
@@ -80,17 +84,15 @@ def replay(
     """Does step `step` of the run directory `path` again, from its newest earlier checkpoint or
     from its beginning. Writes nothing.
 
-    `mesh` are sizes of axes of the mesh in place of those of the run; tokenized text is kept in
-    `cache_dir`, by default that of this user. Raises ConfigError where
-    `path` is no run directory, has no such step, its data has changed, or the mesh does not fit the
-    devices.
+    `mesh` are sizes of axes of the mesh in place of those of the run; tokenized text is stored in
+    `cache_dir`, by default that of this user. Raises ConfigError where `path` is no run directory,
+    has no such step, its data has changed, or the mesh does not fit the devices.
     """
     folder = Path(path)
     run = read_config(folder / "config.json")
-    own = dataclasses.replace(run.run, dir=str(folder), profile="")
     run = dataclasses.replace(
         run,
-        run=own,
+        run=dataclasses.replace(run.run, dir=str(folder), profile=""),
         mesh=dataclasses.replace(run.mesh, **(mesh or {})),
         data=dataclasses.replace(run.data, cache_dir=str(cache_dir or own_cache())),
     )
@@ -114,27 +116,29 @@ def replay(
     norms = gradient_norms(setup, state, batch)  # before the step, which donates the state
     nats = _nats(setup, state, batch)
     _, metrics = advance(state, batch)
-    lines = read_metrics(folder)
-    logged = [line for line in lines if line["step"] == step and "loss" in line]
     numbers = as_logged(jax.device_get(metrics))
-    return Replay(step, begun, setup, batch, numbers, logged[-1] if logged else None, norms, nats)
+    logged = None
+    for line in read_metrics(folder):
+        if line["step"] == step and "loss" in line:
+            logged = line
+    return Replay(step, begun, setup, batch, numbers, logged, norms, nats)
 
 
 def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     """The newest state of the run from before a step: from a checkpoint, or the first one."""
     folder = Path(setup.run.run.dir).absolute()
-    given, left = flat_leaves(with_base_of(setup, setup.target)), set(unsaved(setup))
-    wanted = {path: leaf for path, leaf in given.items() if path not in left}
+    target, unsaved_paths = flat_leaves(with_base_of(setup, setup.target)), set(unsaved(setup))
+    saved_leaves = {path: leaf for path, leaf in target.items() if path not in unsaved_paths}
     for saved in reversed([number for number in saved_steps(folder) if number < step]):
         try:
             leaves = read_checkpoint(
-                folder / "checkpoints", saved, wanted, run=setup.identity, log=log
+                folder / "checkpoints", saved, saved_leaves, run=setup.identity, log=log
             )
         except Damaged as error:
             log(f"The checkpoint of step {saved} cannot be read; an earlier one is used: {error}")
             continue
-        whole = (given | leaves).values()
-        state: TrainState = jax.tree.unflatten(jax.tree.structure(setup.target), whole)
+        structure = jax.tree.structure(setup.target)
+        state: TrainState = jax.tree.unflatten(structure, (target | leaves).values())
         return state
     return first_state(setup, log)
 
@@ -154,17 +158,17 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
 
     def norms_of(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
-        found, _ = gradients(loss, state, batch, key, pieces, rowwise)
+        grads, _ = gradients(loss, state, batch, key, pieces, rowwise)
         norms = {}
-        for path, leaf in flat_leaves(found).items():
+        for path, leaf in flat_leaves(grads).items():
             squares = jnp.square(leaf.astype(jnp.float32))
-            first = 1 if path in layered else 0
-            norms[path] = jnp.sqrt(squares.sum(tuple(range(first, leaf.ndim))))
+            first = 1 if path in layered else 0  # the axis of layers stays
+            norms[path] = jnp.sqrt(squares.sum(tuple(range(first, leaf.ndim))))  # [L] or []
         return norms
 
     with on_mesh(setup.mesh):
-        found = jax.device_get(jax.jit(norms_of)(state, setup.placed(batch)))
-    return {path: np.atleast_1d(norm).tolist() for path, norm in found.items()}
+        norms = jax.device_get(jax.jit(norms_of)(state, setup.placed(batch)))
+    return {path: np.atleast_1d(norm).tolist() for path, norm in norms.items()}
 
 
 def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None:
@@ -176,11 +180,12 @@ def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None
     key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
     program = jax.jit(token_nats, static_argnums=1)
     for piece in range(pieces):
-        part = {name: array[piece::pieces] for name, array in batch.items()}
+        # Microbatch m of M has the rows m, m + M and so on, and its own key, as in the step.
+        rows = {name: array[piece::pieces] for name, array in batch.items()}
         with on_mesh(setup.mesh):
-            placed = place_batch(part, setup.mesh)
-            found = program(state.params, run.model, placed, jax.random.fold_in(key, piece))
-        nats[piece::pieces] = np.asarray(found)
+            placed = place_batch(rows, setup.mesh)
+            piece_nats = program(state.params, run.model, placed, jax.random.fold_in(key, piece))
+        nats[piece::pieces] = np.asarray(piece_nats)
     return nats
 
 
@@ -190,31 +195,32 @@ def token_nats(
     """The cross-entropy of each target of a batch in nats, [B, T] float32, computed one row at a
     time, so that only the logits of one row, [T, V], are in memory. A key turns dropout on."""
     inputs = inputs_of(batch)
-    x = hidden(params, config, inputs, key=key if config.dropout else None).x
+    x = hidden(params, config, inputs, key=key if config.dropout else None).x  # [B, T, D]
     out = output_layer(params, config, readout(params, config, x, inputs.layout))
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:  # [T, D], [T] -> [T]
         y, targets = row
         logits = logits_of_rows(y[None], out.matrix, out.bias)  # [1, T, V]
-        if cap := config.logit_soft_cap:
+        cap = config.logit_soft_cap
+        if cap:
             logits = cap * jnp.tanh(logits / cap)
-        taken = gathered(logits, targets[None])[..., 0]
-        return (jax.nn.logsumexp(logits, axis=-1) - taken)[0]
+        target_logits = gathered(logits, targets[None])[..., 0]  # [1, T]
+        return (jax.nn.logsumexp(logits, axis=-1) - target_logits)[0]
 
     return jax.lax.map(of_row, (out.rows, jnp.asarray(batch["targets"])))
 
 
 def norms_by_layer(norms: Mapping[str, list[float]], specs: Specs) -> dict[str, float]:
-    """The norms of `gradient_norms` by layer, as "blocks 3", and by part of the model for the
-    parameters outside of the layers."""
+    """The norms of `gradient_norms` by layer, as "blocks 3", and by leaf for the parameters outside
+    of the layers."""
     layered = _layered(specs)
     squares: dict[str, float] = {}
-    for path, found in norms.items():
+    for path, leaf_norms in norms.items():
         if path in layered:
             stack = path.partition("blocks")[0] + "blocks"
-            names = [f"{stack} {layer}" for layer in range(len(found))]
+            names = [f"{stack} {layer}" for layer in range(len(leaf_norms))]
         else:
             names = [path]
-        for name, norm in zip(names, found, strict=True):
+        for name, norm in zip(names, leaf_norms, strict=True):
             squares[name] = squares.get(name, 0.0) + norm**2
     return {name: square**0.5 for name, square in squares.items()}

@@ -1,0 +1,350 @@
+"""The curves of several runs in one HTML page, drawn by plotly, the extra `compare`. Runs that
+differ in their seed alone are one configuration.
+
+In the comments, P is the number of points of a curve and R that of runs.
+"""
+
+import html
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import flat
+from jaxformer.files import ConfigError, read_object
+from jaxformer.report.metrics import FILE, read_metrics
+from jaxformer.report.plot import smoothed
+from jaxformer.tools.listing import ListedRun, runs_below
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# The colors of Okabe and Ito, which people with any kind of color blindness can tell apart. Further
+# lines have the same colors, and are dashed.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+DASHES = ("solid", "dash", "dot", "dashdot")
+AXES_OF_RUNS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
+MARKED_POINTS = 30  # a line of more has no markers
+
+Points = dict[str, np.ndarray]  # [P] on each axis
+
+
+class Curve(NamedTuple):
+    """A quantity by step: arrays [P] of float64. `tokens` counts the tokens read in training, and
+    `seconds` the wall time of the run."""
+
+    steps: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+    values: np.ndarray
+
+
+class Band(NamedTuple):
+    """The mean of several curves, and the lowest and highest value [P] at each of its points."""
+
+    mean: Curve
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Overlaid(NamedTuple):
+    """A named line of a panel: the `curves` that it is made of, and their band."""
+
+    name: str
+    curves: Sequence[Curve]
+    band: Band
+
+
+class ComparedRun(NamedTuple):
+    """A run with its training loss, smoothed, and its validation loss. `settings` are those that
+    are compared, by dotted name, with the fingerprints of its data."""
+
+    listed: ListedRun
+    seed: int
+    settings: dict[str, Any]
+    training: Curve
+    validation: Curve
+
+
+class Configuration(NamedTuple):
+    """The runs of one config, by their paths, and those of its settings in which the compared
+    configurations differ."""
+
+    name: str
+    runs: tuple[ComparedRun, ...]
+    differing: dict[str, Any]
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
+    """The runs in directories and below them, each once, and a note on each run that cannot be
+    read, or has logged no loss. Raises ConfigError where no run is left."""
+    runs, notes, seen = list[ComparedRun](), list[str](), set[Path]()
+    for run in itertools.chain.from_iterable(map(runs_below, paths)):
+        if isinstance(run, ConfigError):
+            notes.append(str(run))
+            continue
+        if run.path.resolve() in seen:
+            continue
+        seen.add(run.path.resolve())
+        compared = _read(run)
+        if len(compared.training.steps) or len(compared.validation.steps):
+            runs.append(compared)
+        else:
+            notes.append(f"{run.path} has logged no loss yet and is left out.")
+    if not runs:
+        folders = ", ".join(map(str, paths))
+        reasons = "".join(f"\n  {note}" for note in notes[:20])
+        raise ConfigError(
+            f"There is no run with a logged loss in {folders}: give run directories.{reasons}"
+        )
+    return runs, notes
+
+
+def configurations(runs: Iterable[ComparedRun]) -> list[Configuration]:
+    """Runs grouped by everything but their seeds, in the order of the first of each."""
+    groups: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(repr(sorted(run.settings.items())), []).append(run)
+    settings = [members[0].settings for members in groups.values()]
+    names = dict.fromkeys(itertools.chain.from_iterable(settings))
+    differing = [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]
+    return [
+        Configuration(
+            name=_name(members),
+            runs=tuple(members),
+            differing={name: members[0].settings.get(name) for name in differing},
+        )
+        for members in groups.values()
+    ]
+
+
+def band_of(curves: Sequence[Curve]) -> Band:
+    """The mean of curves, and their lowest and highest value at each of its points.
+
+    Its points are the steps of the first curve as far as all of them reach; between their points
+    the others are interpolated. Curves without points are left out.
+    """
+    curves = [curve for curve in curves if len(curve.steps)]
+    if not curves:
+        empty = np.zeros(0)
+        return Band(Curve(empty, empty, empty, empty), empty, empty)
+    start = max(curve.steps[0] for curve in curves)
+    end = min(curve.steps[-1] for curve in curves)
+    steps = curves[0].steps
+    steps = steps[(start <= steps) & (steps <= end)]  # [P]
+
+    def rows(name: str) -> np.ndarray:
+        """[R, P]: a column of every curve at these steps."""
+        return np.stack([np.interp(steps, curve.steps, getattr(curve, name)) for curve in curves])
+
+    values = rows("values")
+    mean = Curve(steps, rows("tokens").mean(0), rows("seconds").mean(0), values.mean(0))
+    return Band(mean, values.min(0), values.max(0))
+
+
+def _read(run: ListedRun) -> ComparedRun:
+    config = read_config(run.path / "config.json")
+    settings = flat(config)
+    # Where a run is stored and how it is started changes no number; what it starts from does.
+    for name in (*flat(config.run, "run."), *flat(config.launch, "launch.")):
+        del settings[name]
+    settings["run.init_from"] = config.run.init_from
+    for name, value in read_object(run.path / "data.json").items():
+        if name != "run_id":
+            settings[f"data.json: {name}"] = value
+    lines = read_metrics(run.path) if (run.path / FILE).exists() else []
+    tokens = {line["step"]: line["tokens"] for line in lines if "tokens" in line}
+    training = _curve(lines, "loss", tokens)
+    index, values = smoothed(training.values)
+    return ComparedRun(
+        listed=run,
+        seed=config.run.seed,
+        settings=settings,
+        training=Curve(
+            training.steps[index], training.tokens[index], training.seconds[index], values
+        ),
+        validation=_curve(lines, "val_loss", tokens),
+    )
+
+
+def _curve(lines: list[dict[str, Any]], name: str, tokens: Mapping[int, float]) -> Curve:
+    """A finite quantity by step, the last of each step. The tokens of a step at which none are
+    logged are interpolated."""
+    line_of_step = {line["step"]: line for line in lines if math.isfinite(line.get(name, math.nan))}
+    steps = sorted(line_of_step)
+    seconds = [line_of_step[step].get("seconds", math.nan) for step in steps]
+    values = [line_of_step[step][name] for step in steps]
+    logged = np.array([(0, 0), *sorted(tokens.items())], np.float64)  # steps and tokens
+    return Curve(
+        np.array(steps, np.float64),
+        np.interp(np.array(steps, np.float64), logged[:, 0], logged[:, 1]),
+        np.array(seconds, np.float64),
+        np.array(values, np.float64),
+    )
+
+
+def _name(members: Sequence[ComparedRun]) -> str:
+    """The path of the only run; of several, that of the first and how many there are."""
+    first = str(members[0].listed.path)
+    if len(members) == 1:
+        return first
+    kind = "seeds" if len({run.seed for run in members}) == len(members) else "runs"
+    return f"{first} ({len(members)} {kind})"
+
+
+def comparison_page(
+    panels: Mapping[str, Sequence[Overlaid]],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str,
+) -> str:
+    """A self-contained HTML page with a panel for each quantity, over steps, tokens or seconds, and
+    a table below them.
+
+    Every panel holds the same lines in the same order, and `rows` has a row of cells for each of
+    them. Raises ConfigError where plotly is not installed.
+    """
+    try:
+        import plotly.io
+    except ImportError as error:
+        raise ConfigError(
+            f"comparing runs needs plotly, which cannot be imported ({error}): pip install"
+            ' "jaxformer[compare]".'
+        ) from None
+    curves = plotly.io.to_html(
+        _figure(panels),
+        full_html=False,
+        include_plotlyjs=True,
+        div_id="curves",
+        config={"displaylogo": False, "responsive": True},
+    )
+    content = {"title": html.escape(title), "curves": curves, "table": _table(columns, rows)}
+    page = files("jaxformer.report").joinpath("comparison.html").read_text("utf-8")
+    return re.sub("{{(.+?)}}", lambda slot: content[slot[1]], page)
+
+
+def _figure(panels: Mapping[str, Sequence[Overlaid]]) -> "Figure":
+    """One panel below the other over one axis, which the buttons above them change."""
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(
+        rows=len(panels), shared_xaxes=True, vertical_spacing=0.06, subplot_titles=[*panels]
+    )
+    axes: dict[str, list[np.ndarray]] = {name: [] for name in AXES_OF_RUNS}
+    in_legend: set[str] = set()
+    for row, lines in enumerate(panels.values(), start=1):
+        for number, line in enumerate(lines):
+            for trace, points in _traces(line, number):
+                figure.add_trace(trace, row=row, col=1)
+                for name in axes:
+                    axes[name].append(points[name])
+                if trace["name"]:  # one entry in the legend for the lines of all panels
+                    figure.data[-1].showlegend = trace["name"] not in in_legend
+                    in_legend.add(trace["name"])
+    last = "xaxis" if len(panels) == 1 else f"xaxis{len(panels)}"
+    figure.update_layout(
+        template="simple_white",
+        height=360 * len(panels) + 120,
+        hovermode="x unified",
+        margin={"l": 60, "r": 20, "t": 90, "b": 50},
+        legend={"orientation": "h", "yanchor": "top", "y": -0.1},
+        updatemenus=[
+            _buttons(
+                {
+                    label: ("update", [{"x": axes[name]}, {f"{last}.title.text": label}])
+                    for name, label in AXES_OF_RUNS.items()
+                },
+                0.0,
+            ),
+            _buttons(
+                {
+                    kind: ("relayout", [{f"{axis}.type": kind for axis in _y_axes(len(panels))}])
+                    for kind in ("linear", "log")
+                },
+                0.6,
+            ),
+        ],
+    )
+    figure.update_xaxes(title_text=AXES_OF_RUNS["steps"], row=len(panels), col=1)
+    figure.update_yaxes(showgrid=True, gridcolor="#eceef1")
+    return figure
+
+
+def _traces(line: Overlaid, number: int) -> list[tuple[dict[str, Any], Points]]:
+    """What plotly draws for a line, each with its points on each axis: the curves, faint, and the
+    area between lowest and highest, where there are several; then the mean."""
+    color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
+    mean, traces = line.band.mean, list[tuple[dict[str, Any], Points]]()
+
+    def draw(points: Points, values: np.ndarray, **style: Any) -> None:
+        """Adds a trace, on the axis that the page opens with."""
+        trace = {
+            "type": "scatter",
+            "legendgroup": str(number),
+            "name": "",
+            "x": points["steps"],
+            "y": values,
+            **style,
+        }
+        traces.append((trace, points))
+
+    quiet: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False}
+    if len(line.curves) > 1:
+        thin = {"color": color, "width": 1}
+        for curve in line.curves:
+            draw(_points(curve), curve.values, mode="lines", opacity=0.35, line=thin, **quiet)
+        # The outline of the area: forth along the highest values, and back along the lowest.
+        outline = {axis: np.concatenate([x, x[::-1]]) for axis, x in _points(mean).items()}
+        values = np.concatenate([line.band.high, line.band.low[::-1]])
+        draw(outline, values, mode="none", fill="toself", fillcolor=f"{color}26", **quiet)
+    draw(
+        _points(mean),
+        mean.values,
+        name=html.escape(line.name),
+        mode="lines+markers" if len(mean.steps) <= MARKED_POINTS else "lines",
+        line={"color": color, "width": 2, "dash": dash},
+    )
+    return traces
+
+
+def _points(curve: Curve) -> Points:
+    return {axis: getattr(curve, axis) for axis in AXES_OF_RUNS}
+
+
+def _buttons(labels: Mapping[str, tuple[str, list[Any]]], left: float) -> dict[str, Any]:
+    """A row of buttons above the panels, whose left edge is at a share of their width."""
+    buttons = [
+        {"label": label, "method": method, "args": args} for label, (method, args) in labels.items()
+    ]
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "buttons": buttons,
+        "pad": {"b": 30},
+        "x": left,
+        "xanchor": "left",
+        "y": 1.0,
+        "yanchor": "bottom",
+    }
+
+
+def _y_axes(panels: int) -> list[str]:
+    return ["yaxis" if number == 1 else f"yaxis{number}" for number in range(1, panels + 1)]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
+    lines = [f"<tr>{head}</tr>"]
+    for number, row in enumerate(rows):
+        color = f'<i style="background:{COLORS[number % len(COLORS)]}"></i>'
+        name, *figures = (html.escape(cell) for cell in row)
+        cells = "".join(f"<td>{cell}</td>" for cell in figures)
+        lines.append(f'<tr><th scope="row">{color}{name}</th>{cells}</tr>')
+    return "\n".join(lines)
