@@ -1,5 +1,5 @@
-"""The documentation site builds without a warning and without a network, and its reference has
-every public name and every setting."""
+"""The documentation site builds without a warning and without a network, its reference has every
+public name and every setting, and its code is not cut off."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser import PHONE, View, chromium
 from page_blocks import ROOT
 
 import jaxformer as jf
@@ -127,6 +128,49 @@ def test_lists_and_tables_are_rendered_and_comments_of_tests_are_left_out(site: 
         assert "docs-test" not in body, page
         paragraphs = re.findall(r"<p>(.*?)</p>", body, flags=re.DOTALL)
         assert not [p for p in paragraphs if re.search(r"^(- |\d+\. |\|)", p, re.MULTILINE)], page
+
+
+# Each block of code of a page: the columns of its longest line, the width that its lines take, the
+# width that is seen without scrolling, and the width seen after scrolling to the right.
+BLOCKS = """text => {
+    const selector = ".md-content pre > code, .md-content .highlight-ipynb";
+    return [...document.querySelectorAll(selector)].map(block => {
+        const lines = block.querySelector("pre") ?? block;
+        if (text) lines.textContent = text;
+        const columns = lines.textContent.split("\\n").map(line => line.trimEnd().length);
+        block.scrollLeft = block.scrollWidth;
+        const reached = block.scrollLeft + block.clientWidth;
+        return [Math.max(...columns), block.scrollWidth, block.clientWidth, reached];
+    });
+}"""
+
+
+def test_code_of_100_columns_is_seen_without_scrolling_in_a_window_of_1440_pixels(
+    site: Path,
+) -> None:
+    window = {"viewport": {"width": 1440 - 15, "height": 900}}  # 15 pixels are the scrollbar
+    pages = sorted(site.rglob("*.html"))
+    with chromium() as browser:
+        tab = View(browser, pages[0], **window).tab
+        for page in pages:
+            tab.goto(page.as_uri())
+            for columns, width, seen, _ in tab.evaluate(BLOCKS):
+                assert columns > 100 or width <= seen, f"{page}: {columns} columns"
+        for name in ("training", "tutorials/attention"):
+            tab.goto((site / name / "index.html").as_uri())
+            blocks = tab.evaluate(BLOCKS, "m" * 100)
+            assert blocks and all(width <= seen for _, width, seen, _ in blocks), name
+            assert tab.locator(".md-sidebar--primary").is_visible()
+            assert tab.locator(".md-sidebar--secondary").is_visible()
+
+
+@pytest.mark.parametrize("name", ["training", "tutorials/attention"])
+def test_code_scrolls_within_its_block_on_a_phone(name: str, site: Path) -> None:
+    with chromium() as browser:
+        view = View(browser, site / name / "index.html", **PHONE)
+        blocks = view.tab.evaluate(BLOCKS, "m" * 100)
+        assert blocks and all(seen < width == reached for _, width, seen, reached in blocks)
+        assert view.overflow() == 0
 
 
 @pytest.mark.parametrize(
