@@ -46,7 +46,7 @@ SMALL = 10**9  # parameters of a model that is read, and its tensors compared, i
 MOST_TIMES = 16  # parameters of a config.json by numbers in its files: no mismatch, but nonsense
 
 
-TokenIds = int | list[int] | None  # of a special token in a config.json; a list for several ends
+SpecialIds = int | list[int] | None  # of a special token in a config.json; a list for several ends
 
 
 class SavedTokenizer(Protocol):
@@ -55,7 +55,7 @@ class SavedTokenizer(Protocol):
 
     def save(self, path: Path, /) -> None: ...
 
-    def ids(self) -> Mapping[str, TokenIds]: ...
+    def ids(self) -> Mapping[str, SpecialIds]: ...
 
 
 class Pretrained(NamedTuple):
@@ -333,9 +333,9 @@ def _refuse_custom(params: Params) -> None:
         )
 
 
-def _token_ids(config: ModelConfig, tokenizer: SavedTokenizer | None) -> dict[str, TokenIds]:
+def _token_ids(config: ModelConfig, tokenizer: SavedTokenizer | None) -> dict[str, SpecialIds]:
     """The ids of special tokens; those that begin a target only for an encoder-decoder."""
-    ids: dict[str, TokenIds] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ids: dict[str, SpecialIds] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is not None:
         ids |= tokenizer.ids()
     if config.family != "encoder_decoder":

@@ -16,7 +16,7 @@ from jaxformer.interop.fields import (
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.tensor_table import LINEAR, TensorRow
 
-FEED_FORWARD = by_hf_name(
+T5_FEED_FORWARD = by_hf_name(
     {
         "relu": "relu",
         "geglu_tanh": "gated-gelu gated-gelu_new gated-gelu_pytorch_tanh",
@@ -63,7 +63,7 @@ FIELDS = (
     Key("relative_attention_max_distance", "relative_distance", 128),
     Key("layer_norm_epsilon", "norm_eps", 1e-6),
     Key("n_positions", "max_length", 512),
-    Choice("feed_forward_proj", "activation", FEED_FORWARD, "relu"),
+    Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, "relu"),
     T5Head(),
     Dropout("dropout_rate"),
     IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),

@@ -344,14 +344,14 @@ def _draft_of(directory: Path, file: str, target: Path) -> Path:
 def _shards(shapes: TensorShapes, limit: int) -> dict[str, list[str]]:
     """The names of the tensors in each file, filled in order, which is that of the calls."""
     shards: list[list[str]] = [[]]
-    room = limit
+    capacity = limit
     for name, (shape, dtype) in shapes.items():
         size = math.prod(shape) * dtype.itemsize
-        if shards[-1] and size > room:
+        if shards[-1] and size > capacity:
             shards.append([])
-            room = limit
+            capacity = limit
         shards[-1].append(name)
-        room -= size
+        capacity -= size
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {

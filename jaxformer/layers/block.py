@@ -110,13 +110,15 @@ def block(
     return Output(total, call.cache, merged([*parts, Aux(captures=captured)]))
 
 
-Keys = dict[str, jax.Array | None]
+DropoutKeys = dict[str, jax.Array | None]
 
 
-def _dropout_keys(key: jax.Array | None, sublayers: dict[str, Sublayer]) -> tuple[Keys, Keys]:
+def _dropout_keys(
+    key: jax.Array | None, sublayers: dict[str, Sublayer]
+) -> tuple[DropoutKeys, DropoutKeys]:
     """A key for the inside of each sublayer that draws, and one for the output of each."""
-    inner: Keys = dict.fromkeys(sublayers)
-    outer: Keys = dict.fromkeys(sublayers)
+    inner: DropoutKeys = dict.fromkeys(sublayers)
+    outer: DropoutKeys = dict.fromkeys(sublayers)
     if key is not None:
         drawing = [name for name, sublayer in sublayers.items() if sublayer.draws]
         keys = iter(jax.random.split(key, len(drawing) + len(sublayers)))

@@ -43,7 +43,7 @@ TILE_ROWS = {"cpu": 512}
 TILE_ROWS_ELSEWHERE = 8192
 TILE_LOGITS = 2**27  # half a GiB in float32
 
-Bias = jax.Array | None
+HeadBias = jax.Array | None
 ObjectiveAndNats = tuple[jax.Array, jax.Array]
 
 
@@ -132,7 +132,7 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
 
 
 def _sums(
-    rows: TokenRows, head: Any, bias: Bias, extras: Extras, tile: int | None, by_row: bool
+    rows: TokenRows, head: Any, bias: HeadBias, extras: Extras, tile: int | None, by_row: bool
 ) -> ObjectiveAndNats:
     """(objective, nats): scalars, or [B] by row."""
     length = rows.targets.shape[1]
@@ -148,11 +148,11 @@ def _sums(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _tiled(
-    rows: TokenRows, head: Any, bias: Bias, extras: Extras, tile: int, by_row: bool
+    rows: TokenRows, head: Any, bias: HeadBias, extras: Extras, tile: int, by_row: bool
 ) -> ObjectiveAndNats:
     target_logits = _target_logits()
 
-    def sums_of(rows: TokenRows, matrix: Any, bias: Bias) -> Any:
+    def sums_of(rows: TokenRows, matrix: Any, bias: HeadBias) -> Any:
         def add(totals: ObjectiveAndNats, piece: TokenRows) -> tuple[ObjectiveAndNats, None]:
             logits = logits_of_rows(piece.x, matrix, bias)
             objective, nats, _ = sums_of_logits(logits, *piece[1:], extras, target_logits, by_row)
@@ -204,7 +204,7 @@ _tiled.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    rows: TokenRows, head: Any, bias: Bias, learning: Any, extras: Extras, tile: int
+    rows: TokenRows, head: Any, bias: HeadBias, learning: Any, extras: Extras, tile: int
 ) -> tuple[ObjectiveAndNats, Gradients]:
     """The sums over all tokens, and the gradients of the objective, from one set of logits per
     tile. `learning` is the head with None for each leaf that does not learn."""
@@ -212,7 +212,7 @@ def _sums_and_gradients(
     if not is_custom(head):
         head = head.astype(rows.x.dtype)
 
-    def gradients_of(rows: TokenRows, head: Any, bias: Bias) -> Any:
+    def gradients_of(rows: TokenRows, head: Any, bias: HeadBias) -> Any:
         local = jax.tree.map(lambda leaf, learns: None if learns is None else leaf, head, learning)
 
         def add(totals: Any, piece: TokenRows) -> tuple[Any, jax.Array]:
@@ -272,7 +272,7 @@ def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _by_device(
-    run: Callable[..., Any], rows: TokenRows, head: Any, bias: Bias, by_row: bool = False
+    run: Callable[..., Any], rows: TokenRows, head: Any, bias: HeadBias, by_row: bool = False
 ) -> Any:
     """`run(rows, head, bias)` -> (sums, gradients), by each device for the rows that it has.
 
@@ -289,7 +289,7 @@ def _by_device(
     columns = tuple(axis for axis in axes if axis in PARAMETERS["embed"])
     fits = columns and not is_custom(head) and head.shape[1] % sizes[columns[0]] == 0
 
-    def of_device(rows: TokenRows, head: Any, bias: Bias) -> Any:
+    def of_device(rows: TokenRows, head: Any, bias: HeadBias) -> Any:
         sums, (d_x, d_head, d_bias) = run(rows, head, bias)
         if fits and d_head is not None:
             shard = jax.lax.psum_scatter(d_head, columns[0], scatter_dimension=1, tiled=True)
