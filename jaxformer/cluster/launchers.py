@@ -225,9 +225,12 @@ def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
     cluster = classes[launcher.name]
     if not cluster.is_env_present():
         return ""
-    return cluster.get_coordinator_address(
-        timeout_secs=None, override_coordinator_port=environment.get("JAX_COORDINATOR_PORT")
-    )
+    try:
+        return cluster.get_coordinator_address(
+            timeout_secs=None, override_coordinator_port=environment.get("JAX_COORDINATOR_PORT")
+        )
+    except RuntimeError:  # JAX 0.12 asks mpi4py, which may be missing, for that of Open MPI 5
+        return ""
 
 
 def _of_cluster(environment: Mapping[str, str], timeout: float) -> RunProcess | None:
