@@ -30,13 +30,14 @@ READ_AT_ONCE = 2**20  # bytes of a file
 READERS = 4  # files that are read in parallel
 
 FileDigest: TypeAlias = list[int]  # size and CRC-32
+Array: TypeAlias = jax.Array | np.ndarray
 
 
 class Altered(ValueError):
     """The data that was read is not the data that was saved."""
 
 
-def digests(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+def digests(leaves: Mapping[str, Array]) -> dict[str, jax.Array]:
     """The digest of each array as uint32 [2], computed on the devices of the array. Returns before
     they are done."""
     groups: dict[Any, dict[str, Any]] = {}
@@ -50,13 +51,13 @@ def digests(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {path: sums[path] for path in leaves}
 
 
-def as_text(digest: Any) -> str:
-    """A digest as 16 hexadecimal digits."""
+def as_text(digest: Array) -> str:
+    """A digest, uint32 [2], as 16 hexadecimal digits."""
     first, second = np.asarray(digest).tolist()
     return f"{first:08x}{second:08x}"
 
 
-def fingerprint(leaves: Mapping[str, Any]) -> str:
+def fingerprint(leaves: Mapping[str, Array]) -> str:
     """16 hexadecimal digits of all arrays of a model, by path, whatever devices hold them."""
     sums = jax.device_get(digests(leaves))
     lines = [f"{path} {as_text(sums[path])}" for path in sorted(sums)]

@@ -14,7 +14,7 @@ import platform
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypedDict, cast
 
 import jax
 import numpy as np
@@ -38,6 +38,18 @@ from jaxformer.files import ConfigError, first_of
 LATEST = 3
 ORBAX = "orbax-checkpoint"  # its version says whether its metadata can be read
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
+
+
+TargetLeaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct  # shape, dtype and sharding of a leaf
+
+
+class Manifest(TypedDict):
+    """The manifest of a checkpoint; `leaves` has [shape, dtype, digest] of each array, by path."""
+
+    format: int
+    run: dict[str, Any]
+    versions: dict[str, str]
+    leaves: dict[str, list[Any]]
 
 
 class Damaged(Exception):
@@ -85,7 +97,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 def read_checkpoint(
     folder: Path,
     step: int,
-    targets: dict[str, Any],
+    targets: Mapping[str, TargetLeaf],
     exact: bool = True,
     *,
     run: Mapping[str, Any] | None = None,
@@ -120,7 +132,7 @@ def read_checkpoint(
 
 
 def _read(
-    checkpoint: Path, targets: dict[str, Any], exact: bool, run: Mapping[str, Any]
+    checkpoint: Path, targets: Mapping[str, TargetLeaf], exact: bool, run: Mapping[str, Any]
 ) -> tuple[dict[str, jax.Array], bool]:
     """The leaves, and whether the manifest has digests of them."""
     read = functools.partial(_read_files, checkpoint, targets, exact, run)
@@ -140,11 +152,11 @@ def _read(
 
 def _read_files(
     checkpoint: Path,
-    targets: dict[str, Any],
+    targets: Mapping[str, TargetLeaf],
     exact: bool,
     run: Mapping[str, Any],
     share: tuple[int, int] = (0, 1),
-) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+) -> tuple[dict[str, jax.Array], Manifest]:
     """The leaves, of which each process holds what its devices do, and the manifest. Raises Altered
     for any damage.
 
@@ -190,7 +202,7 @@ def reader_of_one_process() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
+def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> Manifest:
     """The manifest of a checkpoint; that of an older format is converted to this one.
 
     Raises Altered where it is not what was written, and ConfigError for a newer format.
@@ -207,10 +219,10 @@ def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> dict[str, Any]:
             f" {saved['versions']['jaxformer']}, whose manifest has format {saved['format']}; this"
             f" one reads formats 1 to {LATEST}. Upgrade jaxformer to read it."
         )
-    return saved
+    return cast(Manifest, saved)
 
 
-def _require_digests(manifest: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+def _require_digests(manifest: Manifest, sums: Mapping[str, str]) -> None:
     wrong = [path for path, digest in sums.items() if manifest["leaves"][path][2] != digest]
     if wrong:
         listed = first_of(wrong, 5, ", ")

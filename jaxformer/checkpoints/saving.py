@@ -9,7 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,6 +21,16 @@ from jaxformer.files import ConfigError
 # With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
 # for a glob pattern, and TensorStore a backslash for a slash.
 UNSAVABLE = "*?[\\"
+
+
+class Stepped(Protocol):
+    """A pytree that counts its steps, as the train state does."""
+
+    step: Any
+
+
+StateT = TypeVar("StateT", bound=Stepped)
+TreeT = TypeVar("TreeT")
 
 
 class NotSaved(RuntimeError):
@@ -131,7 +141,7 @@ class Checkpoints:
             self._saving = step
             self._manager.save(step, args=args, metrics=metrics)
 
-    def newest(self, state: Any, log: Log = warnings.warn) -> Any:
+    def newest(self, state: StateT, log: Log = warnings.warn) -> StateT:
         """The newest checkpoint that can be read, with the shardings of `state`, if it is of a
         later step; else `state` itself.
 
@@ -148,9 +158,12 @@ class Checkpoints:
             leaf.delete()
             return shape
 
-        return self.restore(jax.tree.map_with_path(freed, state), log)
+        target: StateT = jax.tree.map_with_path(freed, state)
+        restored = self.restore(target, log)
+        assert restored is not None  # there are checkpoints
+        return restored
 
-    def restore(self, target: Any, log: Log) -> Any | None:
+    def restore(self, target: TreeT, log: Log) -> TreeT | None:
         """The newest checkpoint that can be read, with the shardings of `target`; None if there are
         no checkpoints. The leaves that are not saved are those of `target`.
 

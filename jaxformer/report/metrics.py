@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from jaxformer.files import ConfigError, append_to, read_file, replacing
 
@@ -66,7 +66,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             tracker = chosen_tracker("auto")(Path(run_dir), resume_step, {})
         self._tracker = tracker
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Writes one line; `values` are numbers or scalar arrays.
 
         JSON has no NaN: a value that is not finite is written as null, and its name under
@@ -130,10 +130,10 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     ]
 
 
-def _number(value: Any) -> float:
+def _number(value: SupportsFloat) -> float:
     """The exact Python int or float of a number, a NumPy scalar or an array of one element."""
-    value = value.item() if hasattr(value, "item") else value
-    return value if isinstance(value, (int, float)) else float(value)
+    number = value.item() if hasattr(value, "item") else value
+    return number if isinstance(number, (int, float)) else float(number)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

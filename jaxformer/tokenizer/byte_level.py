@@ -82,10 +82,11 @@ def byte_level_bpe(
             " name."
         )
     named_merges = [(names[first], names[second]) for first, second in merges]
-    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
+    words: pre_tokenizers.PreTokenizer = byte_level
     if pattern != "gpt2":
         split = pre_tokenizers.Split(Regex(WORD_PATTERNS[pattern].words), "isolated")
-        words = pre_tokenizers.Sequence([split, words])
+        words = pre_tokenizers.Sequence([split, byte_level])
     backend = _backend(strings, named_merges, words)
     backend.add_special_tokens([*special_tokens])
     return backend
@@ -145,7 +146,9 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 
 
 def _backend(
-    vocab: dict[str, int], merges: list[tuple[str, str]], words: Any
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    words: "tokenizers.pre_tokenizers.PreTokenizer",
 ) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 

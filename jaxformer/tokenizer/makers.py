@@ -5,7 +5,7 @@ their ids follow that of the end token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.byte_level import byte_level_bpe
@@ -13,6 +13,9 @@ from jaxformer.tokenizer.metadata import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 def train_bpe_tokenizer(
@@ -66,7 +69,12 @@ def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> T
     return _made(model, words, decoders.Fuse(), specials)
 
 
-def _made(model: Any, words: Any, decoder: Any, specials: Sequence[str]) -> Tokenizer:
+def _made(
+    model: "tokenizers.models.Model",
+    words: "tokenizers.pre_tokenizers.PreTokenizer",
+    decoder: "tokenizers.decoders.Decoder",
+    specials: Sequence[str],
+) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend(model)

@@ -1,6 +1,7 @@
 """A signal stops a run within seconds wherever it comes, with what there is to save saved, and the
 same command continues it bitwise."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -281,8 +282,8 @@ def test_a_signal_whose_exception_python_drops(place: str) -> None:
         "        Dying()\n"
         "    else:\n"
         "        gc.callbacks.append(collected); gc.collect()\n"
-        "    print('went on', flush=True)\n"
         "    try:\n"
+        "        print('went on', flush=True)\n"
         "        time.sleep(60)\n"
         "    finally:\n"
         "        print('raised', flush=True)\n"
@@ -291,5 +292,7 @@ def test_a_signal_whose_exception_python_drops(place: str) -> None:
     process = subprocess.run(
         [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True
     )
-    assert process.returncode == 143 and process.stdout == "went on\nraised\n"
+    assert process.returncode == 143
+    # The signal may come while the line is printed.
+    assert re.fullmatch(r"went on\n?raised\n", process.stdout)
     assert process.stderr == "interrupted: stopped by SIGTERM\n"
