@@ -48,27 +48,7 @@ def byte_level_bpe(
 
     check_pattern(pattern)
     check_special_tokens(special_tokens)
-    ids: dict[bytes, int] = {}
-    for index, entry in vocab.items():
-        if entry in ids:
-            raise ConfigError(
-                f"the vocabulary holds {entry!r} twice, as {ids[entry]} and as {index}: an entry"
-                " has one id."
-            )
-        ids[entry] = index
-    absent = [byte for byte in range(256) if bytes([byte]) not in ids]
-    if absent:
-        raise ConfigError(
-            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
-            " add them."
-        )
-    for number, (first, second) in enumerate(merges):
-        unknown = [entry for entry in (first, second, first + second) if entry not in ids]
-        if unknown:
-            raise ConfigError(
-                f"merge {number}, {first!r} and {second!r}: {unknown[0]!r} is not in the"
-                " vocabulary."
-            )
+    ids = _checked_ids(vocab, merges)
     characters = byte_characters()
     names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
     for name in special_tokens:
@@ -90,6 +70,34 @@ def byte_level_bpe(
     backend = _backend(strings, named_merges, words)
     backend.add_special_tokens([*special_tokens])
     return backend
+
+
+def _checked_ids(
+    vocab: dict[int, bytes], merges: Sequence[tuple[bytes, bytes]]
+) -> dict[bytes, int]:
+    """The id of each entry. Raises ConfigError where vocabulary and merges are inconsistent."""
+    ids: dict[bytes, int] = {}
+    for index, entry in vocab.items():
+        if entry in ids:
+            raise ConfigError(
+                f"the vocabulary holds {entry!r} twice, as {ids[entry]} and as {index}: an entry"
+                " has one id."
+            )
+        ids[entry] = index
+    absent = [byte for byte in range(256) if bytes([byte]) not in ids]
+    if absent:
+        raise ConfigError(
+            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
+            " add them."
+        )
+    for number, (first, second) in enumerate(merges):
+        unknown = [entry for entry in (first, second, first + second) if entry not in ids]
+        if unknown:
+            raise ConfigError(
+                f"merge {number}, {first!r} and {second!r}: {unknown[0]!r} is not in the"
+                " vocabulary."
+            )
+    return ids
 
 
 def from_files(file: Path) -> "tokenizers.Tokenizer":
