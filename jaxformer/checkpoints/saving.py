@@ -30,7 +30,7 @@ class Stepped(Protocol):
 
 
 StateT = TypeVar("StateT", bound=Stepped)
-TreeT = TypeVar("TreeT")
+TargetT = TypeVar("TargetT")
 
 
 class NotSaved(RuntimeError):
@@ -163,7 +163,7 @@ class Checkpoints:
         assert restored is not None  # there are checkpoints
         return restored
 
-    def restore(self, target: TreeT, log: Log) -> TreeT | None:
+    def restore(self, target: TargetT, log: Log) -> TargetT | None:
         """The newest checkpoint that can be read, with the shardings of `target`; None if there are
         no checkpoints. The leaves that are not saved are those of `target`.
 

@@ -19,7 +19,7 @@ from jaxformer.tokenizer.pieces import without_panic
 if TYPE_CHECKING:
     import tokenizers
 
-TokenIds = list[int] | np.ndarray
+EncodedIds = list[int] | np.ndarray
 
 FAST_CHARACTERS = 1 << 14  # from so many on it pays to find out whether `Fast` can be used
 BLOCKS_IN_FLIGHT = 16  # blocks of a stream that are encoded together
@@ -50,7 +50,7 @@ class Encoder:
         backend.encode_special_tokens = self._split_names
         return backend
 
-    def rows(self, texts: Sequence[str], reads_names: bool) -> list[TokenIds]:
+    def rows(self, texts: Sequence[str], reads_names: bool) -> list[EncodedIds]:
         """The ids of each text. Raises ConfigError for what the tokenizer cannot encode."""
         # One text starts no threads: where memory is short, a thread may never begin to run.
         parallel = len(texts) > 1
@@ -62,7 +62,7 @@ class Encoder:
         rows = iter(self._rows(all_parts, reads_names, parallel))
         return [_joined([*itertools.islice(rows, len(parts))]) for parts in split_texts]
 
-    def stream(self, chunks: Iterable[str], reads_names: bool) -> Iterator[TokenIds]:
+    def stream(self, chunks: Iterable[str], reads_names: bool) -> Iterator[EncodedIds]:
         """The ids of a text that comes in chunks of any size, part after part, in the memory of a
         few parts."""
         blocks = self._cuts[reads_names].blocks(_checked(chunks))
@@ -81,11 +81,11 @@ class Encoder:
     def _fast(self) -> Fast | None:
         return Fast.of(self.spec(), self._backend)
 
-    def _rows(self, texts: Sequence[str], reads_names: bool, parallel: bool) -> list[TokenIds]:
+    def _rows(self, texts: Sequence[str], reads_names: bool, parallel: bool) -> list[EncodedIds]:
         fast = self._fast if sum(map(len, texts)) >= FAST_CHARACTERS else None
         names_are_tokens = reads_names and not self._split_names
 
-        def encode(text: str) -> TokenIds:
+        def encode(text: str) -> EncodedIds:
             if fast and len(text) <= MOST_CHARACTERS:
                 return without_panic(fast.encode, text, names_are_tokens)
             return self._slow([text], reads_names)[0]
@@ -100,7 +100,7 @@ class Encoder:
         except Exception as error:  # the libraries raise nothing narrower
             raise self.unencodable(texts, error) from None
 
-    def _slow(self, texts: Sequence[str], reads_names: bool) -> list[TokenIds]:
+    def _slow(self, texts: Sequence[str], reads_names: bool) -> list[EncodedIds]:
         backend = self.marking if reads_names else self._backend
         encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -138,7 +138,7 @@ def _checked(chunks: Iterable[str]) -> Iterator[str]:
         yield chunk
 
 
-def _joined(rows: list[TokenIds]) -> TokenIds:
+def _joined(rows: list[EncodedIds]) -> EncodedIds:
     if len(rows) == 1:
         return rows[0]
     if all(isinstance(row, list) for row in rows):
@@ -146,6 +146,6 @@ def _joined(rows: list[TokenIds]) -> TokenIds:
     return np.concatenate([np.asarray(row, np.uint32) for row in rows])
 
 
-def as_list(row: TokenIds) -> list[int]:
+def as_list(row: EncodedIds) -> list[int]:
     """The ids of a text as a list."""
     return row if isinstance(row, list) else row.tolist()
