@@ -189,7 +189,7 @@ def _target(
     texts, steps = beam_search_steps(model.params, model.config, [start], count, **rules)
     best = np.asarray(texts.tokens[0, 0]).tolist()
     ids = _before_end(model, best)
-    # Tokens before the last one of the start have no candidates, nor do those after the last step.
+    # There are no candidates for the start but its last token, nor for tokens after the last step.
     candidates: list[list[BeamCandidate]] = [[] for _ in start[1:]]
     candidates += beam_candidates(model, steps, best)
     length = len(start) + len(ids)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import tyro
@@ -74,15 +74,19 @@ class Inspect(TokenizerArguments):
 
 
 def run(argv: Sequence[str]) -> int:
-    kinds: dict[Any, Any] = {Train: _train, Encode: _encode, Inspect: _inspect}
-    args: Any = tyro.extras.subcommand_cli_from_dict(
-        {kind.__name__.lower(): kind for kind in kinds},
+    args: Train | Encode | Inspect = tyro.extras.subcommand_cli_from_dict(
+        {"train": Train, "encode": Encode, "inspect": Inspect},
         prog="jaxformer tokenizer",
         description="Trains a tokenizer, encodes a text, or shows how a tokenizer splits it.",
         args=argv,
         **OPTIONS,
     )
-    kinds[type(args)](args)
+    if isinstance(args, Train):
+        _train(args)
+    elif isinstance(args, Encode):
+        _encode(args)
+    else:
+        _inspect(args)
     return 0
 
 

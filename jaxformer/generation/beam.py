@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
@@ -94,12 +95,12 @@ class BeamSteps(NamedTuple):
 def beam_search(
     params: Params,
     config: ModelConfig,
-    prompt: Any,
+    prompt: ArrayLike,
     max_new_tokens: int = 64,
     *,
-    segment_ids: Any = None,
-    source: Any = None,
-    source_segment_ids: Any = None,
+    segment_ids: ArrayLike | None = None,
+    source: ArrayLike | None = None,
+    source_segment_ids: ArrayLike | None = None,
     **search: Any,
 ) -> Beams:
     """The likeliest continuations of each prompt that a beam search finds: [B, T] int -> `Beams`.
@@ -121,10 +122,10 @@ def beam_search(
 def beam_search_steps(
     params: Params,
     config: ModelConfig,
-    prompt: Any,
+    prompt: ArrayLike,
     max_new_tokens: int = 64,
     *,
-    source: Any = None,
+    source: ArrayLike | None = None,
     **search: Any,
 ) -> tuple[Beams, BeamSteps]:
     """What `beam_search` returns for the same arguments, and what each of its steps chose from. All

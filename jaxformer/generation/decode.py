@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from numpy.typing import ArrayLike
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
@@ -51,13 +52,13 @@ class Stream:
 def generate(
     params: Params,
     config: ModelConfig,
-    prompt: Any,
+    prompt: ArrayLike,
     max_new_tokens: int = 64,
     *,
     key: jax.Array | None = None,
-    segment_ids: Any = None,
-    source: Any = None,
-    source_segment_ids: Any = None,
+    segment_ids: ArrayLike | None = None,
+    source: ArrayLike | None = None,
+    source_segment_ids: ArrayLike | None = None,
     **sampling: Any,
 ) -> jax.Array:
     """New tokens for each prompt: [B, T] int -> [B, max_new_tokens] int32.
@@ -89,11 +90,11 @@ def generate(
 def stream_tokens(
     params: Params,
     config: ModelConfig,
-    prompt: Any,
+    prompt: ArrayLike,
     max_new_tokens: int,
     *,
     key: jax.Array,
-    source: Any = None,
+    source: ArrayLike | None = None,
     chunk: int = 8,
     **sampling: Any,
 ) -> Iterator[np.ndarray]:
@@ -112,12 +113,12 @@ def stream_tokens(
 def start(
     params: Params,
     config: ModelConfig,
-    prompt: Any,
+    prompt: ArrayLike,
     max_new_tokens: int,
     key: jax.Array,
-    segment_ids: Any = None,
-    source: Any = None,
-    source_segment_ids: Any = None,
+    segment_ids: ArrayLike | None = None,
+    source: ArrayLike | None = None,
+    source_segment_ids: ArrayLike | None = None,
 ) -> Stream:
     """The stream after the prompt was read; the arguments are those of `generate`. Raises
     ConfigError where the prompt cannot be continued."""

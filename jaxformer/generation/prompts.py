@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
@@ -67,7 +68,7 @@ def capacity(
 
 
 def read_rows(
-    config: ModelConfig, name: str, rows: Any, segment_ids: Any
+    config: ModelConfig, name: str, rows: ArrayLike, segment_ids: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and segment ids (1, or 0 on padding) int32 [B, T], from tokens [B, T], padded on the
     left to a multiple of SLOTS. Raises ConfigError, with `name`, for anything else than rows of

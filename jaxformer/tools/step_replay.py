@@ -37,6 +37,7 @@ from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state, unsaved, with_base_of
 from jaxformer.training.deterministic import require_deterministic
+from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState, on_mesh
 from jaxformer.training.step import Batch, gradients
 
@@ -107,8 +108,8 @@ def replay(
     begun = int(state.step)
     program, batches = compile_step(setup, log), batches_of(setup)
 
-    def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        return program(state, setup.placed(batch))  # type: ignore[no-any-return]
+    def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return program(state, setup.placed(batch))
 
     for number in range(begun, step - 1):
         state, _ = advance(state, batches[number])

@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,15 @@ MAX_LOGITS = 2**23  # about as many are in memory at once
 CHUNK = 32  # tokens generated between two checks whether every text has stopped
 IGNORED = {"device", "max_batch_size"}  # given to every model by the harness
 SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
+
+
+class HarnessRequest(Protocol):
+    """An instance of the harness: `args` are a text, a context and its continuation, or a context
+    and the keywords of its generation."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
 
 ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
@@ -138,7 +147,9 @@ class JaxformerLM(TemplateLM):
             return ids[prefix_length : len(ids) - suffix_length]
         return [self.prefix_token_id, *ids] if self.add_bos_token and not prefix_length else ids
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Answer]:
+    def loglikelihood(
+        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+    ) -> list[Answer]:
         """(log-likelihood, whether it is the greedy continuation) of each text after its context.
 
         An empty context is the prefix token. Raises ConfigError for a continuation without tokens,
@@ -152,7 +163,7 @@ class JaxformerLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
+        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of each text, read in windows of max_length tokens in which each token
         is predicted once. Tokens that the template puts before a text are read, not scored."""
@@ -243,7 +254,9 @@ class JaxformerLM(TemplateLM):
             results = token_scores(self.params, self.config, width, tokens, lengths, counts)
             yield from zip(batch, *map(np.asarray, results), strict=False)
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+    ) -> list[str]:
         """The text generated after each context, up to the first of the request's stops."""
         order = Collator(
             [request.args for request in requests],
