@@ -48,8 +48,8 @@ def _rows(task: Task, data: DataConfig) -> Rows:
     tokenizer.metadata = replace(tokenizer.metadata, template=INVENTED_CHAT)
     template = task.template(task.format, tokenizer)
     record: Record = tuple(VALUES[field.kind] for field in task.fields)
-    (parts,) = template.encode([record], {})
-    return ExampleRows(_InventedExample([list(part) for part in parts]), template, seed=0)
+    (example,) = template.encode([record], {})
+    return ExampleRows(_InventedExample([list(ids) for ids in example]), template, seed=0)
 
 
 class _InventedText(TokenStore):
@@ -73,9 +73,9 @@ class _InventedText(TokenStore):
 class _InventedExample(ExampleStore):
     """One tokenized record."""
 
-    def __init__(self, parts: list[list[int]]) -> None:
+    def __init__(self, sequences: list[list[int]]) -> None:
         self.directory, self.fingerprint, self.labels = Path(), "", ()
-        self.tokens, self.documents, self.bytes, self.parts = 0, 1, 0, len(parts)
-        self._tokens = np.concatenate([np.asarray(part, np.int32) for part in parts])
-        self._bounds = np.cumsum([0, *map(len, parts)])
+        self.tokens, self.documents, self.bytes, self.parts = 0, 1, 0, len(sequences)
+        self._tokens = np.concatenate([np.asarray(ids, np.int32) for ids in sequences])
+        self._bounds = np.cumsum([0, *map(len, sequences)])
         self._numbers = None

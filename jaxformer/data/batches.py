@@ -17,9 +17,9 @@ from jaxformer.files import ConfigError
 @dataclass(frozen=True)
 class RowBlocks:
     """The rows that a process makes of each batch: of `count` equal blocks of rows, one after the
-    other, those with the numbers `held`."""
+    other, those with the `numbers`."""
 
-    held: tuple[int, ...] = (0,)
+    numbers: tuple[int, ...] = (0,)
     count: int = 1
 
     def rows(self, batch_size: int) -> list[int]:
@@ -30,7 +30,7 @@ class RowBlocks:
                 f" that the devices of the run hold: set it to a multiple of {self.count}."
             )
         size = batch_size // self.count
-        return [block * size + row for block in self.held for row in range(size)]
+        return [block * size + row for block in self.numbers for row in range(size)]
 
 
 ALL = RowBlocks()
@@ -48,13 +48,13 @@ class Batches:
     def __init__(
         self, rows: Rows, data: DataConfig, batch_size: int, seed: int, blocks: RowBlocks = ALL
     ) -> None:
-        for name, part in rows.sources(data.train):
-            if part.tokens < part.window:
-                most = data.sequence_length - part.window + part.tokens
+        for name, source_rows in rows.sources(data.train):
+            if source_rows.tokens < source_rows.window:
+                longest = data.sequence_length - source_rows.window + source_rows.tokens
                 raise ConfigError(
-                    f"data.train={name} has {part.tokens:,} tokens, and a row of"
-                    f" data.sequence_length={data.sequence_length:,} takes {part.window:,}: give"
-                    f" more text, or set data.sequence_length to at most {most:,}."
+                    f"data.train={name} has {source_rows.tokens:,} tokens, and a row of"
+                    f" data.sequence_length={data.sequence_length:,} takes {source_rows.window:,}:"
+                    f" give more text, or set data.sequence_length to at most {longest:,}."
                 )
         self._here = blocks.rows(batch_size)
         self.examples = len(rows)
@@ -123,11 +123,12 @@ def evaluation_batches(
 ) -> EvaluationBatches:
     """All rows as batches of one shape, in order. Raises ConfigError where there is none."""
     if not len(rows):
-        name = "the held-out part of data.train"
-        if data.validation:
-            name = f"data.validation={data.validation}"
-        told = "at least 2 are needed to predict one. Give more text"
-        raise ConfigError(f"{name} has {rows.tokens} tokens: {told}.")
+        named = f"data.validation={data.validation}"
+        name = named if data.validation else "the held-out part of data.train"
+        raise ConfigError(
+            f"{name} has {rows.tokens} tokens: at least 2 are needed to predict one. Give more"
+            " text."
+        )
     return EvaluationBatches(rows, batch_size, blocks)
 
 

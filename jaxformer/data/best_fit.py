@@ -22,20 +22,20 @@ class BestFit:
     def __init__(self, ends: np.ndarray, capacity: int) -> None:
         sizes = np.diff(ends, prepend=0)
         begins = ends - sizes
-        # [documents]: how many whole rows each document fills, and how many tokens remain
-        whole, rest = np.divmod(sizes, capacity)
+        # [documents]: how many full rows each document makes, and how many tokens remain
+        full_rows, rest = np.divmod(sizes, capacity)
         self._capacity = capacity
-        # The whole rows of a document begin at begin, begin + capacity, ...: with f whole rows
+        # The full rows of a document begin at begin, begin + capacity, ...: with f full rows
         # before it, row f + i begins at (begin - f capacity) + (f + i) capacity.
-        before = np.cumsum(whole) - whole
-        rows_before = np.repeat(begins - before * capacity, whole)
-        self._full = rows_before + np.arange(whole.sum()) * capacity
-        kept = rest > 0
-        sizes = rest[kept].astype(np.min_scalar_type(capacity))
+        before = np.cumsum(full_rows) - full_rows
+        rows_before = np.repeat(begins - before * capacity, full_rows)
+        self._full = rows_before + np.arange(full_rows.sum()) * capacity
+        has_rest = rest > 0
+        sizes = rest[has_rest].astype(np.min_scalar_type(capacity))
         rows = best_fit(sizes, capacity)
         # Pieces sorted by row: those of row r are _bounds[r] to _bounds[r + 1].
         order = np.argsort(rows, kind="stable")
-        self._begins, self._sizes = (ends - rest)[kept][order], sizes[order]
+        self._begins, self._sizes = (ends - rest)[has_rest][order], sizes[order]
         self._bounds = np.append(0, np.cumsum(np.bincount(rows)))
         self.filled = float(ends[-1] / (len(self) * capacity))
 
@@ -52,9 +52,9 @@ class BestFit:
         if row >= packed:
             begin = int(self._full[row - packed])
             return iter([(begin, begin + self._capacity)])
-        held = slice(self._bounds[row], self._bounds[row + 1])
-        begins = self._begins[held]
-        return zip(begins.tolist(), (begins + self._sizes[held]).tolist(), strict=True)
+        in_row = slice(self._bounds[row], self._bounds[row + 1])
+        begins = self._begins[in_row]
+        return zip(begins.tolist(), (begins + self._sizes[in_row]).tolist(), strict=True)
 
 
 class BestFitRows(Rows):
@@ -81,17 +81,17 @@ class BestFitRows(Rows):
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         pieces = [*self._fit.pieces(int(index))]
         if self.store.beginning:
-            parts = [self._with_one_after(begin, end) for begin, end in pieces]
+            windows = [self._with_one_after(begin, end) for begin, end in pieces]
             learned = [self.store.is_text(begin + 1, end + 1) for begin, end in pieces]
         else:
-            parts = [self._with_one_before(begin, end) for begin, end in pieces]
-            learned = [np.ones(len(part) - 1, bool) for part in parts]
+            windows = [self._with_one_before(begin, end) for begin, end in pieces]
+            learned = [np.ones(len(window) - 1, bool) for window in windows]
         weights = np.concatenate(learned).astype(np.float32)
         row = {
-            "tokens": np.concatenate([part[:-1] for part in parts]),
-            "targets": np.concatenate([part[1:] for part in parts]),
+            "tokens": np.concatenate([window[:-1] for window in windows]),
+            "targets": np.concatenate([window[1:] for window in windows]),
             "weights": weights,
-            "segment_ids": numbered([len(part) - 1 for part in parts]),
+            "segment_ids": numbered([len(window) - 1 for window in windows]),
         }
         return padded(row, dict.fromkeys(row, self.length))
 
@@ -117,7 +117,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     # sort. counts [capacity + 1] is how many pieces have each size.
     order = np.argsort((capacity - sizes).astype(np.min_scalar_type(capacity)), kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1)
-    placed = np.empty(len(sizes), np.int64)  # the row of each piece, in that order
+    # The row of each piece, in that order.
+    placed = np.empty(len(sizes), np.int64)
     open_rows = _OpenRows(capacity)
     done = 0
     for size in np.flatnonzero(counts)[::-1].tolist():
@@ -130,43 +131,47 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             rows = open_rows.take(space, -(-(stop - done) // each))
             number = min(stop - done, each * len(rows))
             placed[done : done + number] = np.repeat(rows, each)[:number]
-            full, odd = divmod(number, each)  # the last row may take fewer, `odd`
+            # The last row may take fewer, `odd`.
+            full, odd = divmod(number, each)
             open_rows.put(space - each * size, rows[:full])
             open_rows.put(space - odd * size, rows[full:])
             done += number
-    found = np.empty_like(placed)
-    found[order] = placed
-    return found
+    rows_of_pieces = np.empty_like(placed)
+    rows_of_pieces[order] = placed
+    return rows_of_pieces
 
 
 class _OpenRows:
     """Rows by the room that they have left; there are always new ones."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows: dict[int, list[np.ndarray]] = {}  # by room, arrays of row numbers
-        self._some = 1 << capacity  # bit r is set where rows have room r; new ones have `capacity`
+        # Arrays of row numbers, by the room of these rows.
+        self._rows: dict[int, list[np.ndarray]] = {}
+        # Bit r is set where rows have room r; new ones have `capacity`.
+        self._some = 1 << capacity
         self._capacity, self._made = capacity, 0
 
     def least(self, size: int) -> int:
         """The least room that some row has and that is enough for `size`."""
-        enough = self._some >> size  # bit r stands for room size + r
-        return size + (enough & -enough).bit_length() - 1  # x & -x is the lowest bit of x
+        # Bit r of `enough` stands for room size + r, and x & -x is the lowest bit of x.
+        enough = self._some >> size
+        return size + (enough & -enough).bit_length() - 1
 
     def take(self, space: int, number: int) -> np.ndarray:
         """Rows with that much room, `number` or as many as there are."""
         if space == self._capacity:
             self._made += number
             return np.arange(self._made - number, self._made)
-        held, taken = self._rows[space], []
-        while held and number:
-            rows = held.pop()
-            taken.append(rows[:number])
+        groups, row_groups = self._rows[space], []
+        while groups and number:
+            rows = groups.pop()
+            row_groups.append(rows[:number])
             if len(rows) > number:
-                held.append(rows[number:])
-            number -= len(taken[-1])
-        if not held:
+                groups.append(rows[number:])
+            number -= len(row_groups[-1])
+        if not groups:
             self._some ^= 1 << space
-        return np.concatenate(taken)
+        return np.concatenate(row_groups)
 
     def put(self, space: int, rows: np.ndarray) -> None:
         if space and len(rows):

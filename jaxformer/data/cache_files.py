@@ -84,23 +84,25 @@ class Written:
 
     @classmethod
     def now(cls, path: Path, digest: str) -> "Written":
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, digest)
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, digest)
 
     def checked(self, path: Path, thorough: bool) -> "Written":
         """The file as it is now. It is read whole where its time has changed, or if `thorough`.
 
         Raises ConfigError where its content has changed, FileNotFoundError where it is gone.
         """
-        found = Written.now(path, self.digest)
-        how = f"it has {found.size:,} bytes of {self.size:,}"
-        if found.size == self.size:
-            untouched = found.time == self.time and not thorough
+        current = Written.now(path, self.digest)
+        difference = f"it has {current.size:,} bytes of {self.size:,}"
+        if current.size == self.size:
+            untouched = current.time == self.time and not thorough
             if untouched or digest(path) == self.digest:
-                return found
-            how = "its checksum is another"
-        remedy = "restore it, or remove it to have it made again from the text"
-        raise ConfigError(f"{path} was altered since it was written ({how}): {remedy}.")
+                return current
+            difference = "its checksum is another"
+        raise ConfigError(
+            f"{path} was altered since it was written ({difference}): restore it, or remove it to"
+            " have it made again from the text."
+        )
 
     @functools.lru_cache(None)  # noqa: B019 (it is kept for the life of the process on purpose)
     def verify(self, path: Path) -> None:
@@ -111,8 +113,8 @@ class Written:
 
 def digest(path: Path) -> str:
     """A digest of a file's bytes."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while block := file.read(HASH_BYTES):
-            found.update(block)
-    return found.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()

@@ -12,10 +12,9 @@ from typing import get_args
 from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.id_files import IdFiles
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
-from jaxformer.data.sources import Piece, Source, fingerprint
+from jaxformer.data.sources import IdFiles, Piece, Source, fingerprint
 from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
@@ -24,8 +23,8 @@ from jaxformer.data.texts import (
     FORMAT,
     SCANS,
     TOKENIZERS,
-    find_held,
     find_texts,
+    find_validation,
     megabytes,
     scan_of,
     store_of,
@@ -90,7 +89,7 @@ def prepare(
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
     # What is held out is read in order, without the shares of what is trained on.
-    held = replace(data, weights="", epochs="", order="epochs")
+    held_out = replace(data, weights="", epochs="", order="epochs")
     rows: dict[SideName, list[Rows]] = {}
     if task.template:
         template = task.template(task.format, tokenizer)
@@ -111,10 +110,10 @@ def prepare(
         always = data.verify == "always"
         stores = text_stores(sides, tokenizer, cache / "stores", log, always, beginning)
         for side, several in stores.items():
-            own = data if side == "train" else held
-            rows[side] = [task.rows(store, own, task.format, tokenizer) for store in several]
+            side_data = data if side == "train" else held_out
+            rows[side] = [task.rows(store, side_data, task.format, tokenizer) for store in several]
     train = _mixed(sides["train"], rows["train"], data)
-    validation = _mixed(sides["validation"], rows["validation"], held)
+    validation = _mixed(sides["validation"], rows["validation"], held_out)
     if train is None:
         raise ConfigError(f"data.train={data.train} holds nothing to train on.")
     return Corpus(tokenizer, task, labels, train, validation, sides, stores)
@@ -130,13 +129,13 @@ def find_sides(
     """What is for training, and what is held out. Every text is read once, so that errors show
     before any work; its scan is kept in the directory `scanned`."""
     fraction = data.validation_fraction
-    train, held = (
+    train, validation = (
         [(source, scan_of(source, scanned, log)) for source in sources]
         for sources in find_named(data, settings, task)
     )
-    if held or not fraction:
-        whole = {"train": train, "validation": held}
-        return {side: [Split(*text) for text in whole[side]] for side in SIDES}
+    if validation or not fraction:
+        texts = {"train": train, "validation": validation}
+        return {side: [Split(*text) for text in texts[side]] for side in SIDES}
     return {side: [Split(*text, side, fraction) for text in train] for side in SIDES}
 
 
@@ -149,17 +148,17 @@ def find_named(
     """
     sources = find_texts(data, "data.train", task.fields)
     if data.weights or data.epochs:
-        from jaxformer.data.mixture import check_shares  # which a run without shares does without
+        from jaxformer.data.mixture import check_shares
 
         check_shares([source.spec for source in sources], data)
-    held = find_held(data, sources, task.fields)
-    if any(isinstance(source, IdFiles) for source in [*sources, *held]):
-        given = given_tokenizer(settings, ()) if settings.path else None
-        sources, held = (
-            [source.of(given) if isinstance(source, IdFiles) else source for source in several]
-            for several in (sources, held)
+    validation = find_validation(data, sources, task.fields)
+    if any(isinstance(source, IdFiles) for source in [*sources, *validation]):
+        tokenizer = given_tokenizer(settings, ()) if settings.path else None
+        sources, validation = (
+            [source.of(tokenizer) if isinstance(source, IdFiles) else source for source in several]
+            for several in (sources, validation)
         )
-    return sources, held
+    return sources, validation
 
 
 def tokenizer_of(
@@ -196,22 +195,24 @@ def text_stores(
     """The tokens of each side's texts. A text that is on both sides is tokenized once. `verify`
     compares all files with their digests now, and not when each is first read. Each document begins
     with `beginning`."""
-    whole: dict[int, TokenStore] = {}
-    found: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
+    whole_stores: dict[int, TokenStore] = {}
+    stores: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             source, key = split.source, id(split.source)
-            whole[key] = whole.get(key) or store_of(
+            whole_stores[key] = whole_stores.get(key) or store_of(
                 source, split.scan, tokenizer, folder, log, beginning=beginning
             )
             if verify:
-                whole[key].verify()
-            store = split.of(whole[key])
-            found[side].append(store)
-            counts = f"{store.tokens:,} tokens, {store.documents:,} documents"
-            size = f"{'about ' * store.is_cut}{megabytes(store.bytes)} of text"
-            log(f"{split.name}: {counts}, {size} of {source.spec} ({split.rule()})")
-    return found
+                whole_stores[key].verify()
+            store = split.of(whole_stores[key])
+            stores[side].append(store)
+            about = "about " if store.is_cut else ""
+            log(
+                f"{split.name}: {store.tokens:,} tokens, {store.documents:,} documents,"
+                f" {about}{megabytes(store.bytes)} of text of {source.spec} ({split.rule()})"
+            )
+    return stores
 
 
 def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
@@ -250,14 +251,20 @@ def _example_store(
     made_by = (template.tokenizer.fingerprint(), task.name, *template.recipe)
     directory = folder / fingerprint(FORMAT, split.identity(), *made_by)
     began = time.perf_counter()
-    found = ExampleStore.open(directory)
-    if not found:
-        size = f"{'about ' * (split.side != 'all')}{megabytes(split.bytes)}"
-        log(f"{split.name}: tokenizing {size} of {split.source} ({split.rule()})")
-    store = found or open_or_encode(directory, split.pieces, template.encode, log)
-    how = f"reusing {store.directory}" if found else f"made in {time.perf_counter() - began:.1f} s"
-    counts = f"{store.tokens:,} tokens, {store.documents:,} examples"
-    log(f"{split.name}: {counts}, {megabytes(store.bytes)} of text, {how}")
+    store = ExampleStore.open(directory)
+    origin = f"reusing {directory}"
+    if not store:
+        about = "" if split.side == "all" else "about "
+        log(
+            f"{split.name}: tokenizing {about}{megabytes(split.bytes)} of {split.source}"
+            f" ({split.rule()})"
+        )
+        store = open_or_encode(directory, split.pieces, template.encode, log)
+        origin = f"made in {time.perf_counter() - began:.1f} s"
+    log(
+        f"{split.name}: {store.tokens:,} tokens, {store.documents:,} examples,"
+        f" {megabytes(store.bytes)} of text, {origin}"
+    )
     return store
 
 
@@ -278,8 +285,10 @@ def _example_rows(
     if template.packs:
         log(f"{split.name}: packed in {len(rows):,} rows, {rows.filled:.0%} of them filled")
     if rows.cut:
-        which = f"{rows.cut:,} of {len(store) - rows.left_out:,} examples"
-        log(f"{split.name}: {which} are longer than a row, and are cut {template.cut_where}")
+        log(
+            f"{split.name}: {rows.cut:,} of {len(store) - rows.left_out:,} examples are longer than"
+            f" a row, and are cut {template.cut_where}"
+        )
     return rows
 
 
@@ -296,10 +305,10 @@ def _say_left_out(split: Split, rows: ExampleRows, template: Template, log: Log)
             f" in a row of data.sequence_length={length:,}; the longest takes {longest:,} tokens."
             f" Check what is to be learned of them, or {remedy}."
         )
-    which = f"{rows.left_out:,} of {count:,} examples ({rows.left_out / count:.0%})"
     log(
-        f"{split.name}: {which} are left out: within data.sequence_length={length:,} nothing of"
-        f" them is learned; to keep what was cut away, {remedy}"
+        f"{split.name}: {rows.left_out:,} of {count:,} examples ({rows.left_out / count:.0%}) are"
+        f" left out: within data.sequence_length={length:,} nothing of them is learned; to keep"
+        f" what was cut away, {remedy}"
     )
 
 

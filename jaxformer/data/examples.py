@@ -55,10 +55,8 @@ class ExampleStore:
         self.labels = tuple(counts.labels)
         self.tokens, self.documents, self.bytes = counts.tokens, counts.documents, counts.bytes
         self.parts = counts.parts
-        self._tokens, self._bounds = (
-            _mapped(directory / "tokens.npy"),
-            _mapped(directory / "bounds.npy"),
-        )
+        self._tokens = _mapped(directory / "tokens.npy")
+        self._bounds = _mapped(directory / "bounds.npy")
         self._numbers: np.ndarray | None = None
 
     @classmethod
@@ -67,14 +65,14 @@ class ExampleStore:
         which wrote no digests. Raises ConfigError where a file was altered since."""
         try:
             counts = ExampleCounts(**read_object(directory / MANIFEST))
-            found = cls(directory, counts)
+            store = cls(directory, counts)
             written = {name: Written(**counts.files[name]) for name in ARRAY_FILES}
-            whole = len(found._tokens) == found.tokens and len(found) == found.documents
+            is_complete = len(store._tokens) == store.tokens and len(store) == store.documents
         except (OSError, *WRONG_RECORD):
             return None
-        for name, file in written.items() if whole else ():
+        for name, file in written.items() if is_complete else ():
             file.verify(directory / name)
-        return found if whole else None
+        return store if is_complete else None
 
     def __len__(self) -> int:
         return (len(self._bounds) - 1) // self.parts
@@ -82,10 +80,10 @@ class ExampleStore:
     def __getitem__(self, index: int) -> list[np.ndarray]:
         """The parts of an example: int32."""
         bounds = self._bounds[index * self.parts : (index + 1) * self.parts + 1]
-        parts = [self._tokens[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
+        pieces = [self._tokens[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
         if self._numbers is not None:
-            parts[-1] = self._numbers[parts[-1]]
-        return parts
+            pieces[-1] = self._numbers[pieces[-1]]
+        return pieces
 
     def lengths(self) -> np.ndarray:
         """The length of each part of each example: int64 [examples, parts]."""
@@ -96,20 +94,20 @@ class ExampleStore:
         its place in the part, three arrays [ids]."""
         sizes = self.lengths()[:, number]
         examples = np.repeat(np.arange(len(self)), sizes)
-        places = np.arange(len(examples)) - (np.cumsum(sizes) - sizes)[examples]
+        positions = np.arange(len(examples)) - (np.cumsum(sizes) - sizes)[examples]
         begins = self._bounds[number : -1 : self.parts]
-        return self._tokens[begins[examples] + places], examples, places
+        return self._tokens[begins[examples] + positions], examples, positions
 
     def number_as(self, labels: tuple[str, ...], where: str) -> None:
         """Numbers each label by its place in `labels` from here on. Raises ConfigError for one that
         is not among them."""
         unknown = sorted({*self.labels} - {*labels})
         if unknown:
-            shown, known = ", ".join(map(repr, unknown[:5])), ", ".join(labels[:20])
+            first_labels = [*labels[:20], "..."] if len(labels) > 20 else labels
             raise ConfigError(
-                f"{where} has labels that the training data has not: {shown}. It knows"
-                f" {known}{', ...' * (len(labels) > 20)}: add training data with all of them, or"
-                " remove these."
+                f"{where} has labels that the training data has not:"
+                f" {', '.join(map(repr, unknown[:5]))}. It knows {', '.join(first_labels)}: add"
+                " training data with all of them, or remove these."
             )
         # A word's further pieces have the number -1, which reads the last entry and stays -1.
         self._numbers = np.array([*map(labels.index, self.labels), -1], np.int32)
@@ -132,17 +130,17 @@ def open_or_encode(
 def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) -> ExampleStore:
     labels: Labels = {}
     tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
-    size = documents = parts = 0
+    size = documents = part_count = 0
     for batch in in_batches(records, lambda piece: len(piece.text)):
         try:
             examples = list(encode([piece.record for piece in batch], labels))
         except RecordError as error:
-            raise ConfigError(f"{batch[error.index].place}{error}") from None
+            raise ConfigError(f"{batch[error.index].location}{error}") from None
         sequences = list(itertools.chain.from_iterable(examples))
         tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
         lengths.append(np.fromiter(map(len, sequences), np.int64))
         size += sum(len(piece.text.encode()) for piece in batch)
-        documents, parts = documents + len(batch), len(examples[0])
+        documents, part_count = documents + len(batch), len(examples[0])
     ids, bounds = np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
     files = {}
     arrays: tuple[np.ndarray, ...] = (ids, bounds)
@@ -150,7 +148,7 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         with replacing(directory / name) as file:
             np.save(file, each)
         files[name] = asdict(Written.now(directory / name, digest(directory / name)))
-    counts = ExampleCounts(len(ids), documents, size, max(parts, 1), tuple(labels), files)
+    counts = ExampleCounts(len(ids), documents, size, max(part_count, 1), tuple(labels), files)
     write_text(directory / MANIFEST, json.dumps(asdict(counts), indent=1))
     return ExampleStore(directory, counts)
 

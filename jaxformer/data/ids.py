@@ -8,15 +8,15 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 import functools
 import hashlib
 import shutil
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import claimed
-from jaxformer.data.id_files import IdArray, IdFiles, digest_of_ids
-from jaxformer.data.sources import fingerprint
+from jaxformer.data.sources import IdFiles, fingerprint
 from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
 from jaxformer.data.store import TokenStore
@@ -26,6 +26,75 @@ from jaxformer.files import ConfigError
 
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
+# An even number, as the test for ids of another width needs.
+BLOCK_IDS = 1 << 22
+
+
+@dataclass(frozen=True)
+class IdArray:
+    """Ids in a file outside the store: their type, the byte at which they begin, their number."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+
+    def mapped(self) -> np.ndarray:
+        """The ids [count], mapped and not read."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+    def verified(self, digests: np.ndarray, dtype: np.dtype) -> "VerifiedIds":
+        """The ids, whose blocks are compared with `digests` as they are read."""
+        return VerifiedIds(self, digests, dtype)
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The ids by blocks, each with the place of its first."""
+        ids = self.mapped()
+        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
+
+
+class VerifiedIds:
+    """The ids of a file, of which slices are taken. Each block of `BLOCK_IDS` is compared with its
+    digest (`digests`: uint8 [blocks, 16], of ids as `dtype`) when something of it is first read."""
+
+    def __init__(self, array: IdArray, digests: np.ndarray, dtype: np.dtype) -> None:
+        self._array, self._ids, self._digests = array, array.mapped(), digests
+        self._dtype = dtype
+        self._verified = np.zeros(len(digests), bool)
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Ids start to stop. Raises ConfigError where they are not those that were indexed."""
+        first, last = span.start // BLOCK_IDS, (span.stop - 1) // BLOCK_IDS
+        for block in range(first, last + 1):
+            if not self._verified[block]:
+                self._verify(block)
+        return self._ids[span]
+
+    def verify(self) -> None:
+        """Compares all blocks that were not yet read. Raises ConfigError as slices do."""
+        for block in np.flatnonzero(~self._verified):
+            self._verify(int(block))
+
+    def _verify(self, block: int) -> None:
+        start = block * BLOCK_IDS
+        ids = self._ids[start : start + BLOCK_IDS]
+        if digest_of_ids(ids, self._dtype) != self._digests[block].tobytes():
+            raise ConfigError(
+                f"{self._array.path} was altered since it was first read, though its size and time"
+                f" are as they were (ids {start:,} to {start + len(ids):,} have another checksum):"
+                " restore it; or, if it was changed on purpose, `touch` it to have it read as new"
+                " data."
+            )
+        self._verified[block] = True
+
+
+def digest_of_ids(ids: np.ndarray, dtype: np.dtype) -> bytes:
+    """A digest of ids (16 bytes) as `dtype` holds them, whatever holds them here; empty where it
+    cannot hold them."""
+    stored_ids = ids.astype(dtype, copy=False)
+    if not np.array_equal(stored_ids, ids):
+        return b""
+    return hashlib.blake2b(stored_ids.tobytes(), digest_size=16).digest()
 
 
 def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
@@ -33,16 +102,16 @@ def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
 
     Raises ConfigError for a file that holds no ids of the tokenizer's vocabulary.
     """
-    parts = []
+    scans = []
     for file in source.files:
         name = fingerprint(source.part([file]).signature(), source.made_by().fingerprint())
         read = functools.partial(_read, source, file, log)
-        parts.append(cached_scan(folder / f"{name}.json", read))
-    return Scan.joined(parts)
+        scans.append(cached_scan(folder / f"{name}.json", read))
+    return Scan.joined(scans)
 
 
 def id_store(
-    source: IdFiles, found: Scan, folders: list[Path], thorough: bool, log: Log
+    source: IdFiles, text_scan: Scan, folders: list[Path], thorough: bool, log: Log
 ) -> TokenStore:
     """The ids of a source, each file's index of documents in its folder.
 
@@ -50,34 +119,38 @@ def id_store(
     that changed since its scan, or an index that cannot be used.
     """
     shards: list[Shard] = []
-    for file, part, folder in zip(source.files, found.parts, folders, strict=True):
+    for file, file_scan, folder in zip(source.files, text_scan.parts, folders, strict=True):
         array = _open(source, file)
         closed = int(array.mapped()[-1]) == source.made_by().end_token
-        if thorough and _read(source, file, log).content != part.content:
+        if thorough and _read(source, file, log).content != file_scan.content:
             raise _changed(file)
         made = _finished(folder, closed, thorough)
         if not made and thorough:
-            told = "has no index of documents: leave out --verify to make it"
-            raise ConfigError(f"{source}: {file.path} {told}.")
+            raise ConfigError(
+                f"{source}: {file.path} has no index of documents: leave out --verify to make it."
+            )
         if not made:
             with claimed(folder, log):
-                made = _finished(folder, closed) or _index(source, file, folder, part.content)
+                made = _finished(folder, closed) or _index(source, file, folder, file_scan.content)
         documents, size = sum(shard.documents for shard in made), sum(shard.bytes for shard in made)
-        if (documents, size) != (part.documents, part.bytes):
-            shutil.rmtree(folder, ignore_errors=True)  # an index of other ids than the scan's
+        if (documents, size) != (file_scan.documents, file_scan.bytes):
+            # An index of other ids than the scan's.
+            shutil.rmtree(folder, ignore_errors=True)
             raise _changed(file)
         shards += [replace(made[0], ids=array), *made[1:]]
-    names = [folder.name for folder in folders]  # digests of the ids and their tokenizer
+    # Digests of the ids and their tokenizer.
+    names = [folder.name for folder in folders]
     joined = names[0] if len(names) == 1 else fingerprint(names)
     return TokenStore(shards, source.made_by().dtype, joined)
 
 
 def _finished(folder: Path, closed: bool, thorough: bool = False) -> list[Shard]:
     """The shards of a file: its ids, and one end token where they lack it; [] if not yet made."""
-    found = [Shard.finished(folder, number, thorough) for number in range(1 if closed else 2)]
-    made = [shard for shard in found if shard]
-    whole = len(made) == len(found) and "digests" in made[0].files  # which old ones lack
-    return made if whole else []
+    shards = [Shard.finished(folder, number, thorough) for number in range(1 if closed else 2)]
+    made = [shard for shard in shards if shard]
+    # Indices of earlier versions lack digests.
+    is_complete = len(made) == len(shards) and "digests" in made[0].files
+    return made if is_complete else []
 
 
 def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:
@@ -118,24 +191,25 @@ def _index(source: IdFiles, file: SourceFile, folder: Path, content: str) -> lis
     tokenizer, array = source.made_by(), _open(source, file)
     digest, digests = _content_of(file), bytearray()
     end, sizes = tokenizer.end_token, tokenizer.token_bytes()
-    ends, before, held = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    ends, sizes_before, size = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for start, ids in array.blocks():
         digest.update(ids.astype("<u4").tobytes())
         digests += digest_of_ids(ids, tokenizer.dtype)
-        places = np.flatnonzero(ids == end)
-        total = held + np.cumsum(sizes[ids], dtype=np.int64)  # bytes up to and with each id
-        ends.append(places + start + 1)
-        before.append(total[places])
-        held = int(total[-1])
+        end_positions = np.flatnonzero(ids == end)
+        # Bytes up to and with each id.
+        sizes_until = size + np.cumsum(sizes[ids], dtype=np.int64)
+        ends.append(end_positions + start + 1)
+        sizes_before.append(sizes_until[end_positions])
+        size = int(sizes_until[-1])
     if digest.hexdigest() != content:
         raise _changed(file)
-    stops, bytes_before = np.concatenate(ends), np.concatenate(before)
+    stops, bytes_before = np.concatenate(ends), np.concatenate(sizes_before)
     order = [hash_fraction(file.document(number)) for number in range(len(stops))]
     table = (stops, np.diff(bytes_before, prepend=0), np.array(order, np.float64))
     written = write_file(folder / "00000", "digests", np.frombuffer(digests, np.uint8))
     shards = [write_index(folder / "00000", array.count, table, written)]
     if not len(stops) or stops[-1] < array.count:
-        left = held - int(bytes_before[-1] if len(stops) else 0)
+        left = size - int(bytes_before[-1] if len(stops) else 0)
         last_hash = hash_fraction(file.document(len(stops)))
         tail = (np.ones(1, np.int64), np.array([left], np.int64), np.array([last_hash]))
         written = write_file(folder / "00001", "tokens", np.array([end], tokenizer.dtype))
@@ -166,14 +240,17 @@ def _open(source: IdFiles, file: SourceFile) -> IdArray:
 
 def _npy_array(path: Path, where: str) -> IdArray:
     try:
-        found = np.lib.format.open_memmap(path, mode="r")
+        memmap = np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
-        told = f"is no .npy array of integers ({error}): write it by numpy.save"
-        raise ConfigError(f"{where} {told}.") from None
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        told = f"is an array of {found.dtype} of shape {found.shape}: token ids are one row"
-        raise ConfigError(f"{where} {told} of integers.")
-    return IdArray(path, found.dtype, found.offset, len(found))
+        raise ConfigError(
+            f"{where} is no .npy array of integers ({error}): write it by numpy.save."
+        ) from None
+    if memmap.ndim != 1 or memmap.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{where} is an array of {memmap.dtype} of shape {memmap.shape}: token ids are one row"
+            " of integers."
+        )
+    return IdArray(path, memmap.dtype, memmap.offset, len(memmap))
 
 
 def _check(source: IdFiles, array: IdArray, start: int, ids: np.ndarray) -> None:
@@ -181,15 +258,16 @@ def _check(source: IdFiles, array: IdArray, start: int, ids: np.ndarray) -> None
     size = source.made_by().vocab_size
     if int(ids.min()) >= 0 and int(ids.max()) < size:
         return
-    place = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
+    position = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
     raw = "" if array.path.suffix.lower() == ".npy" else f", read as {array.dtype.name},"
-    found = f"id {int(ids[place])} at place {start + place:,} of {array.path}{raw}"
     raise ConfigError(
-        f"{source}: {found} is not in the vocabulary of tokenizer.path, which has {size:,} entries:"
-        " name the tokenizer that made the ids."
+        f"{source}: id {int(ids[position])} at place {start + position:,} of {array.path}{raw} is"
+        f" not in the vocabulary of tokenizer.path, which has {size:,} entries: name the tokenizer"
+        " that made the ids."
     )
 
 
 def _changed(file: SourceFile) -> ConfigError:
-    told = "changed while it was read: run again when it no longer changes"
-    return ConfigError(f"{file.path} {told}.")
+    return ConfigError(
+        f"{file.path} changed while it was read: run again when it no longer changes."
+    )

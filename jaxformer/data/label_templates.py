@@ -73,7 +73,9 @@ class TagTemplate(LabelTemplate):
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
         words = [
-            (" " * (place > 0) + word) for record in records for place, word in enumerate(record[0])
+            f" {word}" if position else word
+            for record in records
+            for position, word in enumerate(record[0])
         ]
         pieces = iter(self.tokenizer.encode_batch(words))
         for _, tags in records:
@@ -90,16 +92,16 @@ class TagTemplate(LabelTemplate):
         return lengths[:, :1] + self.frame(1).added
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
-        numbers, examples, places = store.part(1)
+        numbers, examples, positions = store.part(1)
         capacity = self.length - self.frame(1).added
-        learned = examples[(numbers >= 0) & (places < capacity)]
+        learned = examples[(numbers >= 0) & (positions < capacity)]
         return np.bincount(learned, minlength=len(store)) > 0
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        ids, tags = (part[: self.length - self.frame(1).added] for part in parts)
+        ids, tags = (sequence[: self.length - self.frame(1).added] for sequence in parts)
         slots = self.frame(1).slots
-        place = [slot.token for slot in slots].index(None)
-        tags = np.pad(tags, (place, len(slots) - place - 1), constant_values=-1)
+        text_slot = [slot.token for slot in slots].index(None)
+        tags = np.pad(tags, (text_slot, len(slots) - text_slot - 1), constant_values=-1)
         return self.framed(ids) | {
             "targets": np.maximum(tags, 0),
             "weights": (tags >= 0).astype(np.float32),

@@ -80,8 +80,8 @@ class MaskedRows(TextRows):
 
     def _text(self, index: int) -> NumpyBatch:
         if self._fit:
-            parts = [self.store.read(begin, end) for begin, end in self._fit.pieces(index)]
-            text, segments = np.concatenate(parts), numbered([len(part) for part in parts])
+            texts = [self.store.read(begin, end) for begin, end in self._fit.pieces(index)]
+            text, segments = np.concatenate(texts), numbered([len(ids) for ids in texts])
         else:
             start = index * self.stride
             text = self.store.read(start, start + self.stride)
@@ -97,10 +97,10 @@ class MaskedRows(TextRows):
         text = self.store.read(start, start + self.stride)
         cut = int(rng.integers(1, len(text)))
         first, second = text[:cut], text[cut:]
-        place = self._elsewhere(start, len(second), rng)
-        follows = place is None or rng.random() < 0.5
-        if place is not None and not follows:
-            second = self.store.read(place, place + len(second))
+        other_start = self._elsewhere(start, len(second), rng)
+        follows = other_start is None or rng.random() < 0.5
+        if other_start is not None and not follows:
+            second = self.store.read(other_start, other_start + len(second))
         ids, kinds = self.frame.fill([first, second])
         row = {
             "tokens": ids,
@@ -119,8 +119,8 @@ class MaskedRows(TextRows):
         after = max(0, self.store.tokens - size - start - self.stride + 1)
         if not before + after:
             return None
-        place = int(rng.integers(before + after))
-        return place if place < before else start + self.stride + place - before
+        drawn = int(rng.integers(before + after))
+        return drawn if drawn < before else start + self.stride + drawn - before
 
     def _chosen(
         self, ids: np.ndarray, segments: np.ndarray, rng: np.random.Generator
@@ -131,23 +131,24 @@ class MaskedRows(TextRows):
         `density` of the tokens or words is chosen on average, at least one, each with the same
         probability however long it is. All tokens of a word have the number of the word.
         """
-        places = np.flatnonzero(self.may_hide[ids])
+        positions = np.flatnonzero(self.may_hide[ids])
         if not self.by_word:
-            wanted = self._wanted(len(places), rng)
-            chosen = rng.permutation(places)[:wanted]
+            count = self._chosen_count(len(positions), rng)
+            chosen = rng.permutation(positions)[:count]
             return chosen, rng.random(len(chosen))
         # A token continues a word where it begins, and the token before it ends, within a word of
-        # the same text; the cumulative sum over all other tokens numbers the words.
+        # the same text; the cumulative sum over all other tokens numbers the words. word_of has the
+        # shape of positions.
         inside = self.begins_inside[ids] & np.roll(self.ends_inside[ids], 1)
         inside &= segments == np.roll(segments, 1)
-        _, word_of = np.unique(np.cumsum(~inside)[places], return_inverse=True)  # [places]
+        _, word_of = np.unique(np.cumsum(~inside)[positions], return_inverse=True)
         words = int(word_of.max(initial=-1)) + 1
-        wanted = self._wanted(words, rng)
-        taken = np.zeros(words, bool)
-        taken[rng.permutation(words)[:wanted]] = True
-        is_chosen = taken[word_of]
-        return places[is_chosen], rng.random(words)[word_of[is_chosen]]
+        count = self._chosen_count(words, rng)
+        is_chosen_word = np.zeros(words, bool)
+        is_chosen_word[rng.permutation(words)[:count]] = True
+        is_chosen = is_chosen_word[word_of]
+        return positions[is_chosen], rng.random(words)[word_of[is_chosen]]
 
-    def _wanted(self, units: int, rng: np.random.Generator) -> int:
+    def _chosen_count(self, units: int, rng: np.random.Generator) -> int:
         """How many of a row's tokens or words are chosen."""
         return min(units, max(1, int(self.density * units + rng.random())))

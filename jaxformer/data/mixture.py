@@ -25,8 +25,8 @@ class Phase(NamedTuple):
 
     def drawn_at(self, row: int) -> list[int]:
         """The rows of each source drawn before row `row` of the run, which is in this phase."""
-        own = counts(row - self.begin, self.weights)
-        return [before + more for before, more in zip(self.drawn, own, strict=True)]
+        in_phase = counts(row - self.begin, self.weights)
+        return [before + more for before, more in zip(self.drawn, in_phase, strict=True)]
 
 
 class Mixture(Rows):
@@ -40,16 +40,17 @@ class Mixture(Rows):
     """
 
     def __init__(self, sources: Sequence[tuple[str, Rows]], data: DataConfig) -> None:
-        self.names, self.parts = [name for name, _ in sources], [rows for _, rows in sources]
+        self.names, self.source_rows = [name for name, _ in sources], [rows for _, rows in sources]
         check_shares(self.names, data)
-        self.tokens = sum(part.tokens for part in self.parts)
-        self.documents = sum(part.documents for part in self.parts)
-        self.bytes = sum(part.bytes for part in self.parts)
-        self.fingerprint = "+".join(part.fingerprint for part in self.parts)
-        sizes = [len(part) for part in self.parts]
-        numbers = (part.numbers for part in self.parts)
-        self._firsts = list(itertools.accumulate(numbers, initial=0))  # of the rows of each source
-        filled = sum(part.filled * size for part, size in zip(self.parts, sizes, strict=True))
+        self.tokens = sum(rows.tokens for rows in self.source_rows)
+        self.documents = sum(rows.documents for rows in self.source_rows)
+        self.bytes = sum(rows.bytes for rows in self.source_rows)
+        self.fingerprint = "+".join(rows.fingerprint for rows in self.source_rows)
+        sizes = [len(rows) for rows in self.source_rows]
+        numbers = (rows.numbers for rows in self.source_rows)
+        # The first number of the rows of each source.
+        self._firsts = list(itertools.accumulate(numbers, initial=0))
+        filled = sum(rows.filled * size for rows, size in zip(self.source_rows, sizes, strict=True))
         self.filled = filled / max(1, len(self))
         times = _numbers(data.epochs) or [Fraction(1)] * len(sizes)
         shares = [(0, [time * size for time, size in zip(times, sizes, strict=True)])]
@@ -58,30 +59,33 @@ class Mixture(Rows):
         self._shares = [(step, _whole(weights)) for step, weights in shares]
 
     def most_segments(self) -> int | None:
-        found = [part.most_segments() for part in self.parts]
-        known = [most for most in found if most is not None]
-        return max(known) if len(known) == len(found) else None
+        segment_counts = [rows.most_segments() for rows in self.source_rows]
+        stated_counts = [count for count in segment_counts if count is not None]
+        return max(stated_counts) if len(stated_counts) == len(segment_counts) else None
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.source_rows))
 
     @property
     def numbers(self) -> int:
         return self._firsts[-1]
 
     def sources(self, name: str) -> list[tuple[str, Rows]]:
-        return list(zip(self.names, self.parts, strict=True))
+        return list(zip(self.names, self.source_rows, strict=True))
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        part = bisect.bisect_right(self._firsts, index) - 1
-        return self.parts[part].row(index - self._firsts[part], rng)
+        source = bisect.bisect_right(self._firsts, index) - 1
+        return self.source_rows[source].row(index - self._firsts[source], rng)
 
     def order(self, seed: int, batch_size: int) -> Any:
         import grain
 
-        seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
+        seeds = np.random.SeedSequence(seed).generate_state(len(self.source_rows)).tolist()
         # [source][n] is the row, numbered within the source, that is the n-th drawn of it.
-        parts = [part.order(own, batch_size) for part, own in zip(self.parts, seeds, strict=True)]
+        orders = [
+            rows.order(source_seed, batch_size)
+            for rows, source_seed in zip(self.source_rows, seeds, strict=True)
+        ]
         run_phases = self._phases(batch_size)
 
         def row_number(number: int) -> int:
@@ -90,8 +94,8 @@ class Mixture(Rows):
             # Of one more row exactly one source has one more: row `number` is of that source.
             before, after = phase.drawn_at(number), phase.drawn_at(number + 1)
             grown = [more > less for less, more in zip(before, after, strict=True)]
-            part = grown.index(True)
-            return self._firsts[part] + int(parts[part][before[part]])
+            source = grown.index(True)
+            return self._firsts[source] + int(orders[source][before[source]])
 
         return grain.MapDataset.range(sys.maxsize).map(row_number)
 
@@ -99,38 +103,39 @@ class Mixture(Rows):
         """What a run of so many steps draws of each source."""
         rows = steps * batch_size
         last = [phase for phase in self._phases(batch_size) if phase.begin < rows][-1]
-        read = zip(self.names, last.drawn_at(rows), self.parts, strict=True)
+        read = zip(self.names, last.drawn_at(rows), self.source_rows, strict=True)
         return [
-            Drawn(name, number, number / rows, number / len(part)) for name, number, part in read
+            Drawn(name, number, number / rows, number / len(source_rows))
+            for name, number, source_rows in read
         ]
 
     def _phases(self, batch_size: int) -> list[Phase]:
-        found = [Phase(0, [0] * len(self.parts), self._shares[0][1])]
+        run_phases = [Phase(0, [0] * len(self.source_rows), self._shares[0][1])]
         for step, weights in self._shares[1:]:
             begin = step * batch_size
-            found.append(Phase(begin, found[-1].drawn_at(begin), weights))
-        return found
+            run_phases.append(Phase(begin, run_phases[-1].drawn_at(begin), weights))
+        return run_phases
 
 
 def check_shares(names: Sequence[str], data: DataConfig) -> None:
     """Raises ConfigError where data.weights or data.epochs are not shares of the sources of these
     names."""
-    given = {"data.weights": data.weights.strip(), "data.epochs": data.epochs.strip()}
-    found = {setting: text for setting, text in given.items() if text}
+    settings = {"data.weights": data.weights.strip(), "data.epochs": data.epochs.strip()}
+    stated = {setting: text for setting, text in settings.items() if text}
     sources = ", ".join(names)
-    if len(found) > 1:
+    if len(stated) > 1:
         raise ConfigError(
             f"data.weights={data.weights!r} and data.epochs={data.epochs!r} both say how much is"
             f" read of {sources}: leave one of them empty."
         )
-    for setting, text in found.items():
+    for setting, text in stated.items():
         for _, value in phases(setting, text) if setting == "data.weights" else [(0, text)]:
             numbers = _numbers(value)
             if len(numbers) != len(names) or min(numbers) < 0 or not any(numbers):
                 raise ConfigError(
                     f"{setting}={text!r}: {value!r} must be {len(names)}"
-                    f" number{'s' * (len(names) > 1)}, none negative and not all 0: one for each"
-                    f" source of data.train, in this order: {sources}."
+                    f" {'number' if len(names) == 1 else 'numbers'}, none negative and not all 0:"
+                    f" one for each source of data.train, in this order: {sources}."
                 )
 
 
@@ -144,20 +149,21 @@ def counts(number: int, weights: Sequence[int]) -> list[int]:
     if len(weights) == 1:
         return [number]
     middle = len(weights) // 2
-    whole, half = sum(weights), sum(weights[:middle])
-    first = (2 * number * half + whole) // max(1, 2 * whole)  # number * half / whole, rounded
+    total, half = sum(weights), sum(weights[:middle])
+    # number * half / total, rounded.
+    first = (2 * number * half + total) // max(1, 2 * total)
     return [*counts(first, weights[:middle]), *counts(number - first, weights[middle:])]
 
 
 def _numbers(text: str) -> list[Fraction]:
     """Numbers separated by spaces, exactly; -1 for what is no number."""
-    found = []
+    numbers = []
     for word in text.split():
         try:
-            found.append(Fraction(word))
+            numbers.append(Fraction(word))
         except (ValueError, ZeroDivisionError):
-            found.append(Fraction(-1))
-    return found
+            numbers.append(Fraction(-1))
+    return numbers
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:

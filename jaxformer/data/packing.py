@@ -26,7 +26,8 @@ class ExampleRows(Rows):
         sizes, capacity = template.sizes(store.lengths()), np.array(template.capacity)
         learned = template.have_targets(store)
         self.left_out = len(store) - int(learned.sum())
-        if self.left_out:  # a run that has them in its rows is another one
+        if self.left_out:
+            # A run that has them in its rows is another one.
             self.fingerprint = fingerprint(store.fingerprint, np.flatnonzero(~learned).tolist())
         self.cut = int((sizes > capacity)[learned].any(1).sum())
         fitted = np.minimum(sizes, capacity)
@@ -62,16 +63,17 @@ def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> lis
     """
     # The room in each open row, and its number; -1 has room for nothing, so no row is open yet.
     left = np.full((len(capacity), OPEN_ROWS), -1, np.int64)
-    place = np.zeros(OPEN_ROWS, np.int64)
+    row_of_slot = np.zeros(OPEN_ROWS, np.int64)
     rows: list[list[int]] = []
     for index in order.tolist():
-        size = sizes[index][:, None]  # [streams, 1]
+        size = sizes[index][:, None]
         fits = (left >= size).all(0)
-        slot = int(fits.argmax())  # the first that fits, or 0
+        # The first that fits, or 0.
+        slot = int(fits.argmax())
         if not fits[slot]:
             slot = int(left.min(0).argmin())
-            left[:, slot], place[slot] = capacity, len(rows)
+            left[:, slot], row_of_slot[slot] = capacity, len(rows)
             rows.append([])
         left[:, slot] -= size[:, 0]
-        rows[place[slot]].append(index)
+        rows[row_of_slot[slot]].append(index)
     return rows

@@ -62,10 +62,10 @@ class PreferenceTemplate(Template):
                 marked.append((text, spans[-1:]))
             before = [text[: spans[0][0]] for text, spans in marked[-2:]]
             if before[0] != before[1]:
-                told = f"{self.chat.where} renders the prompt otherwise before the rejected answer"
                 raise RecordError(
                     "pairs whose prompts differ",
-                    f": {told}: set tokenizer.chat_template to one that does not.",
+                    f": {self.chat.where} renders the prompt otherwise before the rejected answer:"
+                    " set tokenizer.chat_template to one that does not.",
                     index,
                 )
         encoded = self.chat.encode_marked(marked) if marked else []
@@ -76,7 +76,8 @@ class PreferenceTemplate(Template):
         return ChatTemplate.of(self.tokenizer)
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths[:, :1] + lengths[:, 1:] - 1  # the last token is a target alone
+        # The last token is a target alone.
+        return lengths[:, :1] + lengths[:, 1:] - 1
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
         prompts, completions = store.lengths()[:, :1], store.lengths()[:, 1:]
@@ -99,10 +100,10 @@ class PreferenceTemplate(Template):
         used = max(len(text) - 1, 0)
         row = {name: np.zeros(self.length, np.int32) for name in ("tokens", "targets")}
         row["tokens"][:used], row["targets"][:used] = text[:-1], text[1:]
-        place = np.arange(self.length)
-        told = (place + 1 >= len(prompt)) & (place < used)
-        row["weights"] = told.astype(np.float32)
-        row["segment_ids"] = (place < used).astype(np.int32)
+        positions = np.arange(self.length)
+        learned = (positions + 1 >= len(prompt)) & (positions < used)
+        row["weights"] = learned.astype(np.float32)
+        row["segment_ids"] = (positions < used).astype(np.int32)
         return row
 
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
@@ -119,12 +120,14 @@ def _pair(chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[
     spans = [_span(learned) for _, learned in (chosen, rejected)]
     begin = min(first for first, _ in spans)
     both = zip(chosen[0][:begin], rejected[0][:begin], strict=True)
-    begin = next((place for place, (one, other) in enumerate(both) if one != other), begin)
+    begin = next((position for position, (one, other) in enumerate(both) if one != other), begin)
     sides = (ids[begin:end] for (ids, _), (_, end) in zip((chosen, rejected), spans, strict=True))
     return chosen[0][:begin], *sides
 
 
 def _span(learned: list[bool]) -> tuple[int, int]:
     """The places of the first token that is learned and after the last; the end twice for none."""
-    places = np.flatnonzero(learned)
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (len(learned), len(learned))
+    positions = np.flatnonzero(learned)
+    if not len(positions):
+        return len(learned), len(learned)
+    return int(positions[0]), int(positions[-1]) + 1

@@ -12,8 +12,7 @@ from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD
 from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
-from jaxformer.data.id_files import IdFiles
-from jaxformer.data.sources import Source
+from jaxformer.data.sources import IdFiles, Source
 from jaxformer.data.sources.records import is_text
 from jaxformer.data.splits import Scan, Split
 from jaxformer.data.store import TokenStore
@@ -58,22 +57,23 @@ def prepare_text(
     if thorough and output:
         data = replace(data, train=str(output), validation="", weights="", epochs="")
         output = None
-    kept, folder = _folders(data, output)
-    sides = find_sides(data, settings, task, kept / SCANS, log)
+    cache, folder = _folders(data, output)
+    sides = find_sides(data, settings, task, cache / SCANS, log)
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
-    tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
+    tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     beginning = task.beginning(data.bos, tokenizer)
     if output:
         specs = [split.source.spec for split in sides["train"]]
-        _require_own(output, tokenizer, beginning, specs)
+        _require_same_origin(output, tokenizer, beginning, specs)
     summary: list[TextSummary] = []
     texts: dict[str, list[tuple[Source, Scan]]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
-            if side == "train" or split.side == "all":  # else the text is on both sides
-                source, found = split.source, split.scan
-                store = store_of(source, found, tokenizer, folder, log, thorough, beginning)
+            # A text that is on both sides is tokenized for training.
+            if side == "train" or split.side == "all":
+                source, text_scan = split.source, split.scan
+                store = store_of(source, text_scan, tokenizer, folder, log, thorough, beginning)
                 summary.append(_summary(split, store))
                 texts[side].append((split.source, split.scan))
     if output:
@@ -97,22 +97,22 @@ def prepare_share(
     did before: the results are equal.
     """
     _require_text(task)
-    kept, folder = _folders(data, output)
-    train, held = find_named(data, settings, task)
+    cache, folder = _folders(data, output)
+    train, validation = find_named(data, settings, task)
     if output:
-        _require_sources([*train, *held])
+        _require_sources([*train, *validation])
     tokenizer = given_tokenizer(settings, task.specials)
     if tokenizer is None:
         log("each task reads all text to train the tokenizer; with --tokenizer.path only its part")
-        sides = find_sides(data, settings, task, kept / SCANS, log)
-        tokenizer = tokenizer_of(settings, task, vocab_size, sides, kept, log)
+        sides = find_sides(data, settings, task, cache / SCANS, log)
+        tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
     beginning = task.beginning(data.bos, tokenizer)
     if output:
-        _require_own(output, tokenizer, beginning, [source.spec for source in train])
-    for source in [*train, *held]:
+        _require_same_origin(output, tokenizer, beginning, [source.spec for source in train])
+    for source in [*train, *validation]:
         if not isinstance(source, (Prepared, IdFiles)):
-            build_part(source, tokenizer, kept / SCANS, folder, share, log, beginning)
+            build_part(source, tokenizer, cache / SCANS, folder, share, log, beginning)
 
 
 def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
@@ -121,22 +121,25 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
     if not output:
         cache = Path(os.path.expanduser(data.cache_dir))
         return cache, cache / "stores"
-    new = "name one that is new, or that an earlier call began"
+    remedy = "name one that is new, or that an earlier call began"
     try:
         output.mkdir(parents=True, exist_ok=True)
         names = sorted(name for name in os.listdir(output) if not name.startswith("."))
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"--output {output} cannot be used ({reason}): {new}.") from None
+        raise ConfigError(
+            f"--output {output} cannot be used ({error.strerror or error}): {remedy}."
+        ) from None
     if not os.access(output, os.W_OK):
-        raise ConfigError(f"--output {output} cannot be written: {new}.")
-    own = re.compile(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}")
-    if names and not any(map(own.fullmatch, names)):
-        raise ConfigError(f"--output {output} holds other things ({', '.join(names[:3])}): {new}.")
+        raise ConfigError(f"--output {output} cannot be written: {remedy}.")
+    prepared_names = re.compile(f"[0-9a-f]{{32}}|{SCANS}|{TOKENIZERS}")
+    if names and not any(map(prepared_names.fullmatch, names)):
+        raise ConfigError(
+            f"--output {output} holds other things ({', '.join(names[:3])}): {remedy}."
+        )
     return output, output
 
 
-def _require_own(
+def _require_same_origin(
     output: Path, tokenizer: Tokenizer, beginning: tuple[int, ...], specs: list[str]
 ) -> None:
     """Raises ConfigError for a directory that other text, another tokenizer or another data.bos
@@ -152,26 +155,33 @@ def _require_own(
     if before != specs:
         other = f"of other text ({'; '.join(before)})"
     if other:
-        told = f"was prepared {other}: name a new directory, so that nothing is lost"
-        raise ConfigError(f"--output {output} {told}.")
+        raise ConfigError(
+            f"--output {output} was prepared {other}: name a new directory, so that nothing is"
+            " lost."
+        )
 
 
 def _require_sources(sources: Iterable[Source]) -> None:
     """Raises ConfigError for sources that hold tokens already."""
     for source in sources:
-        already = ""
         if isinstance(source, IdFiles):
-            already = f"{source} holds token ids already"
+            raise ConfigError(
+                f"--output: {source} holds token ids already: train on it as it is, or name its"
+                " text."
+            )
         if isinstance(source, Prepared):
-            already = f"{source.folder}, of {source.setting}, is prepared already"
-        if already:
-            raise ConfigError(f"--output: {already}: train on it as it is, or name its text.")
+            raise ConfigError(
+                f"--output: {source.folder}, of {source.setting}, is prepared already: train on it"
+                " as it is, or name its text."
+            )
 
 
 def _require_text(task: Task) -> None:
     if not is_text(task.fields):
-        told = "reads records, which training encodes itself: jaxformer prepare tokenizes text"
-        raise ConfigError(f"data.objective={task.name} {told}.")
+        raise ConfigError(
+            f"data.objective={task.name} reads records, which training encodes itself: jaxformer"
+            " prepare tokenizes text."
+        )
 
 
 def _summary(split: Split, store: TokenStore) -> TextSummary:

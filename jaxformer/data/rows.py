@@ -196,9 +196,9 @@ class WindowRows(TextRows):
         `step * batch_size + row` is that of a row of a step."""
         import grain
 
-        places = self.numbers
-        drawn = grain.MapDataset.range(sys.maxsize)
-        return drawn.map(lambda number: window_start(seed, int(number), places))
+        count = self.numbers
+        numbers = grain.MapDataset.range(sys.maxsize)
+        return numbers.map(lambda number: window_start(seed, int(number), count))
 
 
 def check_windows(data: DataConfig, objective: str, of_text: bool) -> None:

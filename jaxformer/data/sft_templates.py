@@ -38,7 +38,8 @@ class SFTTemplate(Template):
         if self.cut == "prompt":
             prompts = np.minimum(prompts, prompt_capacity(answers, self.length))
         ends = np.minimum(prompts + answers, self.length + 1)
-        return ends > np.maximum(prompts, 1)  # the first token of a row is no target
+        # The first token of a row is no target.
+        return ends > np.maximum(prompts, 1)
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         prompt, answer = joined(self.before, parts[0]), joined(parts[1], [self.end])
@@ -77,13 +78,14 @@ class MessagesTemplate(Template):
         return [] if self.chat.learns_end() else [self.chat.unlearned_end()]
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
-        return np.maximum(lengths[:, :1] - 1, 0)  # the last token is a target alone
+        # The last token is a target alone.
+        return np.maximum(lengths[:, :1] - 1, 0)
 
     def have_targets(self, store: ExampleStore) -> np.ndarray:
-        edges, examples, places = store.part(1)
+        edges, examples, positions = store.part(1)
         sizes = store.lengths()[:, 0]
         firsts = np.zeros(len(store), np.int64)
-        firsts[examples[places == 0]] = edges[places == 0]
+        firsts[examples[positions == 0]] = edges[positions == 0]
         lost = np.zeros(len(store), np.int64)
         if self.cut == "prompt":
             lost = np.maximum(firsts - prompt_capacity(sizes - firsts, self.length), 0)
@@ -99,8 +101,8 @@ class MessagesTemplate(Template):
         if self.cut == "prompt" and len(edges):
             prompt, answers = ids[: edges[0]], ids[edges[0] :]
             capacity = int(prompt_capacity(len(answers), self.length))
-            kept = without_start(prompt, capacity, self.before)
-            ids, edges = joined(kept, answers), edges - (len(prompt) - len(kept))
+            short_prompt = without_start(prompt, capacity, self.before)
+            ids, edges = joined(short_prompt, answers), edges - (len(prompt) - len(short_prompt))
         ids = ids[: self.length + 1]
         # A token is learned where an odd number of edges has been passed.
         learned = np.searchsorted(edges, np.arange(len(ids)), side="right") % 2
@@ -112,7 +114,8 @@ def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:
     record. Raises RecordError where the template refuses it."""
     try:
         return chat.marked([json.loads(message) for message in messages])
-    except UnboundedTemplate:  # which no error policy skips: each record would take as long
+    except UnboundedTemplate:
+        # No error policy skips it: each record would take as long.
         raise
     except ConfigError as error:
         reason = "conversations that the chat template refuses"
@@ -130,5 +133,5 @@ def without_start(prompt: np.ndarray, capacity: int, before: list[int]) -> np.nd
     `before`, where it begins with them."""
     if len(prompt) <= capacity:
         return prompt
-    kept = len(before) if prompt[: len(before)].tolist() == before else 0
-    return joined(prompt[:kept], prompt[len(prompt) - capacity + kept :])
+    start = len(before) if prompt[: len(before)].tolist() == before else 0
+    return joined(prompt[:start], prompt[len(prompt) - capacity + start :])

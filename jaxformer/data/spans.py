@@ -84,7 +84,8 @@ class SpanRows(SourceRows):
         shown = random_parts(len(text) - hidden, spans, rng)
         lengths = np.stack([shown, random_parts(hidden, spans, rng)], 1)
         pieces = np.split(text, np.cumsum(lengths)[:-1])
-        marks = np.split(self.sentinels[:spans], spans)  # arrays of one sentinel
+        # Arrays of one sentinel.
+        marks = np.split(self.sentinels[:spans], spans)
         source = itertools.chain.from_iterable(zip(pieces[::2], marks, strict=True))
         targets = itertools.chain.from_iterable(zip(marks, pieces[1::2], strict=True))
         end = [self.tokenizer.end_token]

@@ -56,11 +56,11 @@ class Scan:
     def joined(cls, parts: "list[Scan]") -> "Scan":
         """The scan of file groups, one after the other."""
         skipped = Skipped()
-        for part in parts:
-            skipped.merge(part.skipped)
-        contents = [part.content for part in parts]
+        for scan in parts:
+            skipped.merge(scan.skipped)
+        contents = [scan.content for scan in parts]
         content = contents[0] if len(parts) == 1 else fingerprint(contents)
-        documents, size = sum(part.documents for part in parts), sum(part.bytes for part in parts)
+        documents, size = sum(scan.documents for scan in parts), sum(scan.bytes for scan in parts)
         return cls(content, documents, size, skipped, tuple(parts))
 
 
@@ -83,18 +83,18 @@ def scan(source: Source, cache: Path, log: Log = lambda line: None) -> Scan:
 
     Raises ConfigError for what cannot be read, and where there is no text at all.
     """
-    found = Scan.joined([scan_group(group, cache, log) for group in file_groups(source)])
-    passed = found.skipped.lines()
-    if not found.documents:
+    text_scan = Scan.joined([scan_group(group, cache, log) for group in file_groups(source)])
+    skipped_lines = text_scan.skipped.lines()
+    if not text_scan.documents:
         count = len(source.files)
         files = source.files[0].path if count == 1 else f"each of {count} files"
-        raise ConfigError(
-            f"{source.setting}: {files} is empty{''.join(f' ({line})' for line in passed)}: give"
-            " a source with text."
-        )
-    for line in ([f"not read: {source.left_out}"] if source.left_out else []) + passed:
+        reasons = "".join(f" ({line})" for line in skipped_lines)
+        raise ConfigError(f"{source.setting}: {files} is empty{reasons}: give a source with text.")
+    if source.left_out:
+        log(f"{source}: not read: {source.left_out}")
+    for line in skipped_lines:
         log(f"{source}: {line}")
-    return found
+    return text_scan
 
 
 def scan_group(group: Source, cache: Path, log: Log = lambda line: None) -> Scan:
@@ -107,17 +107,19 @@ def cached_scan(record: Path, make: Callable[[], Scan]) -> Scan:
     try:
         return Scan.read(read_object(record))
     except WRONG_RECORD:
-        found = make()
+        made = make()
     make_folder(record.parent)
-    write_text(record, json.dumps(asdict(found)))
-    return found
+    write_text(record, json.dumps(asdict(made)))
+    return made
 
 
 def _read(group: Source, log: Log) -> Scan:
     """Reads some files of a source."""
-    log(f"{group}: reading {len(group.files):,} new or changed file{'s' * (len(group.files) > 1)}")
+    count = len(group.files)
+    log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
     is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
-    size = sum(file.size for file in group.files) if is_plain else 0  # else bytes of text differ
+    # The bytes of the text, where they are those of its files.
+    size = sum(file.size for file in group.files) if is_plain else 0
     digest = hashlib.blake2b(digest_size=16)
     progress = ProgressNotes(log, size, f"{group}: read")
     documents, skipped = 0, Skipped()
@@ -127,7 +129,8 @@ def _read(group: Source, log: Log) -> Scan:
         progress.done += len(raw)
         progress.tell()
         if ends:
-            digest.update(b"\xff" + name.encode() + b"\xff")  # a byte that UTF-8 never has
+            # 0xff is a byte that UTF-8 never has.
+            digest.update(b"\xff" + name.encode() + b"\xff")
             documents += 1
     return Scan(digest.hexdigest(), documents, progress.done, skipped)
 
@@ -149,8 +152,9 @@ class Split:
 
     @property
     def name(self) -> str:
-        is_held = self.side == "validation"
-        return self.side if is_held else self.source.setting.removeprefix("data.")
+        if self.side == "validation":
+            return self.side
+        return self.source.setting.removeprefix("data.")
 
     @property
     def by_document(self) -> bool:
@@ -159,15 +163,16 @@ class Split:
     @property
     def bytes(self) -> int:
         """Bytes of text on this side; an expectation where documents are chosen by hash."""
-        part = {"all": 1.0, "train": 1 - self.fraction, "validation": self.fraction}
-        return int(self.scan.bytes * part[self.side])
+        fractions = {"all": 1.0, "train": 1 - self.fraction, "validation": self.fraction}
+        return int(self.scan.bytes * fractions[self.side])
 
     def rule(self) -> str:
         """A description of this side, for messages and digests."""
         if self.side == "all":
             return "all text"
         chosen = "documents chosen by hash" if self.by_document else "the end of the text"
-        return f"{'without ' * (self.side == 'train')}{chosen}, {self.fraction:g} of it"
+        without = "without " if self.side == "train" else ""
+        return f"{without}{chosen}, {self.fraction:g} of it"
 
     def identity(self) -> str:
         """A digest of the text on this side, known without reading it."""
@@ -185,7 +190,8 @@ class Split:
     def pieces(self) -> Iterator[Piece]:
         """The pieces of this side's documents, in order; where a document is cut, about as many
         bytes as `of` has tokens."""
-        pieces, held_out, kept = self.source.pieces(), self.side == "validation", 1 - self.fraction
+        pieces, train_fraction = self.source.pieces(), 1 - self.fraction
+        held_out = self.side == "validation"
         if self.side == "all":
             return pieces
         if self.by_document:
@@ -195,13 +201,10 @@ class Split:
                 if (hash_fraction(piece.document) < self.fraction) is held_out
             )
         if self.source.of_records:
-            border = round(self.scan.documents * kept)
-            return (
-                itertools.islice(pieces, border, None)
-                if held_out
-                else itertools.islice(pieces, border)
-            )
-        return _cut(pieces, int(self.scan.bytes * kept), held_out)
+            border = round(self.scan.documents * train_fraction)
+            start, stop = (border, None) if held_out else (0, border)
+            return itertools.islice(pieces, start, stop)
+        return _cut(pieces, int(self.scan.bytes * train_fraction), held_out)
 
 
 # The texts of a run by what they are for; none for validation where nothing is held out.
@@ -212,7 +215,7 @@ def _cut(pieces: Iterator[Piece], border: int, after: bool) -> Iterator[Piece]:
     """The text before, or after, a byte; a character that it cuts goes to neither side."""
     for piece in pieces:
         raw = piece.text.encode()
-        part = raw[max(0, border) :] if after else raw[: max(0, border)]
-        if text := part.decode(errors="ignore"):
+        side = raw[max(0, border) :] if after else raw[: max(0, border)]
+        if text := side.decode(errors="ignore"):
             yield piece._replace(text=text)
         border -= len(raw)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.id_files import VerifiedIds
 from jaxformer.data.token_shards import Shard, read_manifest, write_manifest
 
 NONE = np.zeros(0, np.int64)
@@ -40,22 +39,24 @@ class TokenStore:
         self._take(np.zeros(1, np.int64), self._begins[-1:])
         self.documents = sum(shard.documents for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
-        self.is_cut = False  # whether a text was cut at a token, so that `bytes` is an estimate
+        # Whether a text was cut at a token, so that `bytes` is an estimate.
+        self.is_cut = False
 
     @classmethod
     def open(cls, directory: Path, thorough: bool = False) -> "TokenStore | None":
         """The store in a directory, None where it is not complete. Raises ConfigError where a file
         was altered since."""
-        if not (found := read_manifest(directory)):
+        if not (stored := read_manifest(directory)):
             return None
-        manifest, shards = found
+        manifest, shards = stored
         checked = [shard.checked(thorough) for shard in shards]
-        whole = [shard for shard in checked if shard]
-        if len(whole) < len(shards):
+        current = [shard for shard in checked if shard]
+        if len(current) < len(shards):
             return None
-        if whole != shards:  # copied files have other times, and are not read whole again
-            write_manifest(directory, manifest | {"shards": [shard.entry() for shard in whole]})
-        return cls(whole, np.dtype(manifest["dtype"]), directory.name, manifest["beginning"])
+        if current != shards:
+            # Copied files have other times, and are not read as a whole again.
+            write_manifest(directory, manifest | {"shards": [shard.entry() for shard in current]})
+        return cls(current, np.dtype(manifest["dtype"]), directory.name, manifest["beginning"])
 
     @classmethod
     def joined(cls, stores: "Sequence[TokenStore]", fingerprint: str) -> "TokenStore":
@@ -67,11 +68,11 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop (not included, at most the store's last): int32."""
-        parts = [
+        spans = [
             self._map(shard, "tokens")[low:high].astype(np.int32)
             for shard, low, high, _ in self._spans(start, stop)
         ]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return np.concatenate(spans) if spans else np.zeros(0, np.int32)
 
     def verify(self) -> None:
         """Compares every file with its digest. Raises ConfigError for one that was altered."""
@@ -83,42 +84,43 @@ class TokenStore:
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Places p with start < p < stop at which a new document begins: int64, ascending."""
-        found = [NONE]
+        ends_of_spans = [NONE]
         for shard, low, high, at in self._spans(start, stop):
             ends = self._map(shard, "documents")[0]
             first, last = np.searchsorted(ends, [low, high], side="right")
-            found.append(ends[first:last] + (at - low))
-        places = np.concatenate(found)
-        return places[places < stop]
+            ends_of_spans.append(ends[first:last] + (at - low))
+        boundaries = np.concatenate(ends_of_spans)
+        return boundaries[boundaries < stop]
 
     def is_text(self, start: int, stop: int) -> np.ndarray:
         """Whether each of the places start to stop holds a token of a text or its end, rather than
         one of `beginning` or none: bool [stop - start]. Place 0 counts as the beginning of a
         document."""
-        width, found = len(self.beginning), np.arange(start, stop) < self.tokens
+        width, is_text = len(self.beginning), np.arange(start, stop) < self.tokens
         if width:
             earliest = max(0, start - width)
             firsts = self.boundaries(earliest, stop)
             for first in [0, *firsts.tolist()] if earliest == 0 else firsts.tolist():
-                found[max(0, first - start) : max(0, first + width - start)] = False
-        return found
+                is_text[max(0, first - start) : max(0, first + width - start)] = False
+        return is_text
 
     def ends(self) -> np.ndarray:
         """The place after each document: int64, ascending, the last one `tokens` even where the
         text is cut there."""
-        found = [NONE]
+        ends_of_shards = [NONE]
         for shard in range(len(self._shards)):
-            ends = self._map(shard, "documents")[0]  # [documents], places in the shard
-            mine = slice(*np.searchsorted(self._runs, [shard, shard + 1]))  # the shard's runs
+            # [documents], places in the shard, and the shard's runs
+            ends = self._map(shard, "documents")[0]
+            mine = slice(*np.searchsorted(self._runs, [shard, shard + 1]))
             lows, starts = self._lows[mine], self._starts[:-1][mine]
             if len(lows) and len(ends):
                 # The last run that begins before an end holds it, unless it stops earlier.
                 run = np.searchsorted(lows, ends) - 1
                 inside = (run >= 0) & (ends - lows[run] <= np.diff(self._starts)[mine][run])
-                found.append((starts[run] + ends - lows[run])[inside])
-        places = np.concatenate(found)
-        last = int(places[-1]) if len(places) else 0
-        return places if last == self.tokens else np.append(places, self.tokens)
+                ends_of_shards.append((starts[run] + ends - lows[run])[inside])
+        all_ends = np.concatenate(ends_of_shards)
+        last = int(all_ends[-1]) if len(all_ends) else 0
+        return all_ends if last == self.tokens else np.append(all_ends, self.tokens)
 
     def held_out(self, fraction: float, inverse: bool = False) -> "TokenStore":
         """The documents whose `hash_fraction` is below `fraction`, or the others."""
@@ -128,13 +130,13 @@ class TokenStore:
         ends = np.concatenate([table[0] + begin for table, begin in begins])
         sizes = np.concatenate([table[1] for table in tables])
         order = np.concatenate([table[2] for table in tables]).view(np.float64)
-        taken = (order < fraction) ^ inverse  # [documents]
-        # Neighbors that are taken form one run: it begins where taken rises, and ends where it
-        # falls. edges [documents + 1] is 1 at the former, -1 at the latter.
-        edges = np.diff(taken.astype(np.int8), prepend=0, append=0)
+        # chosen [documents]; neighbors that are chosen form one run, which begins where `chosen`
+        # rises and ends where it falls. edges [documents + 1] is 1 at the former, -1 at the latter.
+        chosen = (order < fraction) ^ inverse
+        edges = np.diff(chosen.astype(np.int8), prepend=0, append=0)
         starts, stops = np.append(0, ends)[:-1][edges[:-1] > 0], ends[edges[1:] < 0]
-        rule = f"{'without ' * inverse}{fraction:g} by document"
-        return self._part(starts, stops, (int(taken.sum()), int(sizes[taken].sum())), rule)
+        rule = f"{'without ' if inverse else ''}{fraction:g} by document"
+        return self._part(starts, stops, (int(chosen.sum()), int(sizes[chosen].sum())), rule)
 
     def cut(self, fraction: float, after: bool) -> "TokenStore":
         """The last `fraction` of the tokens, or what is before; its bytes are an estimate.
@@ -148,19 +150,19 @@ class TokenStore:
         size = round(self.bytes * (stop - start) / max(1, self.tokens))
         starts, stops = np.array([[start], [stop]], np.int64)
         rule = f"{'after' if after else 'before'} {fraction:g}"
-        part = self._part(starts, stops, (documents, size), rule)
-        part.is_cut = True
-        return part
+        side = self._part(starts, stops, (documents, size), rule)
+        side.is_cut = True
+        return side
 
     def _part(
         self, starts: np.ndarray, stops: np.ndarray, counts: tuple[int, int], rule: str
     ) -> "TokenStore":
         name = hashlib.blake2b(f"{self.fingerprint} {rule}".encode(), digest_size=16).hexdigest()
-        found = TokenStore(self._shards, self._dtype, name, self.beginning)
-        found._map = self._map
-        found._take(starts, stops)
-        found.documents, found.bytes = counts
-        return found
+        part_store = TokenStore(self._shards, self._dtype, name, self.beginning)
+        part_store._map = self._map
+        part_store._take(starts, stops)
+        part_store.documents, part_store.bytes = counts
+        return part_store
 
     def _take(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Keeps the tokens from `starts` to `stops` (both [runs], ascending, places in all shards);
@@ -197,13 +199,14 @@ class TokenStore:
         [blocks, 16] of its ids."""
         shard = self._shards[number]
         if kind == "tokens" and shard.ids:
-            return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
+            return shard.ids.verified(self._map(number, "digests"), self._dtype)
         kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
         dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))
         path = shard.file(kind)
         if kind in shard.files:
             shard.files[kind].verify(path)
-        if not path.stat().st_size:  # an empty file cannot be mapped
+        if not path.stat().st_size:
+            # An empty file cannot be mapped.
             return np.zeros([max(0, length) for length in shape], dtype)
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(path, dtype, "r").view(np.ndarray).reshape(shape)
@@ -215,5 +218,5 @@ def most_maps() -> int | None:
         return None
     import resource
 
-    most: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if most == resource.RLIM_INFINITY else most // 4
+    open_files: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if open_files == resource.RLIM_INFINITY else open_files // 4

@@ -28,24 +28,6 @@ def causal_rows(
     return CausalRows(store, data)
 
 
-def span_rows(
-    store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
-) -> Rows:
-    """Rows of which spans are hidden."""
-    from jaxformer.data.spans import SpanRows  # which a decoder does without
-
-    return SpanRows(store, data, row_format, tokenizer)
-
-
-def prefix_rows(
-    store: TokenStore, data: DataConfig, row_format: RowFormat, tokenizer: Tokenizer
-) -> Rows:
-    """Rows of a source and the text that continues it."""
-    from jaxformer.data.spans import PrefixRows
-
-    return PrefixRows(store, data, row_format, tokenizer)
-
-
 def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
     """Names of the special tokens that hidden spans need and a tokenizer lacks."""
     return [] if tokenizer.sentinels() else ["<extra_id_0> and so on"]
@@ -86,16 +68,16 @@ FIELD_SETTINGS = {
 
 def fields_of(entries: tuple[str | RecordField, ...], data: DataConfig) -> Fields:
     """The fields of an objective by the names that the settings give them."""
-    found = []
+    fields = []
     for entry in entries:
         if isinstance(entry, RecordField):
-            found.append(entry)
+            fields.append(entry)
             continue
         setting, kind, optional = FIELD_SETTINGS[entry]
         field_name = getattr(data, setting)
         if field_name or not optional:
-            found.append(RecordField(f"data.{setting}", field_name, kind))
-    return tuple(found)
+            fields.append(RecordField(f"data.{setting}", field_name, kind))
+    return tuple(fields)
 
 
 class Task(NamedTuple):
@@ -122,7 +104,8 @@ class Task(NamedTuple):
         rows are made otherwise. Raises ConfigError where the tokenizer has no BOS."""
         if bos == "never" or not reads_plain_text(self.template, self.rows):
             return ()
-        beginning = tuple(tokenizer.prefix)  # as prompts and the templates of records have it
+        # As prompts and the templates of records have it.
+        beginning = tuple(tokenizer.prefix)
         if bos == "auto" or beginning:
             return beginning
         token = tokenizer.special("bos")

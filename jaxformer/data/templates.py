@@ -90,8 +90,8 @@ class PairTemplate(Template):
         return lengths + self.more
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
-        most = np.array(self.capacity) - self.more
-        source, target = (part[:size] for part, size in zip(parts, most, strict=True))
+        capacity = np.array(self.capacity) - self.more
+        source, target = (ids[:size] for ids, size in zip(parts, capacity, strict=True))
         tokens = self.tokenizer.as_target(target)
         return {
             "source": joined(self.tokenizer.as_source(source)),
@@ -101,6 +101,6 @@ class PairTemplate(Template):
         }
 
 
-def joined(*parts: Sequence[int] | np.ndarray) -> np.ndarray:
+def joined(*sequences: Sequence[int] | np.ndarray) -> np.ndarray:
     """Ids one after the other: int32."""
-    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+    return np.concatenate([np.asarray(ids, np.int32) for ids in sequences])

@@ -12,8 +12,7 @@ from pathlib import Path
 from jaxformer.config.run import DataConfig, named_sources
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed
-from jaxformer.data.id_files import IdFiles, find_ids
-from jaxformer.data.sources import Source, find_source, fingerprint
+from jaxformer.data.sources import IdFiles, Source, find_ids, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import Fields, is_text
 from jaxformer.data.splits import Scan, file_groups, scan, scan_group
@@ -46,14 +45,16 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
     """The sources that `data.train` or `data.validation` names. Raises ConfigError."""
     specs = named_sources(getattr(data, setting.removeprefix("data.")))
     if not specs:
-        told = "names no source: give a file, a directory, a glob, or stdlib"
-        raise ConfigError(f"{setting} {told}.")
+        raise ConfigError(
+            f"{setting} names no source: give a file, a directory, a glob, or stdlib."
+        )
     policy = ErrorPolicy(data.undecodable, data.malformed)
-    found: list[Source] = []
+    sources: list[Source] = []
     for spec in specs:
         folder = Path(os.path.expanduser(spec))
-        if ids := find_ids(spec, setting, fields):
-            found.append(ids)
+        ids = find_ids(spec, setting, fields)
+        if ids:
+            sources.append(ids)
         elif _is_prepared(folder):
             texts = prepared_texts(folder, setting, fields)
             if not texts:
@@ -61,15 +62,15 @@ def find_texts(data: DataConfig, setting: str, fields: Fields) -> list[Source]:
                     f"{setting}: {folder} was prepared without text for validation: prepare it"
                     " with data.validation, or leave data.validation empty."
                 )
-            found += texts
+            sources += texts
         else:
             if (folder / SCANS).is_dir() and not (folder / MANIFEST).exists():
                 raise ConfigError(
                     f"{setting}: {folder} is prepared in part: run the line of `jaxformer prepare"
                     " --output` once more without --shard, to join what the tasks have made."
                 )
-            found.append(find_source(spec, setting, fields, policy, data.cache_dir))
-    return found
+            sources.append(find_source(spec, setting, fields, policy, data.cache_dir))
+    return sources
 
 
 def _is_prepared(folder: Path) -> bool:
@@ -80,7 +81,7 @@ def _is_prepared(folder: Path) -> bool:
         return False
 
 
-def find_held(data: DataConfig, train: list[Source], fields: Fields) -> list[Source]:
+def find_validation(data: DataConfig, train: list[Source], fields: Fields) -> list[Source]:
     """The sources of `data.validation`, or else what was prepared for it beside `train`."""
     setting = "data.validation"
     if data.validation:
@@ -95,7 +96,7 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
         manifest = read_object(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
-        texts, made_by = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
+        texts, digest = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
         beginning = tuple(map(int, manifest.get("beginning", ())))
         scans = [
             (entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts
@@ -106,13 +107,15 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
             f" version writes ({error}): prepare the text again."
         ) from None
     if not is_text(fields):
-        told = "holds tokens of text, and data.objective reads records: name their source"
-        raise ConfigError(f"{setting}: {folder} {told}.")
+        raise ConfigError(
+            f"{setting}: {folder} holds tokens of text, and data.objective reads records: name"
+            " their source."
+        )
     return [
         Prepared(
-            setting, spec, (), folder=folder, scanned=found, tokenizer=made_by, beginning=beginning
+            setting, spec, (), folder=folder, scanned=scanned, tokenizer=digest, beginning=beginning
         )
-        for spec, found in scans
+        for spec, scanned in scans
     ]
 
 
@@ -129,7 +132,7 @@ def scan_of(source: Source, folder: Path, log: Log) -> Scan:
 
 def store_of(
     source: Source,
-    found: Scan,
+    text_scan: Scan,
     tokenizer: Tokenizer,
     folder: Path,
     log: Log,
@@ -143,21 +146,21 @@ def store_of(
     if isinstance(source, IdFiles):
         from jaxformer.data.ids import id_store
 
-        names = [directory_of(part, tokenizer) for part in found.parts]
-        return id_store(source, found, [folder / name for name in names], thorough, log)
-    names = [directory_of(part, tokenizer, beginning) for part in found.parts]
+        names = [directory_of(group_scan, tokenizer) for group_scan in text_scan.parts]
+        return id_store(source, text_scan, [folder / name for name in names], thorough, log)
+    names = [directory_of(group_scan, tokenizer, beginning) for group_scan in text_scan.parts]
     if isinstance(source, Prepared):
         _require_beginning(source, tokenizer, beginning)
         stores = [_prepared(source, name, tokenizer, thorough) for name in names]
     else:
         directories = [folder / name for name in names]
-        stores = _group_stores(source, found, directories, tokenizer, log, thorough, beginning)
+        stores = _group_stores(source, text_scan, directories, tokenizer, log, thorough, beginning)
     return TokenStore.joined(stores, fingerprint(names))
 
 
 def _group_stores(
     source: Source,
-    found: Scan,
+    text_scan: Scan,
     directories: list[Path],
     tokenizer: Tokenizer,
     log: Log,
@@ -167,23 +170,28 @@ def _group_stores(
     """The stores of the file groups of a source."""
     count, began = len(directories), time.perf_counter()
     stores = [TokenStore.open(directory, thorough) for directory in directories]
-    missing = [part for part, store in zip(found.parts, stores, strict=True) if store is None]
-    size = sum(part.bytes for part in missing)
+    pairs = zip(text_scan.parts, stores, strict=True)
+    missing = [group_scan for group_scan, store in pairs if store is None]
+    size = sum(group_scan.bytes for group_scan in missing)
     if missing and thorough:
-        told = f"{len(missing)} of {count} parts are not prepared"
-        raise ConfigError(f"{source}: {told}: leave out --verify to make them.")
+        raise ConfigError(
+            f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
+            " make them."
+        )
     if missing:
-        parts = f", {len(missing)} of {count} parts" * (count > 1)
+        parts = f", {len(missing)} of {count} parts" if count > 1 else ""
         log(f"{source}: tokenizing {megabytes(size)}{parts}")
     progress, made = ProgressNotes(log, size), []
-    groups = zip(directories, file_groups(source), found.parts, stores, strict=True)
-    for directory, group, part, store in groups:
+    groups = zip(directories, file_groups(source), text_scan.parts, stores, strict=True)
+    for directory, group, group_scan, store in groups:
         store = store or open_or_build(directory, group.pieces, tokenizer, progress, beginning)
-        _require_text_of(part, store, directory, source)
+        _require_text_of(group_scan, store, directory, source)
         made.append(store)
-    more = f" and {count - 1:,} more" * (count > 1)
-    reused = f"reusing {directories[0]}{more}"
-    log(f"{source}: {f'tokenized in {time.perf_counter() - began:.1f} s' if missing else reused}")
+    if missing:
+        log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+    else:
+        more = f" and {count - 1:,} more" if count > 1 else ""
+        log(f"{source}: reusing {directories[0]}{more}")
     return made
 
 
@@ -192,7 +200,7 @@ def build_part(
     tokenizer: Tokenizer,
     scanned: Path,
     folder: Path,
-    part: tuple[int, int],
+    share: tuple[int, int],
     log: Log,
     beginning: tuple[int, ...] = (),
 ) -> None:
@@ -201,21 +209,21 @@ def build_part(
 
     Parts are file groups where there are enough of them, otherwise shards of each group.
     """
-    index, count = part
+    index, count = share
     groups = list(enumerate(file_groups(source)))
     by_group = len(groups) >= count
-    mine = groups[index::count] if by_group else groups
+    my_groups = groups[index::count] if by_group else groups
     part_of = f"one of every {count} shards is"
     if by_group:
-        part_of = f"{len(mine):,} of {len(groups):,} groups of files are"
+        part_of = f"{len(my_groups):,} of {len(groups):,} groups of files are"
     log(f"{source}: {part_of} this task's")
-    scans = [scan_group(group, scanned, log) for _, group in mine]
-    progress = ProgressNotes(log, sum(found.bytes for found in scans))
-    for (number, group), found in zip(mine, scans, strict=True):
-        directory = folder / directory_of(found, tokenizer, beginning)
+    scans = [scan_group(group, scanned, log) for _, group in my_groups]
+    progress = ProgressNotes(log, sum(group_scan.bytes for group_scan in scans))
+    for (number, group), group_scan in zip(my_groups, scans, strict=True):
+        directory = folder / directory_of(group_scan, tokenizer, beginning)
         if by_group:
             store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
-            _require_text_of(found, store, directory, source)
+            _require_text_of(group_scan, store, directory, source)
         elif TokenStore.open(directory) is None:
             chosen = functools.partial(_is_mine, number, index, count)
             with claimed(directory, log, shared=True):
@@ -229,12 +237,14 @@ def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
     return (group + shard) % count == index
 
 
-def _require_text_of(part: Scan, store: TokenStore, directory: Path, source: Source) -> None:
+def _require_text_of(group_scan: Scan, store: TokenStore, directory: Path, source: Source) -> None:
     """Removes the store, and raises ConfigError, where files changed after their scan."""
-    if (part.documents, part.bytes) != (store.documents, store.bytes):
+    if (group_scan.documents, group_scan.bytes) != (store.documents, store.bytes):
         shutil.rmtree(directory, ignore_errors=True)
-        told = "its files changed while they were tokenized: run again when they no longer change"
-        raise ConfigError(f"{source}: {told}.")
+        raise ConfigError(
+            f"{source}: its files changed while they were tokenized: run again when they no longer"
+            " change."
+        )
 
 
 def write_prepared(
@@ -247,7 +257,7 @@ def write_prepared(
     with which tokens documents begin."""
     tokenizer.save(folder / TOKENIZER_FILE)
     listed = {
-        side: [{"spec": source.spec, "scan": asdict(found)} for source, found in several]
+        side: [{"spec": source.spec, "scan": asdict(text_scan)} for source, text_scan in several]
         for side, several in texts.items()
     }
     made_by = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint()}
@@ -255,11 +265,11 @@ def write_prepared(
     write_text(folder / MANIFEST, json.dumps(made_by | begun | listed, indent=1))
 
 
-def directory_of(part: Scan, tokenizer: Tokenizer, beginning: tuple[int, ...] = ()) -> str:
+def directory_of(group_scan: Scan, tokenizer: Tokenizer, beginning: tuple[int, ...] = ()) -> str:
     """The name of the directory of a file group's tokens, the same for equal text, tokenizer and
     tokens with which documents begin."""
     begun = [[*beginning]] if beginning else []
-    return fingerprint(FORMAT, part.content, tokenizer.fingerprint(), *begun)
+    return fingerprint(FORMAT, group_scan.content, tokenizer.fingerprint(), *begun)
 
 
 def _require_beginning(source: Prepared, tokenizer: Tokenizer, beginning: tuple[int, ...]) -> None:
@@ -287,10 +297,10 @@ def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool)
         )
     if (store := TokenStore.open(source.folder / name, thorough)) is not None:
         return store
-    lacks = f"is not complete, {missing_of(source.folder / name)} is missing"
+    directory = source.folder / name
     raise ConfigError(
-        f"{source.setting}: {source.folder / name} {lacks}: copy the directory again, or run the"
-        " `jaxformer prepare --output` that made it once more."
+        f"{source.setting}: {directory} is not complete, {missing_of(directory)} is missing: copy"
+        " the directory again, or run the `jaxformer prepare --output` that made it once more."
     )
 
 

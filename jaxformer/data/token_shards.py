@@ -14,13 +14,15 @@ joins them.
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
-from jaxformer.data.id_files import IdArray
 from jaxformer.files import ConfigError, read_object, write_text
+
+if TYPE_CHECKING:
+    from jaxformer.data.ids import IdArray
 
 FILE_KINDS = ("tokens", "documents")
 
@@ -38,7 +40,7 @@ class Shard:
     documents: int
     bytes: int
     files: dict[str, Written]
-    ids: IdArray | None = None
+    ids: "IdArray | None" = None
 
     @classmethod
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":

@@ -48,18 +48,18 @@ class ProgressNotes:
         self, log: Log = lambda line: None, total: int = 0, work: str = "tokenized"
     ) -> None:
         self.log, self.done, self._total, self._work = log, 0, total, work
-        self._began = self._said = time.monotonic()
+        self._began = self._last_note = time.monotonic()
 
     def tell(self) -> None:
         now = time.monotonic()
-        if now - self._said < SECONDS_BETWEEN_NOTES:
+        if now - self._last_note < SECONDS_BETWEEN_NOTES:
             return
-        self._said, rate = now, self.done / (now - self._began)
-        whole = left = ""
+        self._last_note, rate = now, self.done / (now - self._began)
+        of_total = left = ""
         if self._total and rate:
-            whole = f" of {self._total / 1e9:.2f}"
+            of_total = f" of {self._total / 1e9:.2f}"
             left = f", {max(0, self._total - self.done) / rate / 60:.0f} min left"
-        self.log(f"{self._work} {self.done / 1e9:.2f}{whole} GB, {rate / 1e6:.1f} MB/s{left}")
+        self.log(f"{self._work} {self.done / 1e9:.2f}{of_total} GB, {rate / 1e6:.1f} MB/s{left}")
 
 
 def open_or_build(
@@ -131,8 +131,8 @@ def _sized(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[SizedPi
     """The pieces with what is counted over several of them."""
     size, begins = 0, True
     for piece in pieces:
-        own = len(piece.text.encode())
-        size, progress.done = size + own, progress.done + own
+        piece_size = len(piece.text.encode())
+        size, progress.done = size + piece_size, progress.done + piece_size
         yield SizedPiece(piece, size, begins)
         size, begins = 0 if piece.ends else size, piece.ends
 

@@ -41,10 +41,13 @@ def make_tokenizer(
     train, every = sides["train"], [*sides["train"], *sides["validation"]]
     prepared = [split.source.folder for split in every if isinstance(split.source, Prepared)]
     if prepared and not settings.path and not (prepared[0] / TOKENIZER_FILE).is_file():
-        told = f"has no {TOKENIZER_FILE}, with which it was prepared: copy the directory again"
-        raise ConfigError(f"{prepared[0]} {told}.")
-    if given := given_tokenizer(settings, specials, *prepared[:1]):
-        return given
+        raise ConfigError(
+            f"{prepared[0]} has no {TOKENIZER_FILE}, with which it was prepared: copy the directory"
+            " again."
+        )
+    tokenizer = given_tokenizer(settings, specials, *prepared[:1])
+    if tokenizer:
+        return tokenizer
     summary: tuple[object, ...] = tuple(dict.fromkeys(split.scan.content for split in every))
     if settings.kind == "bpe":
         texts = [split.identity() for split in train]
@@ -69,14 +72,14 @@ def make_tokenizer(
 def _train_bpe(
     settings: TokenizerConfig, train: list[Split], specials: tuple[str, ...], log: Log
 ) -> Tokenizer:
-    total, most = sum(split.bytes for split in train), settings.training_bytes
+    total, cap = sum(split.bytes for split in train), settings.training_bytes
     names = " and ".join(str(split.source) for split in train)
     log(
         f"tokenizer: training {settings.vocab_size:,} entries of byte-level BPE on"
-        f" {megabytes(min(total, most))} of {names}"
+        f" {megabytes(min(total, cap))} of {names}"
     )
     texts = (
-        text for split in train for text in spread(split, round(most * split.bytes / max(1, total)))
+        text for split in train for text in spread(split, round(cap * split.bytes / max(1, total)))
     )
     return train_bpe_tokenizer(texts, settings.vocab_size, specials, settings.pattern)
 
@@ -88,9 +91,9 @@ def _take_characters(every: list[Split], specials: tuple[str, ...], log: Log) ->
     return character_tokenizer(texts, specials)
 
 
-def spread(split: Split, most: int) -> Iterator[str]:
-    """Pieces of a split's text, evenly over all of it, of at most `most` bytes together."""
-    rate, seen, taken = min(1.0, most / max(1, split.bytes)), 0, 0
+def spread(split: Split, limit: int) -> Iterator[str]:
+    """Pieces of a split's text, evenly over all of it, of at most `limit` bytes together."""
+    rate, seen, used = min(1.0, limit / max(1, split.bytes)), 0, 0
     group = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
     for piece in split.pieces():
         for start in range(0, len(piece.text), group):
@@ -98,6 +101,6 @@ def spread(split: Split, most: int) -> Iterator[str]:
             size = len(text.encode())
             seen += size
             # A piece is taken where fewer bytes were than the rate gives up to its end.
-            if taken + size <= min(most, seen * rate):
-                taken += size
+            if used + size <= min(limit, seen * rate):
+                used += size
                 yield text

@@ -22,9 +22,7 @@ from jaxformer.data.task import (
     fields_of,
     missing_sentinels,
     nothing_missing,
-    prefix_rows,
     reads_plain_text,
-    span_rows,
 )
 from jaxformer.data.templates import PairTemplate, Template
 from jaxformer.files import ConfigError
@@ -120,7 +118,7 @@ OBJECTIVES: Table[Objective] = Table(
             "language",
             ("text",),
             SENTINELS,
-            rows=span_rows,
+            rows="jaxformer.data.spans:SpanRows",
             missing=missing_sentinels,
             takes_packing=False,
             rowwise=True,
@@ -129,7 +127,7 @@ OBJECTIVES: Table[Objective] = Table(
             ("encoder_decoder",),
             "language",
             ("text",),
-            rows=prefix_rows,
+            rows="jaxformer.data.spans:PrefixRows",
             takes_packing=False,
             rowwise=True,
         ),

@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
     for spec in (tmp_path / "a.jsonl.gz", tmp_path / "a.parquet", f"datasets:{tmp_path / 'set'}"):
         assert read(spec) == found, spec
     pieces = [*find_source(str(tmp_path / "a.jsonl"), "data.train", FIELDS).pieces()]
-    assert pieces[0].text == "the cat sat\non the mat" and pieces[0].place.endswith("line 1")
+    assert pieces[0].text == "the cat sat\non the mat" and pieces[0].location.endswith("line 1")
     assert pieces[-1].text == "?\n"
 
 

@@ -17,7 +17,7 @@ from tiny_run import line, train_here
 
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batches, Corpus, evaluation_batches, id_files
+from jaxformer.data import Batches, Corpus, evaluation_batches, ids
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, train_bpe_tokenizer
 
@@ -72,7 +72,7 @@ def assert_same_batches(
 def test_ids_give_the_batches_of_their_text(
     name: str, packing: str, block: int, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(id_files, "BLOCK_IDS", block)
+    monkeypatch.setattr(ids, "BLOCK_IDS", block)
     run = run_of(made, made / f"{name}.txt", tmp_path / "text", packing=packing)
     own = run_of(made, made / f"{name}.npy", tmp_path / "ids", packing=packing)
     assert_same_batches(prepare(own), prepare(run), run.data)
@@ -177,7 +177,7 @@ def test_ids_that_changed_behind_their_size_and_time_are_not_used(
 ) -> None:
     """Only the block that holds the change is refused when it is read, and all of it by `always`
     before anything is."""
-    monkeypatch.setattr(id_files, "BLOCK_IDS", 64)
+    monkeypatch.setattr(ids, "BLOCK_IDS", 64)
     found = np.load(made / "many.npy").astype(np.uint16 if name != "wide.npy" else np.int64)
     path = tmp_path / name
     np.save(path, found) if name.endswith("npy") else found.tofile(path)

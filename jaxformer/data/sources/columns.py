@@ -56,7 +56,8 @@ def _values(column: "pyarrow.Array", where: str) -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError as error:
-        if pyarrow.types.is_nested(column.type):  # of messages, which no policy repairs
+        if pyarrow.types.is_nested(column.type):
+            # A column of messages, which no policy repairs.
             raise ConfigError(
                 f"{where} is not UTF-8 text ({error}): write the file again."
             ) from None

@@ -112,7 +112,8 @@ def _is_whole(text: str) -> bool:
 
 def _documents(path: Path, handler: ErrorHandler, repair: Repair) -> Iterator[TextPiece]:
     """The documents of a file, whose separators and pieces do not depend on how it is read."""
-    held, begun, count = "", False, 0  # text of an open document, whether some of it was given
+    # The text of an open document, whether some of it was yielded, and how many are closed.
+    rest, begun, count = "", False, 0
 
     def closed(document: str, number: int) -> Iterator[TextPiece]:
         """A document or its end; number 0 stands for the file's edges, where none is missing."""
@@ -122,20 +123,21 @@ def _documents(path: Path, handler: ErrorHandler, repair: Repair) -> Iterator[Te
             handler.blank(f"{path}, document {number}")
 
     for text, final in _decoded(path, repair):
-        whole, held = _split_off(held + text, final)
-        for document in whole:
+        documents, rest = _split_off(rest + text, final)
+        for document in documents:
             yield from closed(document, count and count + 1)
             begun, count = False, count + 1
-        if not final:  # the end of what is held may be the beginning of a separator
-            *ready, held = _cut_up(held, spare=LONGEST_SEPARATOR)
+        if not final:
+            # The end of the rest may be the beginning of a separator.
+            *ready, rest = _cut_up(rest, spare=LONGEST_SEPARATOR)
             begun = begun or bool(ready)
             yield from ((piece, False) for piece in ready)
-    yield from closed(held, 0 if count else 1)
+    yield from closed(rest, 0 if count else 1)
 
 
 def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
     """The text of a file, a block at a time, without a byte order mark; and if it is the last."""
-    held, offset = b"", 0
+    rest, offset = b"", 0
 
     def decoded(raw: bytes, final: bool) -> tuple[str, bytes]:
         try:
@@ -146,15 +148,15 @@ def _decoded(path: Path, repair: Repair) -> Iterator[tuple[str, bool]]:
         return (text if offset else text.removeprefix("\ufeff")), raw[used:]
 
     for block in read_blocks(path):
-        if not offset and not held:
+        if not offset and not rest:
             require_content(str(path), block)
             if encoding := wide_encoding(block):
                 raise is_wide(str(path), encoding)
-        raw = held + block
-        text, held = decoded(raw, False)
+        raw = rest + block
+        text, rest = decoded(raw, False)
         yield text, False
-        offset += len(raw) - len(held)
-    yield decoded(held, True)[0], True
+        offset += len(raw) - len(rest)
+    yield decoded(rest, True)[0], True
 
 
 def _split_off(text: str, final: bool) -> tuple[list[str], str]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from jaxformer.config.run import Malformed, Undecodable
 from jaxformer.files import ConfigError
 
-MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # the first bytes of compressed files
+# The first bytes of compressed files.
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 REPLACEMENT = "\ufffd"
-BYTE_ORDER_MARKS = {  # the longer ones first, of which UTF-32LE begins with that of UTF-16LE
+# The longer ones first, of which UTF-32LE begins with that of UTF-16LE.
+BYTE_ORDER_MARKS = {
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -22,7 +24,8 @@ ZERO_BYTES = {
     "UTF-16LE": ((1, 3), (0, 2)),
     "UTF-16BE": ((0, 2), (1, 3)),
 }
-MOSTLY, HARDLY = 0.8, 0.1  # shares of zero bytes
+# Shares of zero bytes.
+MOSTLY, HARDLY = 0.8, 0.1
 
 
 @dataclass(frozen=True)
@@ -37,27 +40,28 @@ STRICT = ErrorPolicy()
 
 
 class Skipped(dict[str, tuple[int, str]]):
-    """What one reading skipped: for each reason the number of times, and the first place."""
+    """What one reading skipped: for each reason the number of times, and the first location."""
 
-    def add(self, reason: str, place: str, count: int = 1) -> None:
-        before, first = self.get(reason, (0, place))
-        self[reason] = (before + count, first)
+    def add(self, reason: str, location: str, count: int = 1) -> None:
+        earlier_count, first_location = self.get(reason, (0, location))
+        self[reason] = (earlier_count + count, first_location)
 
     def merge(self, later: Mapping[str, Sequence]) -> None:
         """Adds what a later part of the source skipped; JSON gives lists instead of tuples."""
-        for reason, (count, place) in later.items():
-            self.add(reason, place, count)
+        for reason, (count, location) in later.items():
+            self.add(reason, location, count)
 
     def lines(self) -> list[str]:
         """A line for each reason."""
         return [
-            f"{reason}: {count:,}, the first in {place}" for reason, (count, place) in self.items()
+            f"{reason}: {count:,}, the first in {location}"
+            for reason, (count, location) in self.items()
         ]
 
 
 class RecordError(Exception):
     """A record that cannot be used: the reason it is counted by, and the message, which follows
-    the place; `index` is that of the record among those that are encoded together."""
+    the location; `index` is that of the record among those that are encoded together."""
 
     def __init__(self, reason: str, message: str, index: int = 0) -> None:
         super().__init__(message)
@@ -66,22 +70,22 @@ class RecordError(Exception):
 
 @dataclass
 class ErrorHandler:
-    """Applies an error policy during one reading of a source; `place` is that of the record that
-    was read last."""
+    """Applies an error policy during one reading of a source; `location` is the file and the line
+    of the record that was read last."""
 
     policy: ErrorPolicy = STRICT
     skipped: Skipped = field(default_factory=Skipped)
-    place: str = ""
+    location: str = ""
 
-    def malformed(self, record_error: RecordError, place: str) -> None:
+    def malformed(self, error: RecordError, location: str) -> None:
         """Raises ConfigError, or counts the record."""
         if self.policy.malformed == "refuse":
-            raise ConfigError(f"{place}{record_error} Or skip such records by data.malformed=skip.")
-        self.skipped.add(record_error.reason, place)
+            raise ConfigError(f"{location}{error} Or skip such records by data.malformed=skip.")
+        self.skipped.add(error.reason, location)
 
-    def blank(self, place: str) -> None:
+    def blank(self, location: str) -> None:
         """Counts a document without text."""
-        self.skipped.add("blank documents", place)
+        self.skipped.add("blank documents", location)
 
     def decoded(self, raw: bytes, where: str, offset: int) -> str | None:
         """UTF-8 text, None where it is skipped; `offset` is that of its first byte. Raises
@@ -89,15 +93,15 @@ class ErrorHandler:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            place = f"{where}, byte {offset + error.start}"
+            location = f"{where}, byte {offset + error.start}"
             if self.policy.undecodable == "refuse":
                 raise _not_utf8(where, offset + error.start, error) from None
         if self.policy.undecodable == "skip":
-            self.skipped.add("records with bytes that are not UTF-8", place)
+            self.skipped.add("records with bytes that are not UTF-8", location)
             return None
         text = raw.decode(errors="replace")
         count = text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
-        self.skipped.add("bytes that are not UTF-8, replaced by U+FFFD", place, count)
+        self.skipped.add("bytes that are not UTF-8, replaced by U+FFFD", location, count)
         return text
 
 
@@ -107,11 +111,11 @@ def wide_encoding(raw: bytes) -> str:
     for mark, name in BYTE_ORDER_MARKS.items():
         if raw.startswith(mark):
             return name
-    in_turn = [raw[place::4] for place in range(4)]
-    shares = [part.count(0) / max(len(part), 1) for part in in_turn]
+    in_turn = [raw[index::4] for index in range(4)]
+    shares = [bytes_in_turn.count(0) / max(len(bytes_in_turn), 1) for bytes_in_turn in in_turn]
     for name, (zero, other) in ZERO_BYTES.items():
-        is_zero = all(shares[place] >= MOSTLY for place in zero)
-        if is_zero and all(shares[place] <= HARDLY for place in other):
+        is_zero = all(shares[index] >= MOSTLY for index in zero)
+        if is_zero and all(shares[index] <= HARDLY for index in other):
             return name
     return ""
 

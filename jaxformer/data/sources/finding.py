@@ -42,9 +42,11 @@ NOT_TEXT = {suffix: remedy for suffixes, remedy in REMEDIES.items() for suffix i
 # Files of token ids, which `ids.find_ids` reads.
 ID_SUFFIXES = (".npy", ".bin")
 
-STANDARD_INPUT = {"-": ".txt", "-.jsonl": ".jsonl", "-.tsv": ".tsv"}  # specs, and their suffixes
+# Specs of standard input, and their suffixes.
+STANDARD_INPUT = {"-": ".txt", "-.jsonl": ".jsonl", "-.tsv": ".tsv"}
 HUB = "datasets:"
-STDLIB = "stdlib"  # the running Python's own modules, without its tests and installed packages
+# The running Python's own modules, without its tests and installed packages.
+STDLIB = "stdlib"
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 ALLOWED = (
@@ -73,7 +75,7 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
         before, after = spec[: group.start()], spec[group.end() :]
         return _aligned([before + name + after for name in group[1].split(",")], setting), ""
     root, paths = _matching(spec, setting)
-    return _named((_source_file(found, setting) for found in paths), root, setting), ""
+    return _named((_source_file(match, setting) for match in paths), root, setting), ""
 
 
 def find_id_files(spec: str, setting: str) -> tuple[SourceFile, ...]:
@@ -95,24 +97,24 @@ def _standard_library() -> tuple[SourceFile, ...]:
 
 
 def _aligned(sides: list[str], setting: str) -> tuple[SourceFile, ...]:
-    found = [_matching(side, setting) for side in sides]
-    lists = [[path.absolute() for path in paths] for _, paths in found]
+    matches = [_matching(side, setting) for side in sides]
+    lists = [[path.absolute() for path in paths] for _, paths in matches]
     if len({*map(len, lists)}) > 1:
         pairs = zip(sides, lists, strict=True)
-        told = " and ".join(f"{side} finds {len(paths)}" for side, paths in pairs)
-        raise ConfigError(f"{setting}: {told} files: give as many.")
+        counts = " and ".join(f"{side} finds {len(paths)}" for side, paths in pairs)
+        raise ConfigError(f"{setting}: {counts} files: give as many.")
     together = zip(*lists, strict=True)
     files = (SourceFile(first, "parallel", "", tuple(rest)) for first, *rest in together)
-    return _named(files, found[0][0], setting)
+    return _named(files, matches[0][0], setting)
 
 
 def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """The files of known suffixes below a directory."""
     paths = _below(root, setting)
-    known = [path for path in paths if _suffix(path) in FORMATS]
+    readable = [path for path in paths if _suffix(path) in FORMATS]
     left_out = _counted([path for path in paths if _suffix(path) not in FORMATS])
-    if known:
-        return _named((_source_file(path, setting) for path in known), root, setting), left_out
+    if readable:
+        return _named((_source_file(path, setting) for path in readable), root, setting), left_out
     text = (path.suffix for path in paths if path.suffix and _suffix(path) not in NOT_TEXT)
     remedy = "give one that has"
     if common := collections.Counter(text).most_common(1):
@@ -125,7 +127,7 @@ def _in_directory(root: Path, setting: str) -> tuple[tuple[SourceFile, ...], str
 
 def _below(root: Path, setting: str) -> list[Path]:
     """Every file below a directory, sorted, without hidden ones; links are followed once."""
-    found: list[Path] = []
+    paths: list[Path] = []
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:
@@ -135,9 +137,9 @@ def _below(root: Path, setting: str) -> list[Path]:
         real = os.path.realpath(folder)
         folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
         if real not in seen:
-            found += [Path(folder, name) for name in names if not name.startswith(".")]
+            paths += [Path(folder, name) for name in names if not name.startswith(".")]
         seen.add(real)
-    files = [path for path in found if path.is_file()]
+    files = [path for path in paths if path.is_file()]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -147,26 +149,30 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, list[Path]]:
     if path.is_file():
         return None, [path]
     if path.exists():
-        told = "is neither a file nor a directory: give -, and pipe the text into it"
-        raise ConfigError(f"{setting}: {path} {told}.")
+        raise ConfigError(
+            f"{setting}: {path} is neither a file nor a directory: give -, and pipe the text into"
+            " it."
+        )
     seen_from = f"(seen from {os.getcwd()})"
     if not glob.has_magic(spec):
         raise ConfigError(
             f"{setting}: {path} does not exist {seen_from}{_similar(path)}; {ALLOWED}"
         )
-    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
+    root = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path.parts[:-1]))
     matches = {Path(name) for name in glob.glob(str(path), recursive=True)}
-    if found := sorted(match for match in matches if match.is_file()):
-        return root, found
+    files = sorted(match for match in matches if match.is_file())
+    if files:
+        return root, files
     if matches:
-        some = ", ".join(sorted(map(str, matches))[:3])
-        told = f"matches directories only ({some}): end it as in '{spec}/*.txt'"
-        raise ConfigError(f"{setting}: the glob {spec!r} {told}.")
-    told = _similar(root)
+        raise ConfigError(
+            f"{setting}: the glob {spec!r} matches directories only"
+            f" ({', '.join(sorted(map(str, matches))[:3])}): end it as in '{spec}/*.txt'."
+        )
+    hint = _similar(root)
     if root.is_dir():
         seen = [path for path in root.iterdir() if path.is_file() and not path.name.startswith(".")]
-        told = f"; {root} has {_counted(seen) or 'no files'}"
-    raise ConfigError(f"{setting}: no file matches the glob {spec!r} {seen_from}{told}; {ALLOWED}")
+        hint = f"; {root} has {_counted(seen) or 'no files'}"
+    raise ConfigError(f"{setting}: no file matches the glob {spec!r} {seen_from}{hint}; {ALLOWED}")
 
 
 def _similar(path: Path) -> str:
@@ -191,8 +197,10 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
         name = file.path.relative_to(root.absolute()).as_posix()
         name = name[: -len(file.path.suffix)] if file.path.suffix.lower() in PACKED else name
         if name in named:
-            both = f"{named[name].path} and {file.path}"
-            raise ConfigError(f"{setting}: {both} are the same but for compression: keep one.")
+            raise ConfigError(
+                f"{setting}: {named[name].path} and {file.path} are the same but for compression:"
+                " keep one."
+            )
         named[name] = replace(file, name=name)
     return tuple(named.values())
 
@@ -218,23 +226,25 @@ def _suffix(path: Path) -> str:
 def _counted(paths: list[Path]) -> str:
     """The number of files, and their most common suffixes; empty where there are none."""
     counts = collections.Counter(_suffix(path) or "without a suffix" for path in paths)
-    most = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5))
-    return f"{len(paths):,} file{'s' * (len(paths) > 1)} ({most})" if paths else ""
+    common = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5))
+    files = "file" if len(paths) == 1 else "files"
+    return f"{len(paths):,} {files} ({common})" if paths else ""
 
 
 def spooled(where: str, cache: Path, suffix: str) -> Path:
     """The file of a suffix below `cache` that holds all of standard input, named by a digest of it.
     `where` is the setting, for messages."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        what = "a terminal" if sys.stdin and not sys.stdin.closed else "closed"
+        state = "a terminal" if sys.stdin and not sys.stdin.closed else "closed"
         raise ConfigError(
-            f"{where} is standard input, which is {what}: pipe text into it, as in `zcat"
+            f"{where} is standard input, which is {state}: pipe text into it, as in `zcat"
             " corpus.txt.gz | ...`."
         )
     return _spooled(sys.stdin.buffer, where, cache / "stdin", suffix)
 
 
-@functools.cache  # the stream ends with its first reading, and a source may be found twice
+# Cached, since the stream ends with its first reading, and a source may be asked for twice.
+@functools.cache
 def _spooled(stream: BinaryIO, where: str, folder: Path, suffix: str) -> Path:
     make_folder(folder)
     draft, digest = folder / f"{os.getpid()}{suffix}", hashlib.blake2b(digest_size=16)
@@ -243,10 +253,13 @@ def _spooled(stream: BinaryIO, where: str, folder: Path, suffix: str) -> Path:
             digest.update(block)
             file.write(block)
         if not file.tell():
-            told = "is standard input, which is empty: pipe text into it, for one setting only"
-            raise ConfigError(f"{where} {told}.")
+            raise ConfigError(
+                f"{where} is standard input, which is empty: pipe text into it, for one setting"
+                " only."
+            )
     path = folder / f"{digest.hexdigest()}{suffix}"
-    if path.exists():  # keeps its modification time, and with it what was made of it
+    if path.exists():
+        # It keeps its modification time, and with it what was made of it.
         draft.unlink()
     else:
         draft.replace(path)

@@ -20,7 +20,7 @@ GRAMMAR = (
 SECONDS_TO_ANSWER = 10.0
 
 
-class Wanted(NamedTuple):
+class DatasetRequest(NamedTuple):
     """A name on the hub or a directory, and a configuration and a split where given."""
 
     name: str
@@ -33,57 +33,67 @@ def dataset_files(name: str, where: str) -> list[Path]:
     what follows "datasets:", and `where` the setting, for messages."""
     parts = name.split(":")
     if len(parts) > 3 or not all(parts) or "[" in name:
-        told = f"names no data set, or a part of a split: {GRAMMAR}. A split is read whole"
-        raise ConfigError(f"{where} {told}.")
+        raise ConfigError(
+            f"{where} names no data set, or a part of a split: {GRAMMAR}. A split is read whole."
+        )
     try:
         import datasets
     except ModuleNotFoundError:
-        told = "needs the library `datasets`, which is not installed"
-        raise ConfigError(f"{where} {told}: pip install 'jaxformer[datasets]'.") from None
+        raise ConfigError(
+            f"{where} needs the library `datasets`, which is not installed: pip install"
+            " 'jaxformer[datasets]'."
+        ) from None
     config, split = parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None
-    found = _loaded(datasets, Wanted(parts[0], config, split), where)
-    files = [Path(entry["filename"]) for entry in found.cache_files]
+    dataset = _loaded(datasets, DatasetRequest(parts[0], config, split), where)
+    files = [Path(entry["filename"]) for entry in dataset.cache_files]
     if not files:
-        remedy = "save it by save_to_disk, and name that directory"
-        raise ConfigError(f"{where} is empty, or in memory only: {remedy}.")
+        raise ConfigError(
+            f"{where} is empty, or in memory only: save it by save_to_disk, and name that"
+            " directory."
+        )
     return files
 
 
-def _loaded(library: ModuleType, wanted: Wanted, where: str) -> "datasets.Dataset":
-    folder = Path(os.path.expanduser(wanted.name))
+def _loaded(library: ModuleType, request: DatasetRequest, where: str) -> "datasets.Dataset":
+    folder = Path(os.path.expanduser(request.name))
     try:
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            return _saved(library.load_from_disk(str(folder)), wanted, where)
+            return _saved(library.load_from_disk(str(folder)), request, where)
         if folder.is_dir():
-            return library.load_dataset(str(folder), wanted.config, split=wanted.split or "train")
+            return library.load_dataset(str(folder), request.config, split=request.split or "train")
         with _hub_if_it_answers(library):
-            return library.load_dataset(wanted.name, wanted.config, split=wanted.split or "train")
+            return library.load_dataset(
+                request.name, request.config, split=request.split or "train"
+            )
     except ConfigError:
         raise
     except ConnectionError as error:
         raise ConfigError(
             f"{where}: the Hugging Face hub cannot be reached ({error}), and"
-            f" {library.config.HF_DATASETS_CACHE} holds no copy of {wanted.name!r}: run once with a"
-            " network and the same HF_HOME, or give what save_to_disk wrote, 'datasets:DIRECTORY'."
+            f" {library.config.HF_DATASETS_CACHE} holds no copy of {request.name!r}: run once with"
+            " a network and the same HF_HOME, or give what save_to_disk wrote,"
+            " 'datasets:DIRECTORY'."
         ) from None
-    except Exception as error:  # the library's own, Arrow's, and those of its HTTP client
+    except Exception as error:
+        # The library's own errors, Arrow's, and those of its HTTP client.
         raise ConfigError(
             f"{where} cannot be loaded by the library `datasets`: {error} To choose, {GRAMMAR}."
         ) from None
 
 
 def _saved(
-    found: "datasets.Dataset | datasets.DatasetDict", wanted: Wanted, where: str
+    saved: "datasets.Dataset | datasets.DatasetDict", request: DatasetRequest, where: str
 ) -> "datasets.Dataset":
     """One split of what save_to_disk wrote: a data set, or a dictionary of them."""
-    splits, split = found, wanted.split or "train"
-    if not isinstance(found, dict):
-        split = wanted.split or str(found.split or "")
-        splits = {str(found.split or split): found}
-    if wanted.config or split not in splits:
-        told = f"has the splits {', '.join(map(str, splits))} and no configurations"
-        remedy = f"write 'datasets:{wanted.name}:SPLIT'"
-        raise ConfigError(f"{where}, written by save_to_disk, {told}: {remedy}.")
+    splits, split = saved, request.split or "train"
+    if not isinstance(saved, dict):
+        split = request.split or str(saved.split or "")
+        splits = {str(saved.split or split): saved}
+    if request.config or split not in splits:
+        raise ConfigError(
+            f"{where}, written by save_to_disk, has the splits {', '.join(map(str, splits))} and no"
+            f" configurations: write 'datasets:{request.name}:SPLIT'."
+        )
     return splits[split]
 
 
@@ -95,7 +105,8 @@ def _hub_if_it_answers(library: ModuleType) -> Iterator[None]:
     before = library.config.HF_HUB_OFFLINE
     try:
         huggingface_hub.get_session().head(library.config.HF_ENDPOINT, timeout=SECONDS_TO_ANSWER)
-    except Exception:  # of one HTTP client or another, by its version
+    except Exception:
+        # The error of one HTTP client or another, by the version of the library.
         library.config.HF_HUB_OFFLINE = True
     try:
         yield

@@ -60,13 +60,14 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
     check_names(names, fields, f"{file.path}, line 1")
 
     def columns(line: str) -> dict[str, str]:
-        found = line.split("\t")
-        if len(found) != len(names):
-            listed = ", ".join(map(repr, names))
-            told = f"{len(found)} columns, and the first line names {len(names)} ({listed})"
-            remedy = "separate columns by single tabs"
-            raise RecordError("lines with another number of columns", f" has {told}: {remedy}.")
-        return dict(zip(names, found, strict=True))
+        values = line.split("\t")
+        if len(values) != len(names):
+            raise RecordError(
+                "lines with another number of columns",
+                f" has {len(values)} columns, and the first line names {len(names)}"
+                f" ({', '.join(map(repr, names))}): separate columns by single tabs.",
+            )
+        return dict(zip(names, values, strict=True))
 
     # A line of tabs alone is a record of empty fields.
     full = ((n, line) for n, line in lines if line and ("\t" in line or not line.isspace()))
@@ -95,14 +96,14 @@ def checked_records(
     """The fields of each numbered row, of which `parse` makes an object or raises RecordError."""
     alone = is_text(fields)
     for number, row in rows:
-        handler.place = f"{where} {number}"
+        handler.location = f"{where} {number}"
         try:
             record = _record(parse(row), fields)
         except RecordError as record_error:
-            handler.malformed(record_error, handler.place)
+            handler.malformed(record_error, handler.location)
             continue
         if alone and is_blank(str(record[0])):
-            handler.blank(handler.place)
+            handler.blank(handler.location)
         else:
             yield record
 
@@ -131,14 +132,15 @@ def _aligned(
     paths = (file.path, *file.beside)
     readers = [text_lines(path, handler) for path in paths]
     for number, lines in enumerate(itertools.zip_longest(*readers), 1):
-        if None in lines:  # one file has ended: count the lines of each
+        if None in lines:
+            # One file has ended: count the lines of each.
             counts = [
                 number + sum(1 for _ in reader) if line else number - 1
                 for line, reader in zip(lines, readers, strict=True)
             ]
             pairs = zip(paths, counts, strict=True)
-            told = " and ".join(f"{path} has {count:,} lines" for path, count in pairs)
-            raise ConfigError(f"{told}: line n of each must belong together.")
+            lengths = " and ".join(f"{path} has {count:,} lines" for path, count in pairs)
+            raise ConfigError(f"{lengths}: line n of each must belong together.")
         texts = tuple(text for _, text in lines if text is not None)
         if len(texts) < len(paths):
             continue
@@ -148,17 +150,19 @@ def _aligned(
             yield number, texts
 
 
-def _record(found: Any, fields: Fields) -> Record:
-    record = tuple(_value(found, field) for field in fields)
+def _record(row: Any, fields: Fields) -> Record:
+    record = tuple(_value(row, field) for field in fields)
     counts = {
         field.name: len(value)
         for field, value in zip(fields, record, strict=True)
         if field.kind in ("words", "tags")
     }
     if len({*counts.values()}) > 1:
-        told = " and ".join(f"the field {name!r} {count}" for name, count in counts.items())
-        reason = "records with more tags than words, or fewer"
-        raise RecordError(reason, f": {told} entries: give one tag for each word.")
+        numbers = " and ".join(f"the field {name!r} {count}" for name, count in counts.items())
+        raise RecordError(
+            "records with more tags than words, or fewer",
+            f": {numbers} entries: give one tag for each word.",
+        )
     if fields[0].kind == "prompt":
         return one_pair(*record)
     return record
@@ -175,20 +179,22 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
     if all(texts):
         if isinstance(prompt, str):
             return prompt, *sides
-        told = "is a list of messages" if prompt else "is missing"
+        state = "is a list of messages" if prompt else "is missing"
         raise _no_pair(
-            f"the prompt {told}, and chosen and rejected are strings: give all three as strings, or"
-            " all as messages"
+            f"the prompt {state}, and chosen and rejected are strings: give all three as strings,"
+            " or all as messages"
         )
     if any(texts):
         raise _no_pair("one of chosen and rejected is a string, the other a list of messages")
-    whole = [side if isinstance(prompt, str) or not prompt else (*prompt, *side) for side in sides]
-    before = [messages[:-1] for messages in whole]
+    conversations = [
+        side if isinstance(prompt, str) or not prompt else (*prompt, *side) for side in sides
+    ]
+    before = [messages[:-1] for messages in conversations]
     if before[0] != before[1]:
         raise _no_pair(
             "the conversations differ before their last message: both have to answer one prompt"
         )
-    for name, messages in zip(("chosen", "rejected"), whole, strict=True):
+    for name, messages in zip(("chosen", "rejected"), conversations, strict=True):
         answer = json.loads(messages[-1])
         if answer["role"] != ASSISTANT:
             raise _no_pair(f"the last message of {name} has the role {answer['role']!r}")
@@ -196,52 +202,57 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
             raise _no_pair(f"the last message of {name} is empty")
     if not before[0]:
         raise _no_pair("nothing is before the answers: give the messages of the prompt")
-    return before[0], *(messages[-1:] for messages in whole)
+    return before[0], *(messages[-1:] for messages in conversations)
 
 
-def _no_pair(told: str) -> RecordError:
+def _no_pair(fault: str) -> RecordError:
     return RecordError(
         "records whose messages are no pair",
-        f": {told}. Each side ends with one message of the role {ASSISTANT!r}, after the messages"
+        f": {fault}. Each side ends with one message of the role {ASSISTANT!r}, after the messages"
         " of the prompt.",
     )
 
 
-def _require(found: Any, field: RecordField) -> None:
+def _require(row: Any, field: RecordField) -> None:
     """Raises RecordError for what is no object, or has no such field, which a prompt may lack."""
     name = field.name
-    if not isinstance(found, dict) or (name not in found and field.kind != "prompt"):
+    if not isinstance(row, dict) or (name not in row and field.kind != "prompt"):
         shown = "it is no object"
-        if isinstance(found, dict):
-            shown = f"its fields are {', '.join(map(repr, found))}"
+        if isinstance(row, dict):
+            shown = f"its fields are {', '.join(map(repr, row))}"
         remedy = f"data.objective reads the {field.kind} there, so give it that name"
         if field.setting:
             remedy = f"set {field.setting} to the one that holds the {field.kind}"
-        if isinstance(found, dict) and "messages" in found:
+        if isinstance(row, dict) and "messages" in row:
             remedy += ", or for conversations data.objective=sft and data.messages_field=messages"
-        reason = f"records without the field {name!r}"
-        raise RecordError(reason, f" has no field {name!r} ({shown}): {remedy}.")
+        raise RecordError(
+            f"records without the field {name!r}", f" has no field {name!r} ({shown}): {remedy}."
+        )
 
 
-def _value(found: Any, field: RecordField) -> Value:
-    _require(found, field)
+def _value(row: Any, field: RecordField) -> Value:
+    _require(row, field)
     name = field.name
-    if field.kind == "prompt" and name not in found:
-        return ()  # conversations may begin with it
+    if field.kind == "prompt" and name not in row:
+        # Conversations may begin with it.
+        return ()
     convert, expected = CONVERTERS[field.kind]
-    value = convert(found[name])
+    value = convert(row[name])
     if value is None:
-        given = "null" if found[name] is None else type(found[name]).__name__
-        given = "empty" if found[name] == "" else given
-        told = f"field {name!r} is {given}"
-        message = f": the {told}, not {expected}; see {field.setting or 'data.objective'}."
-        raise RecordError(f"records whose {told}", message)
+        content = "null" if row[name] is None else type(row[name]).__name__
+        content = "empty" if row[name] == "" else content
+        raise RecordError(
+            f"records whose field {name!r} is {content}",
+            f": the field {name!r} is {content}, not {expected};"
+            f" see {field.setting or 'data.objective'}.",
+        )
     try:
         (value if isinstance(value, str) else "".join(value)).encode()
     except UnicodeEncodeError as error:
-        told = "half a surrogate pair"
-        message = f": the field {name!r} holds {told} ({error}), which is no character."
-        raise RecordError(f"records with {told}", message) from None
+        raise RecordError(
+            "records with half a surrogate pair",
+            f": the field {name!r} holds half a surrogate pair ({error}), which is no character.",
+        ) from None
     return value
 
 
@@ -266,8 +277,8 @@ def _each(convert: Callable[[Any], str | None], value: Any) -> tuple[str, ...] |
     entries = value.split() if isinstance(value, str) else value
     if not isinstance(entries, list):
         return None
-    found = tuple(text for text in map(convert, entries) if text is not None)
-    return found if len(found) == len(entries) else None
+    texts = tuple(text for text in map(convert, entries) if text is not None)
+    return texts if len(texts) == len(entries) else None
 
 
 def _messages(value: Any) -> tuple[str, ...]:
@@ -282,7 +293,8 @@ def _conversation(value: Any, needs_assistant: bool = False) -> tuple[str, ...]:
         if needs_assistant:
             require_assistant(messages)
         return tuple(json.dumps(message, ensure_ascii=False) for message in messages)
-    except (ConfigError, TypeError) as error:  # Arrow has values that JSON has not
+    except (ConfigError, TypeError) as error:
+        # A TypeError is of values that Arrow has, and JSON has not.
         raise RecordError("records whose messages cannot be used", f": {error}.") from None
 
 

@@ -1,4 +1,4 @@
-"""A source: files in a fixed order, and the documents or records that they hold."""
+"""A source: files in a fixed order, and the documents, records or token ids that they hold."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxformer.config.run import DataConfig
 from jaxformer.data.sources.documents import TextPiece, in_pieces, python_document, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
-from jaxformer.data.sources.finding import find_files
+from jaxformer.data.sources.finding import ID_SUFFIXES, find_files, find_id_files
 from jaxformer.data.sources.records import (
     Fields,
     Record,
@@ -24,6 +24,7 @@ from jaxformer.data.sources.records import (
 )
 from jaxformer.data.sources.source_files import PYTHON, SourceFile, unreadable
 from jaxformer.files import ConfigError
+from jaxformer.tokenizer import Tokenizer
 
 # A source of this field gives documents of text; one of others gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
@@ -54,14 +55,14 @@ class Piece(NamedTuple):
     """A part of a document, the document's name within its source, and whether it ends here.
 
     A record is one piece: its fields, its texts, words and messages joined by line breaks, and
-    where it stands, for messages.
+    its file and line, for messages.
     """
 
     text: str
     document: str
     ends: bool
     record: Record = ()
-    place: str = ""
+    location: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class Source:
     """Files in a fixed order; `setting` and `spec` are what the user wrote, for messages.
 
     A document is named by its file alone: "<name of the file>#<index within it>", the name of a
-    file that is one document, or only the index in a source of one file. So `part` can be read
+    file that is one document, or only the index in a source of one file. So a `part` can be read
     separately, on any machine:
 
-        skipped = Skipped()                     # {reason: (count, place of the first)}, a dict
+        skipped = Skipped()                     # {reason: (count, location of the first)}, a dict
         for piece in source.part(source.files[3:5]).pieces(skipped): ...
         total.merge(skipped)                    # in the order of the files, for total.lines()
 
@@ -107,26 +108,48 @@ class Source:
 
     def _documents(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         if file.format in TEXTS:
-            found = TEXTS[file.format](file, handler)
+            pieces = TEXTS[file.format](file, handler)
         else:
             records = RECORDS[file.format](file, self.fields, handler)
-            found = (piece for (text,) in records for piece in in_pieces(str(text)))
+            pieces = (piece for (text,) in records for piece in in_pieces(str(text)))
         index = 0
-        for text, ends in found:
+        for text, ends in pieces:
             yield Piece(text, file.document(index), ends)
             index += ends
 
     def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         kinds = [field.kind for field in self.fields]
-        shown = [place for place, kind in enumerate(kinds) if kind not in ("label", "tags")]
+        shown = [field for field, kind in enumerate(kinds) if kind not in ("label", "tags")]
         for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
-            text = "\n".join(readable(record[place], kinds[place]) for place in shown)
-            yield Piece(text, file.document(index), True, record, handler.place)
+            text = "\n".join(readable(record[field], kinds[field]) for field in shown)
+            yield Piece(text, file.document(index), True, record, handler.location)
 
     def signature(self) -> str:
         """A digest of the paths, sizes and modification times of the files, which are not read."""
         files = [(str(f.path), f.format, f.name, f.sizes_and_times()) for f in self.files]
         return fingerprint(self.fields, astuple(self.policy), files)
+
+
+@dataclass(frozen=True)
+class IdFiles(Source):
+    """Files of token ids, and the tokenizer that made them, which `of` gives."""
+
+    tokenizer: Tokenizer | None = None
+
+    def of(self, tokenizer: Tokenizer | None) -> "IdFiles":
+        """The same files with their tokenizer. Raises ConfigError where there is none."""
+        files = replace(self, tokenizer=tokenizer)
+        files.made_by()
+        return files
+
+    def made_by(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self} holds token ids, and tokenizer.path is empty: set it to their"
+                " tokenizer.json."
+            )
+        return self.tokenizer
 
 
 def find_source(
@@ -152,17 +175,38 @@ def find_source(
     return Source(setting, spec, files, fields, policy, left_out)
 
 
+def find_ids(spec: str, setting: str, fields: Fields) -> IdFiles | None:
+    """The files of ids that a spec names by their suffix, None where it names something else.
+
+    Raises ConfigError where there is no such file, and for an objective that reads records.
+    """
+    if Path(spec).suffix.lower() not in ID_SUFFIXES or os.path.isdir(os.path.expanduser(spec)):
+        return None
+    try:
+        files = find_id_files(spec, setting)
+    except OSError as error:
+        raise unreadable(f"{setting}: {spec}", error) from None
+    if not is_text(fields):
+        raise ConfigError(
+            f"{setting}: {spec} holds token ids of text, and data.objective reads records: name"
+            " their source."
+        )
+    return IdFiles(setting, spec, files, fields)
+
+
 def _check(file: SourceFile, where: str, fields: Fields) -> None:
     """Raises ConfigError where a file's format cannot hold the fields."""
-    wanted, count = " and ".join(map(str, fields)), len(file.beside) + 1
+    needed, count = " and ".join(map(str, fields)), len(file.beside) + 1
     if file.format in TEXTS and not is_text(fields):
         raise ConfigError(
-            f"{where}: {file.path} is plain text, and data.objective needs records of {wanted}:"
+            f"{where}: {file.path} is plain text, and data.objective needs records of {needed}:"
             " give a .jsonl, .tsv or .parquet file, or line-aligned files as in 'train.{de,en}'."
         )
     if file.format == "parallel" and count != len(fields):
-        takes = f"data.objective takes {len(fields)}: {wanted}"
-        raise ConfigError(f"{where} names {count} line-aligned files, and {takes}.")
+        raise ConfigError(
+            f"{where} names {count} line-aligned files, and data.objective takes {len(fields)}:"
+            f" {needed}."
+        )
 
 
 def fingerprint(*summary: object) -> str:

@@ -14,7 +14,8 @@ from jaxformer.files import ConfigError
 READ_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
 PACKED_BLOCK_BYTES = 1 << 16
-PYTHON = "python"  # the format of the files of `stdlib`
+# The format of the files of `stdlib`.
+PYTHON = "python"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class SourceFile:
             stats = [os.stat(path) for path in (self.path, *self.beside)]
         except OSError as error:
             raise unreadable(self.path, error) from None
-        return [(found.st_size, found.st_mtime_ns) for found in stats]
+        return [(status.st_size, status.st_mtime_ns) for status in stats]
 
 
 def hash_fraction(name: str) -> float:
@@ -71,8 +72,9 @@ def read_blocks(path: Path) -> Iterator[bytes]:
     """The bytes of a file, a block at a time, decompressed by its suffix. Raises ConfigError."""
     suffix = path.suffix.lower()
     if path.is_char_device():
-        told = "is a device, which may never end: name a file, or - for standard input"
-        raise ConfigError(f"{path} {told}.")
+        raise ConfigError(
+            f"{path} is a device, which may never end: name a file, or - for standard input."
+        )
     try:
         with open(path, "rb") as file:
             size = PACKED_BLOCK_BYTES if suffix in PACKED else READ_BYTES
@@ -89,7 +91,8 @@ def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | N
         lines: list[str | None]
         try:
             lines = [*raw.decode().removesuffix("\n").split("\n")]
-        except UnicodeDecodeError:  # line by line, to find those at fault
+        except UnicodeDecodeError:
+            # Line by line, to find those at fault.
             lines, start = [], offset
             for count, line in enumerate(raw.removesuffix(b"\n").split(b"\n")):
                 lines.append(handler.decoded(line, f"{path}, line {number + count}", start))
@@ -101,15 +104,15 @@ def text_lines(path: Path, handler: ErrorHandler) -> Iterator[tuple[int, str | N
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """The bytes of a file in parts that end with a line break, except perhaps the last."""
-    held: list[bytes] = []
+    rest_blocks: list[bytes] = []
     for number, block in enumerate(read_blocks(path)):
         if not number:
             require_content(str(path), block)
         if end := block.rfind(b"\n") + 1:
-            yield b"".join((*held, block[:end]))
-            held = []
-        held.append(block[end:])
-    if rest := b"".join(held):
+            yield b"".join((*rest_blocks, block[:end]))
+            rest_blocks = []
+        rest_blocks.append(block[end:])
+    if rest := b"".join(rest_blocks):
         yield rest
 
 
@@ -127,10 +130,12 @@ def _unpacked(blocks: Iterable[bytes], path: Path, suffix: str) -> Iterator[byte
             try:
                 yield unpacker.decompress(block)
             except errors as error:
-                told = f"{path} is damaged, or not a {suffix} file ({error})"
-                raise ConfigError(f"{told}: make or fetch it again.") from None
+                raise ConfigError(
+                    f"{path} is damaged, or not a {suffix} file ({error}): make or fetch it again."
+                ) from None
             block = b""
-            if unpacker.eof:  # what follows is padding, or the next member
+            if unpacker.eof:
+                # What follows is padding, or the next member.
                 block, unpacker = unpacker.unused_data.lstrip(b"\0"), None
     if unpacker is not None:
         raise ConfigError(f"{path} is truncated: make or fetch it again.")
