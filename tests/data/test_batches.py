@@ -171,9 +171,8 @@ def test_each_epoch_has_every_row_in_another_order(packing: str) -> None:
         ]
         first, second = rows[: batches.examples], rows[batches.examples :]
         assert sorted(first) == sorted(second) and first != second and first != sorted(first)
-        other = batches_of(
-            made, data(8, packing), 1, 4
-        )  # the next seed's first epoch is not this seed's second
+        # The next seed's first epoch is not this seed's second.
+        other = batches_of(made, data(8, packing), 1, 4)
         assert [
             bytes(other[step]["tokens"].astype(np.uint8)) for step in range(other.examples)
         ] != second
@@ -195,9 +194,8 @@ def test_text_that_is_too_short_is_one_message() -> None:
     ):
         batches_of(made, data(8), 1, 0)
     with stored([7]) as made:
-        short = list(
-            evaluation_batches(made, data(20, "documents"), 2)
-        )  # held-out text may be shorter than a row
+        # Held-out text may be shorter than a row.
+        short = list(evaluation_batches(made, data(20, "documents"), 2))
         assert (
             len(short) == 1
             and short[0]["weights"].sum() == 7

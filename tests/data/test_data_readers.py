@@ -449,9 +449,8 @@ def test_standard_input_is_kept_and_found_again(
         monkeypatch.setattr(sys, "stdin", Stream(raw))
         source = find_source(spec, "data.train", cache=tmp_path)
         assert texts(source) == texts(source) == ["one", "two"]
-        assert (
-            find_source(spec, "data.train", cache=tmp_path) == source
-        )  # by another door, of the same stream
+        # A second source of the same stream is the same one.
+        assert find_source(spec, "data.train", cache=tmp_path) == source
         signatures.append(source.signature())
     assert signatures[0] == signatures[1] and len(list(tmp_path.rglob("*.*"))) == 1
 

@@ -301,13 +301,8 @@ def test_a_text_to_classify_is_framed_as_in_bert(tmp_path: Path) -> None:
     )
     run = run_of("encoder", "classes", sequence_length=12, pair_field="other")
     row, _, said = one_row(tmp_path, run, lines)
-    assert row["tokens"].tolist() == [
-        cls,
-        *b"abcdefg",
-        sep,
-        *b"xy",
-        sep,
-    ]  # the longer of the two is cut
+    # The longer of the two is cut.
+    assert row["tokens"].tolist() == [cls, *b"abcdefg", sep, *b"xy", sep]
     assert row["token_types"].tolist() == [0] * 9 + [1] * 3 and any(
         "1 of 2 examples" in line for line in said
     )

@@ -67,9 +67,8 @@ def test_shares_are_the_weights_to_the_row_and_each_row_is_of_one_source(
     weights: list[int], number: int
 ) -> None:
     found, after = counts(number, weights), counts(number + 1, weights)
-    most = (
-        math.ceil(math.log2(len(weights))) / 2
-    )  # half a row each time that the sources are halved
+    # Half a row each time that the sources are halved.
+    most = math.ceil(math.log2(len(weights))) / 2
     for count, weight in zip(found, weights, strict=True):
         assert abs(count * sum(weights) - number * weight) <= most * sum(weights)
     assert sorted(more - less for less, more in zip(found, after, strict=True)) == [0] * (

@@ -145,9 +145,8 @@ def test_tasks_train_the_same_tokenizer_where_there_is_none(
             (task, 2),
             said.append,
         )
-    assert (
-        sum("training 300 entries" in line for line in said) == 1
-    )  # the second task found it beside the tokens
+    # The second task finds it beside the tokens.
+    assert sum("training 300 entries" in line for line in said) == 1
     prepare_text(run_of(tmp_path, train, bpe, cache="last"), tmp_path / "parts", False, quiet)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 

@@ -103,9 +103,8 @@ def test_a_last_call_that_comes_too_early_waits_for_the_tasks_here(
 
     def halting(source: Source, *rest: Any) -> Iterator[Piece]:
         for number, piece in enumerate(pieces(source, *rest)):
-            if (
-                not rest and number == 5 and not busy.is_set()
-            ):  # while tokenizing, not while scanning
+            # While tokenizing, not while scanning.
+            if not rest and number == 5 and not busy.is_set():
                 busy.set()
                 assert go_on.wait(30)
             yield piece
