@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from pairing import HERE, Answer, add_smoke, print_table, save
@@ -71,11 +72,33 @@ def multi30k(options: argparse.Namespace, folder: Path) -> str:
     return str(folder / "pairs.{de,en}")
 
 
-TEXTS: dict[str, Callable[[argparse.Namespace, Path], str]] = {  # data.train of each config
-    "quickstart": stdlib,
-    "shakespeare_char": shakespeare,
-    "transformer_multi30k": multi30k,
-    "bert_tiny": stdlib,
+def preferences(options: argparse.Namespace, folder: Path) -> str:
+    """Prompts of random words, each with itself (chosen) and reversed (rejected)."""
+    lines = [make_words(seed, 12) for seed in range(500)]
+    records = [{"prompt": f"{line} ", "chosen": line, "rejected": line[::-1]} for line in lines]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+class Case(NamedTuple):
+    """A run to compare: its config, its data.train, and settings besides. With a `base` it starts
+    from a run of that case, which the same checkout has made."""
+
+    config: str
+    text: Callable[[argparse.Namespace, Path], str]
+    fields: Mapping[str, object] = MappingProxyType({})
+    base: str = ""
+
+
+CASES = {
+    "quickstart": Case("quickstart", stdlib),
+    "shakespeare_char": Case("shakespeare_char", shakespeare),
+    "transformer_multi30k": Case("transformer_multi30k", multi30k),
+    "bert_tiny": Case("bert_tiny", stdlib),
+    "t5_tiny": Case("t5_tiny", stdlib),
+    "lora": Case("finetune", shakespeare, {"adapter.kind": "lora"}, base="quickstart"),
+    "dpo": Case("finetune", preferences, {"data.objective": "dpo"}, base="quickstart"),
 }
 
 
@@ -89,15 +112,16 @@ def run_in(checkout: Path, *command: str | Path) -> None:
         sys.exit(f"In {checkout}, status {done.returncode}:\n{said}")
 
 
-def train(checkout: Path, name: str, folder: Path, fields: Fields) -> tuple[Numbers, Params]:
+def train(checkout: Path, config: str, folder: Path, fields: Fields) -> tuple[Numbers, Params]:
     """A checkout trains a config in `folder`: the numbers of its metrics, and the final params."""
+    folder.mkdir(parents=True)
     layout = {
         "run.dir": folder / "run",
         "run.compilation_cache": folder / "programs",
         "data.cache_dir": folder / "data",
     }
     flags = [f"--{key}={value}" for key, value in (fields | layout).items()]
-    run_in(checkout, "train.py", f"configs/{name}.py", *flags)
+    run_in(checkout, "train.py", f"configs/{config}.py", *flags)
     run_in(checkout, "-c", READ_PARAMS, folder / "run", folder / "params.npz")
     metrics = (folder / "run" / "metrics.jsonl").read_text(encoding="ascii")
     lines = [json.loads(line) for line in metrics.splitlines()]
@@ -148,13 +172,21 @@ def compare(name: str, options: argparse.Namespace) -> Answer:
     fields: Fields = EVERY | {"train.steps": steps, "train.eval_every": max(steps // 2, 1)}
     if options.smoke:
         fields |= SMOKE_FIELDS
+    case = CASES[name]
+    results = []
     with tempfile.TemporaryDirectory(prefix="jaxformer-numbers-") as folder:
-        text, found = TEXTS[name](options, Path(folder)), []
+        text = case.text(options, Path(folder))
         for side in ("before", "after"):
             scratch, checkout = Path(folder) / side, getattr(options, side).resolve()
-            scratch.mkdir()
-            found.append(train(checkout, name, scratch, fields | {"data.train": text}))
-    (old, old_params), (new, new_params) = found
+            start: Fields = {}
+            if case.base:
+                base = CASES[case.base]
+                base_text = base.text(options, Path(folder))
+                train(checkout, base.config, scratch / "base", fields | {"data.train": base_text})
+                start = {"run.init_from": scratch / "base" / "run"}
+            asked = fields | dict(case.fields) | start | {"data.train": text}
+            results.append(train(checkout, case.config, scratch / "own", asked))
+    (old, old_params), (new, new_params) = results
     old_names, new_names = ({key for _, key in numbers} for numbers in (old, new))
     largest = {}
     for title in GROUPS:
@@ -184,7 +216,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--before", type=Path, help="a checkout of the project")
     parser.add_argument("--after", type=Path, default=ROOT, help="another; default: this one")
-    parser.add_argument("--configs", nargs="+", choices=TEXTS, help="default: all")
+    parser.add_argument("--configs", nargs="+", choices=CASES, help="default: all")
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--shakespeare", type=Path, help="text of shakespeare_char; else words")
     parser.add_argument("--multi30k", type=Path, help="folder of train.{de,en}.gz; else words")
@@ -195,7 +227,7 @@ def parse() -> argparse.Namespace:
     options.before = options.before or ROOT
     if options.smoke:
         options.configs, options.steps = options.configs or ["quickstart"], min(options.steps, 4)
-    options.configs = options.configs or [*TEXTS]
+    options.configs = options.configs or [*CASES]
     for checkout in (options.before, options.after):
         if not (checkout / "train.py").is_file():
             parser.error(f"{checkout} has no train.py: give the root of a checkout of this project")
@@ -204,20 +236,20 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    found = []
+    answers = []
     for name in options.configs:
-        found.append(compare(name, options))
-        print(f"{name}: compared; the last loss was {found[-1]['final_loss'][1]}", flush=True)
-    rows = [[answer["config"], str(answer["steps"]), *cells(answer)] for answer in found]
+        answers.append(compare(name, options))
+        print(f"{name}: compared; the last loss was {answers[-1]['final_loss'][1]}", flush=True)
+    rows = [[answer["config"], str(answer["steps"]), *cells(answer)] for answer in answers]
     print_table(["config", "steps", *GROUPS, "params"], rows)
-    for answer in found:
+    for answer in answers:
         if answer["only_on_one_side"]:
             names = ", ".join(answer["only_on_one_side"])
             print(f"{answer['config']}: only one side logs {names}, which is not compared.")
     versions = {name: version(name) for name in PACKAGES}
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
-    save("same_numbers", {"versions": versions, "cases": found}, options.smoke)
-    if any(max(answer["largest_relative_difference"].values()) > TOLERANCE for answer in found):
+    save("same_numbers", {"versions": versions, "cases": answers}, options.smoke)
+    if any(max(answer["largest_relative_difference"].values()) > TOLERANCE for answer in answers):
         sys.exit(1)
 
 

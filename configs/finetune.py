@@ -8,8 +8,7 @@ are those of that model; one on the command line takes effect, as in `--model.ro
 """
 
 from jaxformer import RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/finetune"),

@@ -9,8 +9,7 @@ Give it the text: --data.train PATH/tinyshakespeare.txt
 from dataclasses import replace
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/shakespeare_char"),

@@ -4,8 +4,7 @@ Give it text: --data.train 'corpus/*.jsonl.zst' [--data.objective prefix]
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/t5_small"),

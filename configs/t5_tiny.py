@@ -1,8 +1,7 @@
 """A small T5 (v1.1's gated feed-forward, its own output layer) on the standard library's source."""
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
 config = RunConfig(
     run=RunSettings(

@@ -5,8 +5,7 @@ Give it the text, documents apart by <|endoftext|>: --data.train TinyStoriesV2-G
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/tinystories", sample_prompt="Once upon a time"),

@@ -6,8 +6,7 @@ Give it pairs and a shared vocabulary: --data.train 'wmt/train.{en,de}.gz' --dat
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
 config = RunConfig(
     run=RunSettings(dir="runs/transformer_base"),

@@ -6,8 +6,7 @@ Give it the files: --data.train 'multi30k/train.{de,en}.gz' --data.validation
 """
 
 from jaxformer import ModelConfig, RunConfig
-from jaxformer.config.run import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig
-from jaxformer.config.train import TrainConfig
+from jaxformer.config import DataConfig, OptimizerConfig, RunSettings, TokenizerConfig, TrainConfig
 
 config = RunConfig(
     run=RunSettings(

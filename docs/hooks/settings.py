@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxformer.cli import COMMANDS
-from jaxformer.config.run import RunConfig
+from jaxformer.config import RunConfig
 from jaxformer.config.settings import VOLATILE, Bounds, choices
 
 HEADER = "| setting | values | default | may change | meaning |\n|---|---|---|---|---|\n"

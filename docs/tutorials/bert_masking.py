@@ -36,7 +36,7 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer import data
-from jaxformer.config.run import DataConfig, OptimizerConfig, TokenizerConfig
+from jaxformer.config import DataConfig, OptimizerConfig, TokenizerConfig
 from jaxformer.losses.heads import accuracy
 from jaxformer.runs.objectives import task_of
 from jaxformer.training.optim import make_optimizer, make_schedule

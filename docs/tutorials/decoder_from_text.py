@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.config.run import OptimizerConfig
+from jaxformer.config import OptimizerConfig
 from jaxformer.data import gzip_bits_per_byte
 from jaxformer.training.optim import make_optimizer, make_schedule
 

@@ -39,7 +39,7 @@ import optax
 
 import jaxformer as jf
 from jaxformer import data
-from jaxformer.config.run import DataConfig, TokenizerConfig
+from jaxformer.config import DataConfig, TokenizerConfig
 from jaxformer.layers.positions import sinusoids
 from jaxformer.runs.objectives import task_of
 from jaxformer.runs.translate import translate

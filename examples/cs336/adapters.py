@@ -25,7 +25,7 @@ import torch
 import jaxformer as jf
 from jaxformer import layers
 from jaxformer.arrays.params import Spec, lookup, zeros
-from jaxformer.config.run import OptimizerConfig
+from jaxformer.config import OptimizerConfig
 from jaxformer.data.rows import window_start
 from jaxformer.layers.ffn import ACTIVATIONS
 from jaxformer.layers.linear import linear
