@@ -112,7 +112,7 @@ def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(
     run_dir = copy(trained, tmp_path / "run")
     for step in saved(run_dir)[:-2]:
         shutil.rmtree(run_dir / "checkpoints" / str(step))
-    whole, before = params_of(trained, STEPS), params_of(trained, STEPS - EVERY)
+    newest, before = params_of(trained, STEPS), params_of(trained, STEPS - EVERY)
     torn = 0
     for path in sorted((run_dir / "checkpoints" / str(STEPS)).rglob("*")):
         if not path.is_file():
@@ -124,11 +124,11 @@ def test_no_torn_file_of_a_checkpoint_is_read_as_something_else(
                 path.write_bytes(damaged)
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                found = params_of(run_dir)
-            told = any("cannot be read" in str(warning.message) for warning in seen)
-            torn += told
-            for a, b in zip(found, before if told else whole, strict=True):
-                np.testing.assert_array_equal(a, b, err_msg=f"{path} torn, told {told}")
+                params = params_of(run_dir)
+            is_warned = any("cannot be read" in str(warning.message) for warning in seen)
+            torn += is_warned
+            for a, b in zip(params, before if is_warned else newest, strict=True):
+                np.testing.assert_array_equal(a, b, err_msg=f"{path} torn, warned: {is_warned}")
             path.write_bytes(content)
     assert torn > 5
     # what Orbax leaves of a read that failed warns of itself here, not in a later test
@@ -158,22 +158,21 @@ def test_a_save_is_untouched_by_the_steps_that_reuse_its_buffers(tmp_path: Path)
     target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), state)
     with Checkpoints(tmp_path, keep=9) as checkpoints:
         for step in range(1, 7):
-            given = state
-            state = advance(given)
-            if (
-                step % 2
-            ):  # while a buffer is being saved JAX keeps it from being reused, all others are
-                assert given.params["w"].is_deleted()
+            donated = state
+            state = advance(donated)
+            # JAX reuses all buffers but those that are being saved.
+            if step % 2:
+                assert donated.params["w"].is_deleted()
                 checkpoints.save(state, step)
     for step in (5, 3, 1):
         with Checkpoints(tmp_path, keep=9) as checkpoints:
-            found = checkpoints.restore(target, print)
-        assert found is not None and int(found.step) == step
-        wanted = w
+            restored = checkpoints.restore(target, print)
+        assert restored is not None and int(restored.step) == step
+        expected = w
         for _ in range(step):
-            wanted = wanted * np.float32(0.5) + np.float32(1)
-        np.testing.assert_array_equal(found.params["w"], wanted)
-        np.testing.assert_array_equal(found.optimizer["m"], np.full_like(w, step))
+            expected = expected * np.float32(0.5) + np.float32(1)
+        np.testing.assert_array_equal(restored.params["w"], expected)
+        np.testing.assert_array_equal(restored.optimizer["m"], np.full_like(w, step))
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
 
 
@@ -202,7 +201,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert saved(tmp_path) == [2, 3]
 
 
-def test_the_functions_keep_their_names_after_their_rooms_were_imported() -> None:
+def test_the_functions_keep_their_names_after_their_modules_were_imported() -> None:
     from jaxformer.generation import decode
     from jaxformer.runs import run
 

@@ -50,8 +50,8 @@ def digest(array: jax.Array) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_digest_is_that_of_numpy_and_changes_with_every_bit(kind: str) -> None:
     array = jnp.sin(jnp.arange(60.0)).reshape(3, 4, 5).astype(kind)
-    whole = digest(array)
-    assert whole == digest_on_host(np.asarray(array))
+    expected = digest(array)
+    assert expected == digest_on_host(np.asarray(array))
     content = np.asarray(array).tobytes()
     for index in range(0, 8 * len(content), 7):
         if kind == "bool" and index % 8:  # a bool has one bit
@@ -59,8 +59,8 @@ def test_a_digest_is_that_of_numpy_and_changes_with_every_bit(kind: str) -> None
         changed = bytearray(content)
         changed[index // 8] ^= 1 << index % 8
         other = np.frombuffer(bytes(changed), np.asarray(array).dtype).reshape(array.shape)
-        assert digest_on_host(other) != whole
-        assert {a == b for a, b in zip(whole, digest_on_host(other), strict=True)}
+        assert digest_on_host(other) != expected
+        assert {a == b for a, b in zip(expected, digest_on_host(other), strict=True)}
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_a_digest_does_not_depend_on_the_sharding(kind: str) -> None:
 
 def test_values_that_are_exchanged_change_the_digest() -> None:
     array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
-    found = {digest_on_host(array), digest_on_host(array.T), digest_on_host(-array)}
-    found |= {digest_on_host(np.roll(array, shift)) for shift in range(1, 100)}
-    assert len(found) == 102
+    digests_seen = {digest_on_host(array), digest_on_host(array.T), digest_on_host(-array)}
+    digests_seen |= {digest_on_host(np.roll(array, shift)) for shift in range(1, 100)}
+    assert len(digests_seen) == 102
 
 
 def test_keys_and_empty_arrays_have_digests() -> None:
@@ -95,38 +95,38 @@ def test_the_first_save_is_read_back(tmp_path: Path) -> None:
     state = {"w": jnp.arange(6.0), "b": jnp.ones((2, 3), jnp.bfloat16)}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, 1)
-    place = tmp_path / "checkpoints/1"
-    read_back(place)
-    path = place / "manifest/metadata"
+    checkpoint = tmp_path / "checkpoints/1"
+    read_back(checkpoint)
+    path = checkpoint / "manifest/metadata"
     path.write_text(path.read_text().replace('"w"', '"v"'))
     with pytest.raises(Altered):
-        read_back(place)
+        read_back(checkpoint)
 
 
 def test_a_change_of_any_byte_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save({"w": jnp.arange(6.0), "b": jnp.ones((2, 3), jnp.bfloat16)}, 1)
-    place = tmp_path / "checkpoints/1"
-    assert altered_files(place) == []
-    files = [path for folder in ("state", "manifest") for path in (place / folder).rglob("*")]
+    checkpoint = tmp_path / "checkpoints/1"
+    assert altered_files(checkpoint) == []
+    files = [path for folder in ("state", "manifest") for path in (checkpoint / folder).rglob("*")]
     for path in filter(Path.is_file, files):
         content = path.read_bytes()
-        name = path.relative_to(place).as_posix()
+        name = path.relative_to(checkpoint).as_posix()
         for index in range(0, len(content), 7):
             changed = bytearray(content)
             changed[index] ^= 1 << index % 8
             path.write_bytes(changed)
-            assert altered_files(place) == [name]
+            assert altered_files(checkpoint) == [name]
         path.unlink()
-        assert altered_files(place) == [name]
+        assert altered_files(checkpoint) == [name]
         path.write_bytes(content)
-    shares = [altered_files(place, index, 3) for index in range(3)]
+    shares = [altered_files(checkpoint, index, 3) for index in range(3)]
     assert shares == [[], [], []]
-    content = (place / FILES).read_bytes()
+    content = (checkpoint / FILES).read_bytes()
     for other in (b"", b"[]", content[:-9], content.replace(b"state/d/", b"state/../")):
-        (place / FILES).write_bytes(other)
+        (checkpoint / FILES).write_bytes(other)
         with pytest.raises(Altered, match="is not what was saved"):
-            altered_files(place)
+            altered_files(checkpoint)
 
 
 ZSTD = "Error reading from field: ZSTD_decompressStream() failed: "
@@ -250,6 +250,6 @@ def test_a_save_whose_name_cannot_be_put_on_the_disk_is_not_called_saved(
 )
 def test_room_is_asked_for_where_room_is_missing_alone(code: int, advice: str) -> None:
     for error in (OSError(code, os.strerror(code)), ValueError(f"ABORTED: {os.strerror(code)}")):
-        reason, found = why_not_saved(error)
-        assert reason == os.strerror(code) and found.startswith(advice)
+        reason, remedy = why_not_saved(error)
+        assert reason == os.strerror(code) and remedy.startswith(advice)
     assert "room" not in " ".join(why_not_saved(ValueError("an array had 2 shards")))

@@ -161,5 +161,5 @@ def test_questions_of_several_threads_get_their_own_answers(bounded: BoundedProc
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(4) as threads:
-        found = [*threads.map(lambda value: bounded.ask(["echo", value]), range(200))]
-    assert json.dumps(found) == json.dumps([*range(200)])
+        answers = [*threads.map(lambda value: bounded.ask(["echo", value]), range(200))]
+    assert json.dumps(answers) == json.dumps([*range(200)])

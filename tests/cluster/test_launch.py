@@ -312,8 +312,8 @@ def test_a_save_that_fails_with_a_lost_process_is_told_as_the_lost_process() -> 
 
 
 def test_a_port_in_use_is_said() -> None:
-    with socket.create_server(("", 0)) as held:
-        port = held.getsockname()[1]
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} of this machine cannot be used"):
             RollCall(0, 2, f"localhost:{port}", 1)
 
@@ -334,8 +334,8 @@ def test_the_slurm_script_is_told_before_its_time_ends_and_queued_again() -> Non
 
 
 def test_the_jobset_gives_each_pod_its_place_by_settings_that_exist() -> None:
-    found = yaml.safe_load((ROOT / "launch/jobset.yaml").read_text())
-    (job,) = found["spec"]["replicatedJobs"]
+    jobset = yaml.safe_load((ROOT / "launch/jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     command = container["command"]
@@ -346,7 +346,7 @@ def test_the_jobset_gives_each_pod_its_place_by_settings_that_exist() -> None:
     assert spec["completionMode"] == "Indexed"
     assert flags["--launch.process"] == "$(JOB_COMPLETION_INDEX)"
     host, _, port = flags["--launch.coordinator"].rpartition(":")
-    name = found["metadata"]["name"]
+    name = jobset["metadata"]["name"]
     assert host == f"{name}-{job['name']}-0-0.{name}"  # the first pod of the first job
     assert int(port) == container["ports"][0]["containerPort"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}

@@ -326,16 +326,13 @@ def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
     ours, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"}
 
-    def heeds() -> (
-        None
-    ):  # also where these tests run in the background of a shell, which ignores Ctrl-C
+    def handle_interrupts() -> None:
+        """Also where these tests run in the background of a shell, which ignores Ctrl-C."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command, ends = (
-        [sys.executable, "-c", code],
-        dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
-    )
-    program = subprocess.Popen(command, env=environment, preexec_fn=heeds, **ends)
+    command = [sys.executable, "-c", code]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    program = subprocess.Popen(command, env=environment, preexec_fn=handle_interrupts, **streams)
     os.close(terminal)
     shown, end = b"", 0.0
     with contextlib.suppress(OSError):  # the read that finds the terminal closed
@@ -344,9 +341,8 @@ def on_a_terminal(code: str, columns: int, seconds: float) -> tuple[str, int]:
             end = end or time.monotonic() + seconds
             if time.monotonic() > end:
                 program.send_signal(signal.SIGINT)
-                end = (
-                    time.monotonic() + 0.5
-                )  # one that came while Python was in a destructor is lost
+                # Sent again, since one that comes while Python is in a destructor is lost.
+                end = time.monotonic() + 0.5
     os.close(ours)
     return shown.decode(), program.wait(timeout=60)
 

@@ -78,27 +78,27 @@ def test_a_run_that_resumes_is_the_same_run_of_the_service(
 
 
 def test_only_finite_numbers_are_given(tmp_path: Path) -> None:
-    given = []
+    calls = []
 
     class Kept:
         def log(self, step: int, numbers: Mapping[str, float]) -> None:
-            given.append((step, dict(numbers)))
+            calls.append((step, dict(numbers)))
 
         def close(self) -> None:
-            given.append("closed")
+            calls.append("closed")
 
     with MetricsLog(tmp_path, tracker=Kept()) as log:
         log.log(1, {"loss": 2.0, "grad_norm": float("inf")})
-    assert given == [(1, {"loss": 2.0}), "closed"]
+    assert calls == [(1, {"loss": 2.0}), "closed"]
 
 
 @pytest.mark.parametrize("service", ["log", "finish"], indirect=True)
 def test_a_service_that_fails_is_warned_of_once_and_ends_no_run(
     tmp_path: Path, service: Service
 ) -> None:
-    with pytest.warns(UserWarning, match=r"run.tracker='wandb' failed.*no route") as told:
+    with pytest.warns(UserWarning, match=r"run.tracker='wandb' failed.*no route") as warned:
         logged("wandb", tmp_path)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert [line["loss"] for line in read_metrics(tmp_path)] == [5.0, 4.0]
 
 
@@ -163,8 +163,8 @@ def test_trackio_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     logged("trackio", tmp_path / "own")
     logged("trackio", tmp_path / "own", 2, {3: 3.0})
     identity = json.loads((tmp_path / "own" / "tracker.json").read_text())["trackio"]
-    asked = ["metric", "--project", "jaxformer", "--run", f"own-{identity}", "--metric", "loss"]
-    command = [sys.executable, "-m", "trackio.cli", "get", *asked, "--json"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = json.loads(told)
-    assert [line["value"] for line in found["values"]] == [5.0, 4.0, 3.0]
+    query = ["metric", "--project", "jaxformer", "--run", f"own-{identity}", "--metric", "loss"]
+    command = [sys.executable, "-m", "trackio.cli", "get", *query, "--json"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    metric = json.loads(output)
+    assert [line["value"] for line in metric["values"]] == [5.0, 4.0, 3.0]

@@ -57,7 +57,9 @@ def between(text: str, specials: Sequence[str]) -> list[str]:
 
 def parted(text: str, specials: Sequence[str], pattern: str) -> list[str]:
     return [
-        word for part in between(text, specials) for word in regex.findall(PUBLISHED[pattern], part)
+        word
+        for segment in between(text, specials)
+        for word in regex.findall(PUBLISHED[pattern], segment)
     ]
 
 
@@ -80,11 +82,11 @@ def plain(
 
 
 def merged(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    out, place = [], 0
-    while place < len(word):
-        found = tuple(word[place : place + 2]) == pair
-        out.append(pair[0] + pair[1] if found else word[place])
-        place += 2 if found else 1
+    out, index = [], 0
+    while index < len(word):
+        matches = tuple(word[index : index + 2]) == pair
+        out.append(pair[0] + pair[1] if matches else word[index])
+        index += 2 if matches else 1
     return out
 
 
@@ -155,10 +157,10 @@ def test_occurrences_that_overlap_are_merged_from_the_left() -> None:
 
 def test_counts_of_any_size_are_exact() -> None:
     many = 2**64
-    found = merge_words(
+    merges = merge_words(
         *spell({"ab": many, "cd": many + 1, "ef": many - 1, "gh": 2**32, "xgh": 2**32}), 5
     )
-    assert found == [(b"c", b"d"), (b"a", b"b"), (b"e", b"f"), (b"g", b"h"), (b"x", b"gh")]
+    assert merges == [(b"c", b"d"), (b"a", b"b"), (b"e", b"f"), (b"g", b"h"), (b"x", b"gh")]
 
 
 def test_ids_are_those_of_special_tokens_then_bytes_then_merges_in_order(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_ids_are_those_of_special_tokens_then_bytes_then_merges_in_order(tmp_pat
     assert [*vocab] == [*range(270)]
     assert [vocab[0], vocab[1]] == [b"<|endoftext|>", "é".encode()]
     assert [vocab[2 + byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [vocab[258 + place] for place in range(12)] == [
+    assert [vocab[258 + index] for index in range(12)] == [
         first + second for first, second in merges
     ]
 
@@ -261,17 +263,17 @@ def test_the_number_of_processes_changes_nothing(
 
 def test_text_is_read_as_it_is_counted() -> None:
     """So memory follows distinct words, not the corpus."""
-    taken: list[int] = []
+    blocks_read: list[int] = []
 
     def blocks() -> Iterator[str]:
         for number in range(20):
-            taken.append(number)
+            blocks_read.append(number)
             yield "word " * (words.BLOCK_CHARACTERS // 5)
 
     seen = 0
     for segment in words.segments(blocks(), ["<s>"], "gpt2"):
         seen += len(segment)
-        assert seen > (len(taken) - 1) * words.BLOCK_CHARACTERS - 10
+        assert seen > (len(blocks_read) - 1) * words.BLOCK_CHARACTERS - 10
     assert seen == 20 * (words.BLOCK_CHARACTERS // 5 * 5)
 
 

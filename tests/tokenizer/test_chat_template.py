@@ -56,12 +56,12 @@ def test_what_is_learned_is_the_assistant_mask_of_transformers(style: str, tmp_p
     ours, hf = both(kind, BLOCKS.get(style, TOOLS), tmp_path / "blocks")
     assert ours.has_blocks
     for name, messages in CONVERSATIONS.items():
-        found = hf.apply_chat_template(
+        expected = hf.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, learned = ours.encode(messages)
-        assert ids == found["input_ids"], name
-        assert [int(value) for value in learned] == found["assistant_masks"], name
+        assert ids == expected["input_ids"], name
+        assert [int(value) for value in learned] == expected["assistant_masks"], name
     if style in BLOCKS:  # the same turns, found by the prompts for them
         plain, _ = both(kind, STYLES[style][0], tmp_path / "plain")
         assert not plain.has_blocks

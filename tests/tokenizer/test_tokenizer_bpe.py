@@ -120,9 +120,8 @@ def test_the_saved_file_gives_equal_ids_in_the_tokenizers_library_and_in_transfo
     assert ids == tokenizers.Tokenizer.from_file(file).encode(text).ids == hf(text).input_ids
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "made")(text).input_ids == ids
     loaded = Tokenizer.load(tmp_path / "made")
-    assert (
-        loaded.encode(text, special_tokens=True) == ids and loaded.encode(text) != ids
-    )  # a file's names are text
+    # A tokenizer from a file encodes names of special tokens as text.
+    assert loaded.encode(text, special_tokens=True) == ids and loaded.encode(text) != ids
     assert loaded.fingerprint() == tokenizer.fingerprint()
 
 
@@ -203,15 +202,14 @@ def test_the_two_files_alone_are_enough(kind: str, around: tuple[int, int], tmp_
     folder = in_two_files(kind, tmp_path)
     for file in {*folder.iterdir()} - {folder / "vocab.json", folder / "merges.txt"}:
         file.unlink()
-    alone, whole = Tokenizer.load(folder), Tokenizer.load(saved(kind))
-    assert (len(alone.prefix), len(alone.suffix)) == around and alone.encode(HARD) == whole.encode(
-        HARD
-    )
+    alone, complete = Tokenizer.load(folder), Tokenizer.load(saved(kind))
+    assert (len(alone.prefix), len(alone.suffix)) == around
+    assert alone.encode(HARD) == complete.encode(HARD)
     text = "a <s> b</s>" + END
     assert (
         alone.encode(text, special_tokens=True)
-        == whole.encode(text, special_tokens=True)
-        != whole.encode(text)
+        == complete.encode(text, special_tokens=True)
+        != complete.encode(text)
     )
 
 
@@ -241,9 +239,8 @@ def test_files_of_another_tokenizer_or_damaged_ones_are_refused(tmp_path: Path) 
         Tokenizer.load(folder)
     in_two_files("gpt2", tmp_path, tokenizer_class="GPT2Tokenizer")
     vocab = json.loads((folder / "vocab.json").read_text())
-    (folder / "vocab.json").write_text(
-        json.dumps(vocab | {"a</w>": len(vocab)})
-    )  # as CLIP marks the ends of words
+    # CLIP marks the ends of words so.
+    (folder / "vocab.json").write_text(json.dumps(vocab | {"a</w>": len(vocab)}))
     with pytest.raises(ConfigError, match=r"no tokenizer\.json, but merges\.txt, vocab\.json"):
         Tokenizer.load(folder)
     (folder / "vocab.json").write_text(json.dumps(vocab))

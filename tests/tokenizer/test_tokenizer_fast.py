@@ -50,8 +50,8 @@ def fast_of(tokenizer: Tokenizer | tokenizers.Tokenizer) -> Fast | None:
 
 def plain(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
     return [
-        found.ids
-        for found in library(tokenizer).encode_batch_fast([*texts], add_special_tokens=False)
+        encoding.ids
+        for encoding in library(tokenizer).encode_batch_fast([*texts], add_special_tokens=False)
     ]
 
 
@@ -88,22 +88,22 @@ def test_every_character_is_split_alike(pattern: str) -> None:
 
 def test_a_random_vocabulary_is_merged_alike_or_left_to_the_library() -> None:
     """Merges of few letters, in any order, with which tiktoken often would not do what BPE does."""
-    taken = 0
+    fast_count = 0
     for seed in range(60):
         r = random.Random(seed)
         vocab, merges = {index: bytes([index]) for index in range(256)}, []
         entries = [b"a", b"b", b"c"]
         for _ in range(12):
-            left, right = r.choice(entries), r.choice(entries)
-            if left + right not in entries:
-                merges.append((left, right))
-                entries.append(left + right)
-                vocab[len(vocab)] = left + right
+            first, second = r.choice(entries), r.choice(entries)
+            if first + second not in entries:
+                merges.append((first, second))
+                entries.append(first + second)
+                vocab[len(vocab)] = first + second
         tokenizer = Tokenizer.from_bpe(vocab, merges)
         text = " ".join("".join(r.choices("abc", k=r.randint(1, 30))) for _ in range(1500))
         assert [tokenizer.encode(text)] == plain(tokenizer, text)
-        taken += fast_of(tokenizer) is not None
-    assert 0 < taken < 60
+        fast_count += fast_of(tokenizer) is not None
+    assert 0 < fast_count < 60
 
 
 def changed(
@@ -150,9 +150,11 @@ def test_entries_that_no_merge_makes_change_no_id() -> None:
     """GPT-2's tables, in which nothing says that <|endoftext|> is a special token."""
     vocab = json.loads(MADE["gpt2"]._backend.to_str())["model"]["vocab"]
     unreached = ["<|endoftext|>", "ĠĠĠqqq", "Ġcat Ġ", "\u20ac", "of the"]
-    more = {name: 2000 + 7 * place for place, name in enumerate(unreached)}
-    taken = changed({"vocab": {name: vocab[name] for name in vocab if name != unreached[0]} | more})
-    spec = json.loads(taken.to_str())
+    more = {name: 2000 + 7 * index for index, name in enumerate(unreached)}
+    backend = changed(
+        {"vocab": {name: vocab[name] for name in vocab if name != unreached[0]} | more}
+    )
+    spec = json.loads(backend.to_str())
     spec["added_tokens"] = []
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
     assert fast_of(tokenizer)
@@ -242,7 +244,7 @@ def all_characters() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "most"),
+    ("pattern", "cached_words"),
     slow_but(
         [("gpt2", fast.CACHED_WORDS), ("llama3", fast.CACHED_WORDS), ("gpt2", 20)],
         ("llama3", fast.CACHED_WORDS),
@@ -250,22 +252,22 @@ def all_characters() -> list[str]:
     ),
 )
 def test_without_tiktoken_ids_are_the_same(
-    pattern: str, most: int, monkeypatch: pytest.MonkeyPatch
+    pattern: str, cached_words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where few words are remembered, so that all are forgotten again and again."""
+    """Also where few words are cached, so that the cache is cleared again and again."""
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    monkeypatch.setattr(fast, "CACHED_WORDS", most)
+    monkeypatch.setattr(fast, "CACHED_WORDS", cached_words)
     alone = Tokenizer(library(MADE[pattern]))
-    found = fast_of(alone)
-    assert found and not found.threads
+    encoder = fast_of(alone)
+    assert encoder and not encoder.threads
     texts = [HARD[-60_000:], HARD.encode("ascii", "ignore").decode()]
     texts += [HARD[start : start + 999] for start in range(0, 60_000, 999)]
     texts += ["", "\r\x0b \x1c\x1f\x85\xa0" * 9000, "word" * 20_000]
-    texts += all_characters() if most > 20 else []
+    texts += all_characters() if cached_words > 20 else []
     assert alone.encode_batch(texts) == plain(alone, *texts)
     assert [row.tolist() for row in alone.encode_arrays(texts[:2])] == plain(alone, *texts[:2])
-    words = found._ids_of
-    assert 0 < len(words) <= most and max(map(len, words)) <= fast.LONGEST_WORD
+    words = encoder._ids_of
+    assert 0 < len(words) <= cached_words and max(map(len, words)) <= fast.LONGEST_WORD
     with pytest.raises(ConfigError, match="half of a surrogate pair"):
         alone.encode("a\ud800b" * 30_000)
 
@@ -289,8 +291,8 @@ def test_special_tokens_of_an_objective_stay_text_on_the_fast_path() -> None:
     tokenizer = train_bpe_tokenizer(CORPUS, 1500, SENTINELS)
     text = "the <extra_id_0> cat <extra_id_12>\n" * 2000
     assert fast_of(tokenizer) and [tokenizer.encode(text)] == plain(tokenizer, text)
-    found = tokenizer.encode(text, special_tokens=True)
-    assert found.count(tokenizer.sentinels()[0]) == found.count(tokenizer.sentinels()[12]) == 2000
+    ids = tokenizer.encode(text, special_tokens=True)
+    assert ids.count(tokenizer.sentinels()[0]) == ids.count(tokenizer.sentinels()[12]) == 2000
 
 
 def test_many_threads_encode_alike() -> None:
