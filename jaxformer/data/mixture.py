@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.phases import phases
 from jaxformer.data.rows import Drawn, NumpyBatch, Rows
 from jaxformer.files import ConfigError
 
@@ -137,6 +136,25 @@ def check_shares(names: Sequence[str], data: DataConfig) -> None:
                     f" {'number' if len(names) == 1 else 'numbers'}, none negative and not all 0:"
                     f" one for each source of data.train, in this order: {sources}."
                 )
+
+
+def phases(setting: str, text: str) -> list[tuple[int, str]]:
+    """(first step, value) of each phase of 'FIRST; STEP: NEXT; ...', in order; the first phase
+    begins at step 0.
+
+    Raises ConfigError for steps that are no numbers or do not ascend, and for an empty value.
+    """
+    changes: list[tuple[int, str]] = []
+    for entry in text.split(";"):
+        step, colon, value = entry.partition(":") if changes else ("0", ":", entry)
+        number = int(step) if step.strip().isdecimal() else -1
+        if not colon or not value.strip() or number < 0 or (changes and number <= changes[-1][0]):
+            raise ConfigError(
+                f"{setting}={text!r}: {entry.strip()!r} is not allowed there. Write the first"
+                " value, and then '; STEP: VALUE' for each change, steps ascending from 1."
+            )
+        changes.append((number, value.strip()))
+    return changes
 
 
 def counts(number: int, weights: Sequence[int]) -> list[int]:

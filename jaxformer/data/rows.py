@@ -212,9 +212,9 @@ def check_windows(data: DataConfig, objective: str, of_text: bool) -> None:
         )
 
 
-def window_start(seed: int, number: int, places: int) -> int:
-    """Where window `number` of a sequence of random windows begins: any of the `places` 0 to
-    places - 1, each as likely, independently of the other windows.
+def window_start(seed: int, number: int, count: int) -> int:
+    """Where window `number` of a sequence of random windows begins: any of the `count`
+    positions 0 to count - 1, each as likely, independently of the other windows.
 
     Drawn by Philox, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as
     easy as 1, 2, 3"): `seed` is its key and `number` its counter, both at least 0, so that any
@@ -222,7 +222,7 @@ def window_start(seed: int, number: int, places: int) -> int:
     """
     # A window may take several numbers of the generator, which counts them in its lowest 64 bits.
     generator = np.random.Philox(key=seed, counter=number << 64)
-    return int(np.random.Generator(generator).integers(places))
+    return int(np.random.Generator(generator).integers(count))
 
 
 def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:

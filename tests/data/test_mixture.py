@@ -13,8 +13,7 @@ from stored import data as settings_of
 
 from jaxformer.config.run import DataConfig
 from jaxformer.data import Batches, NumpyBatch, Rows, evaluation_batches
-from jaxformer.data.mixture import Mixture, check_shares, counts
-from jaxformer.data.phases import phases
+from jaxformer.data.mixture import Mixture, check_shares, counts, phases
 from jaxformer.files import ConfigError
 
 WEIGHTS = st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any)
