@@ -1,7 +1,5 @@
 """A model's params with an adapter, from those of the model and its config."""
 
-import warnings
-from collections.abc import Mapping
 
 import jax
 
@@ -39,10 +37,6 @@ def adapt(
     of those of `LoRA`. Raises ConfigError for params of another model or with virtual tokens, a
     target that fits no matrix, or a rank beyond the width of one.
     """
-    if isinstance(config, Mapping):  # the former meaning of this name
-        said = "jf.adapt(specs, changes) is now called jf.adapt_specs."
-        warnings.warn(said, FutureWarning, stacklevel=2)
-        return adapt_specs(params, config)
     if not isinstance(adapter, Adapter):
         given = type(adapter).__name__
         raise ConfigError(
