@@ -145,13 +145,10 @@ def test_a_run_that_an_earlier_version_began_is_cut_as_it_was(tmp_path: Path) ->
     run = run_of(tmp_path, [LONG, SHORT])
     record = json.loads(to_json(run))
     del record["data"]["cut"]
-    for objective in ("sft", "answers", "causal"):
+    for objective in ("sft", "causal"):
         record["data"]["objective"] = objective
-        read = from_json(json.dumps(record), "here") if objective != "answers" else None
-        if objective == "answers":
-            with pytest.warns(FutureWarning):
-                read = from_json(json.dumps(record), "here")
-        assert read and read.data.cut == ("auto" if objective == "causal" else "end")
+        read = from_json(json.dumps(record), "here")
+        assert read.data.cut == ("auto" if objective == "causal" else "end")
     record["data"]["objective"] = "sft"
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text(json.dumps(record))
