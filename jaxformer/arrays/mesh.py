@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxformer.arrays.sharding import ACTIVATION_RULES, PARAMETERS, Axes, partition
 from jaxformer.files import ConfigError
 
-AnyMesh = Mesh | AbstractMesh  # of devices, or of sizes alone
+# A mesh of devices, or one that has only the sizes of its axes.
+AnyMesh = Mesh | AbstractMesh
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -23,11 +24,11 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """The mesh of `devices` (default: all): axes data, fsdp and tensor of these sizes; data=0 takes
-    the rest.
+    """The mesh of `devices` (default: all) with axes data, fsdp and tensor of these sizes. With
+    data=0, the axis data has the devices that the other two leave.
 
-    Explicit axes make the sharding part of each array's type; the tests find missing placements by
-    them. Raises ConfigError if the sizes do not multiply to the number of devices.
+    Explicit axes make the sharding part of each array's type, by which the tests find missing
+    placements. Raises ConfigError if the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(len(devices), data, fsdp, tensor, devices[0].platform)
@@ -39,14 +40,14 @@ def mesh_shape(
     devices: int, data: int, fsdp: int, tensor: int, platform: str
 ) -> tuple[int, int, int]:
     """The sizes of the three axes. Raises as `make_mesh` does."""
-    rows = data or max(devices // (fsdp * tensor), 1)
-    if rows * fsdp * tensor != devices:
+    replicas = data or max(devices // (fsdp * tensor), 1)
+    if replicas * fsdp * tensor != devices:
         raise ConfigError(
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices}"
             f" device{'s' * (devices != 1)} ({platform}): the three must multiply"
             f" to {devices}; mesh.data=0 takes what is left."
         )
-    return rows, fsdp, tensor
+    return replicas, fsdp, tensor
 
 
 def check_batch_size(mesh: AnyMesh, batch_size: int, microbatches: int = 1) -> None:
@@ -66,34 +67,40 @@ def batch_devices(mesh: AnyMesh) -> int:
 
 
 def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
-    """(numbers, count): the blocks of rows of a batch that the devices of this process hold, of the
-    `count` that the mesh has. With a tensor axis over processes, several hold the same."""
+    """The numbers of the blocks of rows of a batch that the devices of this process hold, in
+    ascending order, and the number of blocks that the mesh has. With a tensor axis over processes,
+    several processes hold the same blocks."""
     count = batch_devices(mesh)
     if jax.process_count() == 1:
         return tuple(range(count)), count
-    places = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
-    return tuple(sorted({(rows or [slice(None)])[0].start or 0 for rows in places})), count
+    # An array of one row for each block: the rows of a device are the blocks that it holds.
+    blocks = set()
+    for index in batch_sharding(mesh).addressable_devices_indices_map((count,)).values():
+        rows = index[0] if index else slice(None)
+        blocks.add(rows.start or 0)
+    return tuple(sorted(blocks)), count
 
 
 def undivided(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> list[str]:
-    """The axes of a parameter that the mesh would split if it divided their length, as "vocab 257
-    by tensor 2"."""
-    left = lengths_left(mesh, shape, axes)
-    return [f"{axis} {length} by {target} {size}" for axis, length, target, size in left]
+    """A text such as "vocab 257 by tensor 2" for each axis of `lengths_left`."""
+    return [
+        f"{axis} {length} by {target} {size}"
+        for axis, length, target, size in lengths_left(mesh, shape, axes)
+    ]
 
 
 def lengths_left(
     mesh: AnyMesh, shape: Sequence[int], axes: Axes
 ) -> list[tuple[str, int, str, int]]:
-    """(axis, its length, the axis of the mesh, its size) for each axis of a parameter that the mesh
-    would split if it divided its length."""
-    found = []
+    """(axis, its length, the axes of the mesh, their size) for each axis of a parameter that stays
+    undivided because the size of its mesh axes does not divide its length."""
+    undivided_axes = []
     for length, axis in zip(shape, axes, strict=True):
         target = PARAMETERS.get(axis or "", ())
         size = math.prod(mesh.shape[name] for name in target)
         if size > 1 and length % size:
-            found.append((str(axis), length, " x ".join(target), size))
-    return found
+            undivided_axes.append((str(axis), length, " x ".join(target), size))
+    return undivided_axes
 
 
 def parameter_sharding(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> NamedSharding:
@@ -101,7 +108,7 @@ def parameter_sharding(mesh: AnyMesh, shape: Sequence[int], axes: Axes) -> Named
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
-    """Rows over the devices of the batch axes; all but the first axis of an array is whole."""
+    """Rows over the devices of the batch axes; the other axes of an array are not divided."""
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"]))
 
 
@@ -110,10 +117,10 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 
 def place_array(array: Any, where: Sharding) -> jax.Array:
-    """`array`, of which every process holds the same, placed as `where` says.
+    """`array`, which is the same in every process, placed as `where` says.
 
-    `jax.device_put` of jax 0.10 makes an array whose shards cannot be read, and so not be saved, of
-    one of this process that it places on the devices of several.
+    `jax.device_put` of jax 0.10 places an array of one process on the devices of several in such a
+    way that its shards cannot be read, and so cannot be saved. Such an array is made by a callback.
     """
     local = not isinstance(array, jax.Array) or array.is_fully_addressable
     if where.is_fully_addressable or not local:
@@ -130,30 +137,33 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     """
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
-    rows, whole = batch_sharding(mesh), replicated(mesh)
-    held, split = held_blocks(mesh)
+    by_rows, replicated_everywhere = batch_sharding(mesh), replicated(mesh)
+    blocks, count = held_blocks(mesh)
 
-    def place(path: Any, array: Any) -> jax.Array:
-        if isinstance(array, jax.Array) and array.sharding in (rows, whole):
+    def placed(path: Any, array: Any) -> jax.Array:
+        if isinstance(array, jax.Array) and array.sharding in (by_rows, replicated_everywhere):
             return array
         local = np.asarray(array)
         if not local.ndim:
-            return jax.make_array_from_process_local_data(whole, local)
-        if len(local) % len(held):
+            return jax.make_array_from_process_local_data(replicated_everywhere, local)
+        if len(local) % len(blocks):
             raise ConfigError(
                 f"batch{jax.tree_util.keystr(path)} has {len(local)} rows, not divisible among the"
-                f" {len(held)} devices that {' x '.join(ACTIVATION_RULES['batch'])} of the mesh"
-                f" counts{' in this process' * (len(held) < split)}: make it a multiple of"
-                f" {len(held)}."
+                f" {len(blocks)} devices that {' x '.join(ACTIVATION_RULES['batch'])} of the mesh"
+                f" counts{' in this process' if len(blocks) < count else ''}: make it a multiple of"
+                f" {len(blocks)}."
             )
         if jax.process_count() == 1:
-            return jax.make_array_from_process_local_data(rows, local)
-        size = len(local) // len(held)
+            return jax.make_array_from_process_local_data(by_rows, local)
+        # The rows of this process are its blocks, in ascending order, of `size` rows each. A block
+        # is looked up by the first of the global rows [count * size] that a device asks for.
+        size = len(local) // len(blocks)
 
-        def block(index: Any) -> np.ndarray:
-            at = held.index((index[0].start or 0) // size)
-            return local[at * size : (at + 1) * size]
+        def rows_of_device(index: Any) -> np.ndarray:
+            position = blocks.index((index[0].start or 0) // size)
+            return local[position * size : (position + 1) * size]
 
-        return jax.make_array_from_callback((split * size, *local.shape[1:]), rows, block)
+        shape = (count * size, *local.shape[1:])
+        return jax.make_array_from_callback(shape, by_rows, rows_of_device)
 
-    return jax.tree.map_with_path(place, batch)
+    return jax.tree.map_with_path(placed, batch)

@@ -1,5 +1,5 @@
-"""Out of memory as an error of its own: what asked for how much, and where. `remedies.py` has what
-to change."""
+"""Out of memory as an error class: how many bytes were asked for, and by what. `remedies.py` lists
+the settings that need less."""
 
 import contextlib
 import re
@@ -11,25 +11,31 @@ import jax
 from jaxformer.config.format import human_bytes
 
 AMOUNT = r"([\d.]+) ?([KMGT]?)(?:i?B|bytes)?"
-# How the compilers and allocators say it (libtpu 0.0.42, jaxlib 0.10, and older ones), with the
-# bytes needed and those there are.
+# Messages of the compilers and allocators (libtpu 0.0.42, jaxlib 0.10, and older ones) that give
+# the bytes needed, then the bytes available.
 NEEDED = (
-    rf"\({AMOUNT}\) exceeds available \w+ \({AMOUNT}\)",  # TPU: "(40.00G) exceeds ..."
-    rf"Used {AMOUNT} of {AMOUNT} \w+",  # TPU: "Used 21.95G of 15.48G hbm"
-    rf"requested:? {AMOUNT}, available:? {AMOUNT}",  # GPU: shared memory of a kernel
+    # TPU: "(40.00G) exceeds available hbm (31.25G)"
+    rf"\({AMOUNT}\) exceeds available \w+ \({AMOUNT}\)",
+    # TPU: "Used 21.95G of 15.48G hbm"
+    rf"Used {AMOUNT} of {AMOUNT} \w+",
+    # GPU, for the shared memory of a kernel: "requested: 262144, available: 232448"
+    rf"requested:? {AMOUNT}, available:? {AMOUNT}",
 )
-# GPU: "trying to allocate 6291456 bytes", "allocate request for 2.00GiB (...)"; CPU: "allocating".
+# Messages that give only the bytes of an allocation that failed. GPU: "trying to allocate 6291456
+# bytes", "allocate request for 2.00GiB (...)"; CPU: "allocating".
 ASKED = rf"allocat(?:e|ing)(?: request for)? {AMOUNT}"
 # Memory that only a fused kernel uses: no smaller batch makes it fit.
 ON_CHIP = re.compile(r"\b[vs]mem\b|shared memory", re.IGNORECASE)
 
 
 class OutOfMemory(RuntimeError):
-    """A device has not enough memory for a run. The message says for what, how much was asked for
-    and is there, and which settings need less; checkpoints from before are untouched.
+    """A device has not enough memory for a run. The message says what the run was doing, how many
+    bytes it asked for, how many the device has, and which settings need less; existing checkpoints
+    are untouched.
 
-    `place` is what the run was doing; `needed` are the bytes that it needs at once, `asked` those
-    of an allocation that failed, `available` those of the device, each None where unknown.
+    `place` is what the run was doing. `needed` is the number of bytes that it needs at once,
+    `asked` that of an allocation that failed, `available` that of the device, each None where
+    unknown.
     """
 
     def __init__(self, message: str, shortage: "Shortage") -> None:
@@ -41,7 +47,7 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(frozen=True)
 class Shortage:
-    """What ran out, and where; bytes are None where the error does not say them."""
+    """What ran out, and during what; bytes are None where the error does not give them."""
 
     place: str
     text: str
@@ -52,36 +58,45 @@ class Shortage:
 
     @property
     def on_chip(self) -> bool:
-        """Whether it is the small memory beside the processors that a kernel does not fit."""
+        """Whether a kernel does not fit in the small memory beside the processors."""
         return ON_CHIP.search(self.text) is not None
 
     def __str__(self) -> str:
-        has = human_bytes(self.available) if self.available else ""
-        if self.needed and has:
+        if self.needed and self.available:
             memory = "its on-chip memory" if self.on_chip else "the memory of a device"
-            return f"{self.place}: it needs {human_bytes(self.needed)}, and {memory} is {has}."
-        known = f", of which {human_bytes(self.in_use)} are in use" if self.in_use else ""
-        there = f"; a device has {has}{known}" if has else ""
+            return (
+                f"{self.place}: it needs {human_bytes(self.needed)}, and {memory} is"
+                f" {human_bytes(self.available)}."
+            )
+        in_use = f", of which {human_bytes(self.in_use)} are in use" if self.in_use else ""
+        size = f"; a device has {human_bytes(self.available)}{in_use}" if self.available else ""
         if self.asked:
-            return f"{self.place}: an allocation of {human_bytes(self.asked)} failed{there}."
-        return f"{self.place}: a device has no memory left{there}."
+            return f"{self.place}: an allocation of {human_bytes(self.asked)} failed{size}."
+        return f"{self.place}: a device has no memory left{size}."
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a compiler or an allocator has run out of memory."""
+    """Whether the error of a compiler or an allocator says that memory has run out."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return False
     text = str(error)
-    named = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-    return isinstance(error, jax.errors.JaxRuntimeError) and named
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
 
 
 def shortage_of(error: BaseException, place: str) -> Shortage:
-    """What an error of which `is_out_of_memory` holds says, with the figures of the device where
-    the error has none."""
+    """The figures of an error for which `is_out_of_memory` is true; where it has none, those that
+    the device reports."""
     text = str(error)
     for pattern in NEEDED:
-        if found := re.search(pattern, text, re.IGNORECASE):
-            needed, available = _bytes(*found.groups()[:2]), _bytes(*found.groups()[2:])
-            return Shortage(place, text, needed=needed, available=available)
+        amounts = re.search(pattern, text, re.IGNORECASE)
+        if amounts:
+            needed, needed_unit, available, available_unit = amounts.groups()
+            return Shortage(
+                place,
+                text,
+                needed=_bytes(needed, needed_unit),
+                available=_bytes(available, available_unit),
+            )
     asked = re.search(ASKED, text, re.IGNORECASE)
     stats = jax.local_devices()[0].memory_stats() or {}
     return Shortage(
@@ -94,6 +109,7 @@ def shortage_of(error: BaseException, place: str) -> Shortage:
 
 
 def _bytes(number: str, unit: str) -> int:
+    """The bytes of a number in a unit of AMOUNT: "" for bytes, or K, M, G or T."""
     return round(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 
 
@@ -106,5 +122,5 @@ def memory_of(place: str | Callable[[], str]) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        found = shortage_of(error, place if isinstance(place, str) else place())
-        raise OutOfMemory(str(found), found) from error
+        shortage = shortage_of(error, place if isinstance(place, str) else place())
+        raise OutOfMemory(str(shortage), shortage) from error

@@ -1,4 +1,4 @@
-"""One table of parameters: a `Spec` a leaf, from which everything else about parameters is derived.
+"""The table of parameters: one `Spec` for each leaf. All else about parameters is derived from it.
 
 A layer states its leaves once, as a nested dict of `Spec`. Initial values, shapes, shardings,
 counts, FLOPs and the weight-decay mask are tree maps over that table.
@@ -136,17 +136,17 @@ def dotted(path: Any) -> str:
 
 def rows(specs: Specs, prefix: str = "") -> dict[str, Spec]:
     """Dotted path to spec, in the order of the table; in a custom leaf, in that of its tree."""
-    found: dict[str, Spec] = {}
+    specs_by_path: dict[str, Spec] = {}
     for name, entry in specs.items():
         path = prefix + name
         if isinstance(entry, dict):
-            found |= rows(entry, f"{path}.")
+            specs_by_path |= rows(entry, f"{path}.")
         elif _is_spec(entry):
-            found[path] = entry
+            specs_by_path[path] = entry
         else:
-            parts = jax.tree.leaves_with_path(entry, is_leaf=_is_spec)
-            found |= {f"{path}.{dotted(part)}": spec for part, spec in parts}
-    return found
+            for path_in_leaf, spec in jax.tree.leaves_with_path(entry, is_leaf=_is_spec):
+                specs_by_path[f"{path}.{dotted(path_in_leaf)}"] = spec
+    return specs_by_path
 
 
 def _is_spec(entry: Any) -> bool:
@@ -157,8 +157,8 @@ def init_params(specs: Specs, key: jax.Array) -> Params:
     """Initial values. A leaf's randomness depends on the key and the leaf's path alone."""
 
     def start(path: str, spec: Spec) -> jax.Array:
-        own_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return spec.init(own_key, spec).astype(spec.dtype)
+        leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return spec.init(leaf_key, spec).astype(spec.dtype)
 
     return map_specs(start, specs)
 
@@ -172,21 +172,21 @@ def check_params(specs: Specs, params: Any) -> None:
 
     A custom leaf counts by the shape that it stands for.
     """
-    expected, found = _shapes(specs), _shapes(params)
+    expected, shapes = _shapes(specs), _shapes(params)
     problems = []
-    for path in expected | found:
-        if path not in found:
+    for path in expected | shapes:
+        if path not in shapes:
             problems.append(f"{path}: missing, expected {expected[path]}")
         elif path not in expected:
-            problems.append(f"{path}: {found[path]} is not in this model")
-        elif found[path] != expected[path]:
-            problems.append(f"{path}: {found[path]} instead of {expected[path]}")
+            problems.append(f"{path}: {shapes[path]} is not in this model")
+        elif shapes[path] != expected[path]:
+            problems.append(f"{path}: {shapes[path]} instead of {expected[path]}")
     if problems:
         raise ConfigError("the parameters do not fit the config:\n  " + "\n  ".join(problems))
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Dotted path to shape of a table or of params, a custom leaf as one."""
+    """Dotted path to shape of a table or of params; a custom leaf has one path."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: _is_spec(node) or is_custom(node))
     return {dotted(path): tuple(np.shape(leaf)) for path, leaf in leaves}
 
@@ -210,9 +210,10 @@ def contract(
     w = w.astype(x.dtype)
     if explicit_axes():
         sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
-        place = activation([sizes[letter] for letter in out], to) if to else None
-        whole = gathered(w)
-        return jnp.einsum(equation, x, whole, preferred_element_type=dtype, out_sharding=place)
+        sharding = activation([sizes[letter] for letter in out], to) if to else None
+        return jnp.einsum(
+            equation, x, gathered(w), preferred_element_type=dtype, out_sharding=sharding
+        )
     if dtype == jnp.float32 and x.dtype.itemsize == 2:
         y = _wide_product(equation, x, w)
     else:
@@ -238,15 +239,19 @@ def _wide_product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
 def _wide_derivative(
     equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, Any]:
+    """The product, and its derivative in the direction of the tangents."""
     (x, w), (d_x, d_w) = primals, tangents
-    parts = []
+    terms = []
     if not isinstance(d_x, SymbolicZero):
-        parts.append(_product(equation, d_x, w, None))
-    if not isinstance(d_w, SymbolicZero):  # of a weight that learns
-        parts.append(_product(equation, x, d_w, None))
+        terms.append(_product(equation, d_x, w, None))
+    # The tangent of a weight that does not learn is zero.
+    if not isinstance(d_w, SymbolicZero):
+        terms.append(_product(equation, x, d_w, None))
     y = _wide_product(equation, x, w)
-    # The conversion's transpose makes 16 bits of the gradient before it is multiplied.
-    return y, sum(parts[1:], parts[0]).astype(jnp.float32) if parts else jnp.zeros_like(y)
+    if not terms:
+        return y, jnp.zeros_like(y)
+    # The transpose of this conversion makes the gradient 16 bits wide before it is multiplied.
+    return y, sum(terms[1:], terms[0]).astype(jnp.float32)
 
 
 _wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
@@ -254,10 +259,10 @@ _wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
 
 def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:
     """The axes of x, of w and of the result; ValueError where they do not fit these shapes."""
-    parts = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
-    if parts is None:
+    match = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]*)", equation)
+    if match is None:
         raise ValueError(f"contract: the equation {equation!r} is not of the form 'BTD,DF->BTF'.")
-    left, right, out = parts.groups()
+    left, right, out = match.groups()
     shapes = f"the shapes {list(x)} and {list(w)}"
     if (len(left), len(right)) != (len(x), len(w)):
         raise ValueError(f"contract: {equation!r} does not fit {shapes}: one letter for each axis.")
@@ -281,6 +286,7 @@ def _flattens(left: str, right: str, out: str) -> bool:
 
 
 def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """The product as one of matrices: x [rows, inner] and w [inner, columns], or its transpose."""
     shared = sum(letter in right for letter in left)
     inner = math.prod(x.shape[x.ndim - shared :])
     free = x.shape[: x.ndim - shared]
@@ -293,16 +299,18 @@ def _flat_product(left: str, right: str, x: jax.Array, w: jax.Array, dtype: Any)
 
 
 def lookup(table: Any, index: Any, to: Axes) -> jax.Array:
-    """Rows of a table [V, W] by an int index [...]: [..., W], the names of its axes in `to`."""
+    """The rows of a table [V, W] at an int index [...], as [..., W]; `to` names the axes of the
+    result."""
     if is_custom(table):
         return table.lookup(index, to)  # type: ignore[no-any-return]
     if explicit_axes():
-        place = activation((*index.shape, table.shape[-1]), to)
-        return gathered(table).at[index].get(out_sharding=place)
+        sharding = activation((*index.shape, table.shape[-1]), to)
+        return gathered(table).at[index].get(out_sharding=sharding)
     if to[-1]:
         return constrain(constrain(table, (None, to[-1]))[index], to)
-    # A device takes its columns of the rows of all tokens of its replica, then all columns of its
-    # own tokens: the table is not gathered, nor its gradient added up over whole tables.
-    parts = ("replica", *to[1:-1], "column")
-    found = constrain(table, (None, "column"))[constrain(index, parts[:-1])]
-    return constrain(constrain(found, parts), to)
+    # A device looks up its columns of the rows of all tokens of its replica; the result is then
+    # exchanged, so that the device has all columns of its own tokens. In this way neither the table
+    # nor its gradient is ever gathered on one device.
+    by_columns = ("replica", *to[1:-1], "column")
+    looked_up = constrain(table, (None, "column"))[constrain(index, by_columns[:-1])]
+    return constrain(constrain(looked_up, by_columns), to)

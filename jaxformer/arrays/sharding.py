@@ -1,7 +1,8 @@
-"""Logical axes to mesh axes: the one place that knows how arrays are placed on devices.
+"""Logical axes to mesh axes: the one module that decides how arrays are placed on devices.
 
-Layers name the axes of their arrays; the two tables below map them to the mesh (data, fsdp,
-tensor). Without a mesh in force (`jax.set_mesh`) every function here returns its input.
+Layers name the axes of their arrays; the two tables below map these names to the axes of the mesh
+(data, fsdp, tensor). Without a mesh in force (`jax.set_mesh`) every function here returns its
+input.
 """
 
 import math
@@ -16,7 +17,8 @@ Rules = Mapping[str, tuple[str, ...]]
 
 BOTH = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **BOTH}
-# The rows of a batch that one replica of the parameters has, and a device's part of their width.
+# Axes of `lookup` in params.py: the rows of a batch of one replica of the parameters, and the
+# columns of the embedding table that a device has.
 PARTS = {"replica": ("data",), "column": ("fsdp",)}
 ACTIVATION_RULES: Rules = {"batch": ("data", "fsdp"), "sequence": (), **PARTS, **BOTH}
 
@@ -34,16 +36,16 @@ def partition(
 
 
 def platform(mesh: Any = None) -> str:
-    """The platform of a mesh (None: the one in force), "cpu", "gpu" or "tpu", whose devices need
-    not be here; without a mesh that of JAX's default backend."""
+    """The platform of a mesh (None: the one in force): "cpu", "gpu" or "tpu". The devices of the
+    mesh need not exist on this machine. Without a mesh it is that of JAX's default backend."""
     abstract = mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     device = abstract.abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def free_axes() -> dict[str, int]:
-    """The sizes of the axes of the mesh in force, but those that a `jax.shard_map` around divides;
-    empty without a mesh."""
+    """The sizes of the axes of the mesh in force, except those that an enclosing `jax.shard_map`
+    divides; empty without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
 
@@ -55,15 +57,15 @@ def explicit_axes() -> bool:
 
 
 def gathered(w: Any) -> Any:
-    """A weight, or every part of a custom leaf, gathered along the mesh axes that split batches;
-    automatic axes do this by themselves."""
+    """A weight, or every array of a custom leaf, gathered along the mesh axes that split batches.
+    With automatic axes it is unchanged, because the compiler gathers it."""
     return jax.tree.map(_gathered, w) if explicit_axes() else w
 
 
 def _gathered(w: jax.Array) -> jax.Array:
     axes = jax.typeof(w).sharding.spec
-    kept = [None if axis in ACTIVATION_RULES["batch"] else axis for axis in axes]
-    return jax.sharding.reshard(w, PartitionSpec(*kept))
+    without_batch = [None if axis in ACTIVATION_RULES["batch"] else axis for axis in axes]
+    return jax.sharding.reshard(w, PartitionSpec(*without_batch))
 
 
 def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
@@ -75,5 +77,7 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """`x` placed by the names of its axes on the mesh in force; `x` itself without one."""
     if math.prod(free_axes().values()) == 1:
         return x
-    place = jax.sharding.reshard if explicit_axes() else jax.lax.with_sharding_constraint
-    return place(x, activation(x.shape, axes))
+    sharding = activation(x.shape, axes)
+    if explicit_axes():
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
