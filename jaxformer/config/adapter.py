@@ -1,4 +1,4 @@
-"""The settings of an adapter, which learns in the place of the model below it."""
+"""The settings of an adapter, which is trained in place of the model below it."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from jaxformer.config.settings import Bounds, Count, Rate, Section
 
 AdapterKind = Literal["none", "lora", "prompt", "prefix"]
-# Of the weights that are loaded; nf4_double has its scales in 8 bits too.
+# Formats in which weights are loaded; nf4_double stores its scales in 8 bits too.
 Quantization = Literal["int8", "nf4", "nf4_double"]
 BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
 OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "ranks", "alphas")
@@ -73,10 +73,11 @@ class AdapterConfig(Section):
 
 def parts_of(text: str) -> list[str]:
     """The entries of a setting that are separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def _is_pair(entry: str) -> bool:
+    """Whether an entry is a target and a number above 0, as in "ffn=4"."""
     target, equals, number = entry.rpartition("=")
     try:
         return bool(target.strip() and equals) and float(number) > 0

@@ -21,13 +21,13 @@ BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
 
 def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> RunConfig:
-    """`config` with `--section.field value` arguments applied, not yet checked as a whole. Exits
-    with status 0 after --help, 2 after a mistake."""
+    """`config` with `--section.field value` arguments applied; its sections are not yet checked
+    against each other. Exits with status 0 after --help, 2 after a mistake."""
     import tyro
 
-    known = {*flat(RunConfig()), "help"}
+    setting_names = {*flat(RunConfig()), "help"}
     for name in settings_in(arguments):
-        if name not in known:
+        if name not in setting_names:
             raise ConfigError(f"there is no setting {name}. {suggestion(name)}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")
@@ -44,8 +44,8 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
 
 
 def settings_in(arguments: Sequence[str]) -> dict[str, str]:
-    """The value of each `--section.field value` or `--section.field=value`, the last one of a
-    setting."""
+    """The value of each `--section.field value` or `--section.field=value`; of a setting that is
+    stated twice, the last one."""
     stated = {}
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument.startswith("--"):
@@ -55,7 +55,7 @@ def settings_in(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _registry() -> Any:
-    """Makes tyro accept the rows that were added to the table of a setting as values of it."""
+    """The rules by which tyro accepts, as values of a setting, the rows added to its table."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -63,12 +63,12 @@ def _registry() -> Any:
     @registry.primitive_rule
     def named(info: Any) -> Any:
         # tyro widens the type to Union[Literal, str] where the default is an added name.
-        parts = (info.type, *get_args(info.type))
-        kinds = [kind for kind in parts if get_origin(kind) is Literal]
-        if not kinds:
+        members = (info.type, *get_args(info.type))
+        literals = [member for member in members if get_origin(member) is Literal]
+        if not literals:
             return None
-        allowed = choices(kinds[0])
-        if int in parts:
+        allowed = choices(literals[0])
+        if int in members:
             return _number_or(allowed)
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
@@ -105,9 +105,10 @@ def _number_or(words: tuple[str, ...]) -> Any:
 
 
 def read_config(path: str | Path) -> RunConfig:
-    """The config as its file states it, not yet checked as a whole."""
+    """The config as its file states it; its sections are not yet checked against each other."""
     file, _, name = str(path).rpartition(":")
-    if not name.isidentifier() or Path(path).exists():  # the path itself has colons, or none
+    # The path has no colon, or a colon that is part of it.
+    if not name.isidentifier() or Path(path).exists():
         file, name = str(path), ""
     source = Path(file)
     if not os.path.isfile(source):
@@ -131,18 +132,18 @@ def read_config(path: str | Path) -> RunConfig:
         lines = [frame.lineno for frame in frames if frame.filename == str(source)]
         line = getattr(error, "lineno", lines[-1] if lines else "?")
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        meant = f". {suggestion(unknown[1])}" if unknown else ""
         raise ConfigError(
-            f"config {file}, line {line}: {type(error).__name__}: {error}{meant}"
+            f"config {file}, line {line}: {type(error).__name__}: {error}"
+            f"{f'. {suggestion(unknown[1])}' if unknown else ''}"
         ) from error
-    found = getattr(module, name or "config", None)
-    if not isinstance(found, RunConfig):
-        named = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
+    config = getattr(module, name or "config", None)
+    if not isinstance(config, RunConfig):
+        configs = [key for key, value in vars(module).items() if isinstance(value, RunConfig)]
         raise ConfigError(
             f"config {file} defines no RunConfig named {name or 'config'!r}; it defines"
-            f" {named or 'none'}."
+            f" {configs or 'none'}."
         )
-    return found
+    return config
 
 
 @contextlib.contextmanager
@@ -156,12 +157,13 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
     """`config` with model.vocab_size filled in where it is 0 and the size of the tokenizer is known
-    (or given as `size`)."""
-    kind = "given" if _has_tokenizer(config) else config.tokenizer.kind
-    known = size or {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}.get(kind, 0)
-    if config.model.vocab_size or not known:
+    (or passed as `size`)."""
+    if not size and not _has_tokenizer(config):
+        sizes = {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}
+        size = sizes.get(config.tokenizer.kind, 0)
+    if config.model.vocab_size or not size:
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=known))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def _has_tokenizer(config: RunConfig) -> bool:
@@ -239,11 +241,12 @@ def _virtual_problems(config: RunConfig) -> Iterator[str]:
     adapter, model, data = config.adapter, config.model, config.data
     if adapter.kind not in ("prompt", "prefix") or model.positions != "learned":
         return
-    read = {"data.sequence_length": data.sequence_length}
-    if model.family == "encoder_decoder":  # of which a prompt is in the source alone
+    lengths = {"data.sequence_length": data.sequence_length}
+    if model.family == "encoder_decoder":
         source = {"data.source_length": data.source_length or data.sequence_length}
-        read = source if adapter.kind == "prompt" else read | source
-    for name, length in read.items():
+        # The virtual tokens of a prompt are before the source only, those of a prefix before both.
+        lengths = source if adapter.kind == "prompt" else lengths | source
+    for name, length in lengths.items():
         if length <= model.max_length < length + adapter.tokens:
             yield (
                 f"{name}={length} behind adapter.tokens={adapter.tokens} virtual tokens exceeds the"

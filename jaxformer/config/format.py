@@ -37,11 +37,11 @@ def human_time(seconds: float) -> str:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
     minutes = round(seconds / 60)
     if minutes < 24 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
@@ -50,8 +50,8 @@ def human_time(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters, which a model may well emit, become the
-    replacement mark."""
+    """Text that is safe on a terminal: control characters, which a model may generate, are replaced
+    by U+FFFD."""
     lines = text.replace("\r\n", "\n").expandtabs(4)
     return "".join(
         char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}"
@@ -61,7 +61,8 @@ def printable(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Text with every character that is not printable, other than line breaks, as its escape, such
-    as `\\x1b`: what a file of somebody else says cannot move the cursor or change the terminal."""
+    as `\\x1b`, so that the text of a downloaded file cannot move the cursor or change the terminal.
+    """
     return "".join(
         char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text
     )

@@ -62,15 +62,18 @@ def _family(config: Any) -> Iterator[str]:
         yield f"head_bias=True is for the language head; the head {output!r} always has a bias."
 
 
-def names_of(text: str) -> tuple[str, ...]:  # which commas or spaces separate
+def names_of(text: str) -> tuple[str, ...]:
+    """The names in a setting, which are separated by commas or spaces."""
     return tuple(text.replace(",", " ").split())
 
 
 def _points(config: Any) -> Iterator[str]:
-    for name, known in (("saved", (*POINTS, "none")), ("offload", POINTS)):
+    for name, allowed in (("saved", (*POINTS, "none")), ("offload", POINTS)):
         names = names_of(getattr(config, name))
-        if names and not (config.remat == "names" and set(names) <= set(known)):
-            yield f"{name}={' '.join(names)!r} needs remat='names', and names of {' '.join(known)}."
+        if names and not (config.remat == "names" and set(names) <= set(allowed)):
+            yield (
+                f"{name}={' '.join(names)!r} needs remat='names', and names of {' '.join(allowed)}."
+            )
 
 
 def _positions(config: Any) -> Iterator[str]:

@@ -243,22 +243,27 @@ class RunConfig:
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     """`{"model.n_layers": 6, ...}`: every field of a config by its dotted name."""
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for entry in dataclasses.fields(config):
         name, value = f"{prefix}{entry.name}", getattr(config, entry.name)
-        out |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return out
+        if dataclasses.is_dataclass(value):
+            values |= flat(value, f"{name}.")
+        else:
+            values[name] = value
+    return values
 
 
 def suggestion(unknown: str) -> str:
     """A sentence that names the settings that an unknown `section.field` may stand for."""
     section, _, name = unknown.rpartition(".")
-    fields = {known: known.rpartition(".")[2] for known in flat(RunConfig())}
-    if near := difflib.get_close_matches(name, fields.values(), 1):
-        close = [known for known, last in fields.items() if last == near[0]]
-        return f"Did you mean {' or '.join(close)}?"
+    # "section.field" to "field", of every setting.
+    fields = {setting: setting.rpartition(".")[2] for setting in flat(RunConfig())}
+    nearest = difflib.get_close_matches(name, fields.values(), 1)
+    if nearest:
+        similar = [setting for setting, last in fields.items() if last == nearest[0]]
+        return f"Did you mean {' or '.join(similar)}?"
     sections = [entry.name for entry in dataclasses.fields(RunConfig)]
     if section in sections:
-        inside = [known for known in fields if known.startswith(f"{section}.")]
-        return f"The settings of {section} are {', '.join(inside)}."
+        of_section = [setting for setting in fields if setting.startswith(f"{section}.")]
+        return f"The settings of {section} are {', '.join(of_section)}."
     return f"Settings are named section.field; the sections are {', '.join(sections)}."

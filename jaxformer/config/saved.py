@@ -7,7 +7,8 @@ from typing import Any, get_args
 from jaxformer.config.run import PreferenceObjective, RunConfig, flat, suggestion
 from jaxformer.files import ConfigError, parse_object
 
-VERSION = 2  # To be raised when a field is renamed, or an older reader would misread the file.
+# To be raised when a field is renamed, or when an older reader would misread the file.
+VERSION = 2
 
 # By the version that brought the new names: {3: {"model.old_name": "model.new_name"}}.
 RENAMED: dict[int, dict[str, str]] = {}
@@ -28,13 +29,14 @@ def from_json(text: str, where: str) -> RunConfig:
 
     A file without a version is of version 1. Fields that an older file lacks have their defaults,
     and renamed ones are found under their old names. Raises ConfigError for a file of a newer
-    version, for what is not a config, naming every unknown section and field, and for a bad value.
+    version, for text that is not a config, for unknown sections and fields, all of which it names,
+    and for a bad value.
 
-    What data.cut, data.bos and train.preference_dropout now choose was the end, never, and on, in
-    older files.
+    Where an older file lacks data.cut, data.bos and train.preference_dropout, they are what older
+    versions did: "end", "never" and "on".
 
-    run.compilation_cache keeps its default: whoever wrote the file does not choose from where this
-    machine takes compiled programs, or where it keeps them.
+    run.compilation_cache keeps its default: the writer of the file must not choose the directory
+    from which this machine loads compiled programs, or in which it stores them.
     """
     written = parse_object(text, where, "give the config.json of a run")
     version = written.pop("version", 1)
@@ -59,8 +61,9 @@ def from_json(text: str, where: str) -> RunConfig:
                 " the parameters)."
             )
     _keep_former_choices(values)
-    known = flat(RunConfig())
-    if unknown := [name for name in values if name not in known]:
+    settings = flat(RunConfig())
+    unknown = [name for name in values if name not in settings]
+    if unknown:
         lines = "".join(f"\n  {name}: {_unknown(name)}" for name in unknown)
         raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")
     try:
@@ -72,11 +75,12 @@ def from_json(text: str, where: str) -> RunConfig:
 
 
 def _keep_former_choices(values: dict[str, Any]) -> None:
-    """Adds what older files, which lack it, meant where that is not the default."""
+    """Adds the settings that an older file lacks, where what it meant is not today's default."""
     objective = values.get("data.objective")
     if objective == "sft":
         values.setdefault("data.cut", "end")
-    if objective not in ("sft", *PREFERENCES):  # whose templates write the BOS
+    # The templates of these objectives write the BOS.
+    if objective not in ("sft", *PREFERENCES):
         values.setdefault("data.bos", "never")
     if objective in PREFERENCES and (values.get("model.dropout") or values.get("adapter.dropout")):
         values.setdefault("train.preference_dropout", "on")

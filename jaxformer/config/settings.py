@@ -24,11 +24,12 @@ class Bounds:
 
     def __str__(self) -> str:
         below = f" and below {self.below:.10g}" if self.below < math.inf else ""
-        most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
-        return f"at least {self.low:g}{below}{most}"
+        at_most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
+        return f"at least {self.low:g}{below}{at_most}"
 
     def hold(self, value: float) -> bool:
-        return self.low <= value <= self.most and value < self.below  # which infinity is not
+        """Whether the value is within the bounds. Infinity never is, as `below` excludes it."""
+        return self.low <= value <= self.most and value < self.below
 
 
 Count = Annotated[int, Bounds(1, most=2**31 - 1)]  # an int32
@@ -62,8 +63,9 @@ class Table(dict[str, RowT]):
     def __init__(self, names: Any, rows: Mapping[str, RowT], besides: tuple[str, ...] = ()) -> None:
         super().__init__(rows)
         listed = get_args(_literal(names))
-        if apart := {*rows, *besides} ^ {*listed}:
-            raise ConfigError(f"the rows of a table and {names} differ in {sorted(apart)}.")
+        different = {*rows, *besides} ^ {*listed}
+        if different:
+            raise ConfigError(f"the rows of a table and {names} differ in {sorted(different)}.")
         _TABLES[listed] = self
 
 
@@ -111,9 +113,15 @@ def _field_problems(section: Section) -> Iterator[str]:
         types = (int, float) if kind is float else kind
         if get_origin(kind) is Literal:
             if value not in choices(kind):
+                allowed = ", ".join(map(repr, choices(kind)))
                 tables = [extra.path for extra in extras if isinstance(extra, TableAt)]
-                own = f" Import the code that adds your own row to {tables[0]}." if tables else ""
-                yield f"{name}={value!r} is not one of {', '.join(map(repr, choices(kind)))}.{own}"
+                if tables:
+                    yield (
+                        f"{name}={value!r} is not one of {allowed}. Import the code that adds your"
+                        f" own row to {tables[0]}."
+                    )
+                else:
+                    yield f"{name}={value!r} is not one of {allowed}."
         elif isinstance(value, str) and value in words:
             continue
         elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
