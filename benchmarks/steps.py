@@ -15,7 +15,7 @@ from jaxformer.arrays.mesh import make_mesh, place_batch
 from jaxformer.config.run import RunConfig
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.report import MetricsLog
-from jaxformer.runs import run as loop
+from jaxformer.runs import train_run as loop
 from jaxformer.runs.compose import abstract_run, assumed_segments, with_kernel
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.setup import RunSetup, make_setup

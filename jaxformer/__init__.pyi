@@ -23,8 +23,8 @@ from .models.transformer import forward, init, specs
 from .runs.config import load_config
 from .runs.loading import Loaded, load
 from .runs.objectives import loss_of
-from .runs.run import Result, train
 from .runs.stated import writing_rules
+from .runs.train_run import Result, train
 from .tools.inspect import attention_maps, attention_masks, inspect, logit_lens
 from .training.evaluate import make_evaluate
 from .training.loop import Diverged, Interrupted, fit

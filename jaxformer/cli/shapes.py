@@ -28,8 +28,8 @@ class ShapesArguments(ConfigArguments):
 def run(argv: Sequence[str]) -> int:
     args, config = parse_with_config(ShapesArguments, "jaxformer shapes", argv, weights=False)
     from jaxformer.runs.compose import encoded_length
+    from jaxformer.tools.model_shapes import SYMBOLS, shapes_of
     from jaxformer.tools.plan.planned import with_known_sizes
-    from jaxformer.tools.shapes import SYMBOLS, shapes_of
 
     config, notes = with_known_sizes(config)
     if config.adapter.kind != "none":

@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
         from jaxformer.checkpoints.saving import NotSaved
         from jaxformer.cli.streams import lasting, require_files
         from jaxformer.cluster.processes import LOST, LostProcess
-        from jaxformer.runs.run import RunOutOfMemory, train
+        from jaxformer.runs.train_run import RunOutOfMemory, train
         from jaxformer.training.loop import Diverged, Interrupted
 
     require_files()

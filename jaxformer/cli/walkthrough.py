@@ -29,7 +29,7 @@ def walkthrough_of(
     """All that a page shows of one example beside its maps: `rows` [1, T] by the names of
     `jf.forward`, the numbers of the layers to show (none: all), and the beams of each token."""
     from jaxformer.tools.inspect import attention_masks
-    from jaxformer.tools.shapes import SYMBOLS
+    from jaxformer.tools.model_shapes import SYMBOLS
 
     length, source = rows["tokens"].shape[1], rows.get("source")
     masks = attention_masks(model.config, layers=layers or None, **rows)
@@ -54,7 +54,7 @@ def naming(model: Model) -> Callable[[int], str]:
 def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[Stage]:
     """The sublayers of a forward pass of one row in the order of computation, from the rows of
     `jaxformer shapes`; none, with a note, for a model whose axes have no names."""
-    from jaxformer.tools.shapes import formula_of, shapes_of
+    from jaxformer.tools.model_shapes import formula_of, shapes_of
 
     try:
         rows = shapes_of(config, 1, length, source_length)

@@ -16,13 +16,14 @@ from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.stated import writing_rules
 
-EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}  # by head, for the command that is suggested
+# Prompts of the command that is suggested at the end, by head.
+EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}
 
 
 def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float) -> str:
     """Plots the losses of a run, and returns what is printed at its end."""
     run, bits = setup.run.run, last.get("val_bits_per_byte")
-    chat = " --chat" * bool(setup.run.data.messages_field)
+    chat = " --chat" if setup.run.data.messages_field else ""
     prompt = run.sample_prompt or EXAMPLE_PROMPTS.get(setup.run.model.output, "Once")
     end = closing(
         seconds=seconds,
@@ -85,10 +86,11 @@ def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
         return None
     try:
         rules = writing_rules(tokenizer)
-    except ConfigError as error:  # of the model's files; the run itself is well
+    except ConfigError as error:
+        # The model's files cannot be used; the run itself is complete.
         warnings.warn(f"there is no sample: {error}", stacklevel=2)
         return None
-    made = generate(
+    written = generate(
         params,
         model,
         [prompt],
@@ -99,5 +101,5 @@ def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
         **rules,
         **source,
     )
-    text = tokenizer.decode([*prompt, *made[0].tolist()])
+    text = tokenizer.decode([*prompt, *written[0].tolist()])
     return run.sample_prompt + between, text[len(tokenizer.decode(prompt)) :]

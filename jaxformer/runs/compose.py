@@ -54,7 +54,7 @@ class AbstractRun(NamedTuple):
 def abstract_run(
     run: RunConfig, mesh: Mesh | AbstractMesh, packed: bool | None = None
 ) -> AbstractRun:
-    """The step that a run would train with on the devices of a mesh, and what it would be given.
+    """The step that a run would train with on the devices of a mesh, and its arguments.
 
     Args:
       run: the settings; model.vocab_size is known.
@@ -126,45 +126,46 @@ def counted_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
 def run_loss(run: RunConfig, objective: str) -> Loss:
     """The loss that a run minimizes."""
     extras = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
-    given = {name: value for name, value in extras.items() if value}
-    return loss_of(objective, run.model, **given, **preference_options(run, objective))
+    options = {name: value for name, value in extras.items() if value}
+    return loss_of(objective, run.model, **options, **preference_options(run, objective))
 
 
 def preference_options(run: RunConfig, objective: str) -> dict[str, Any]:
     """The options of the loss of preferences that a run does not leave at their defaults. With an
     adapter the reference is the model below it."""
-    train, found = run.train, dict[str, Any]()
+    train, options = run.train, dict[str, Any]()
     if train.preference_beta:
-        found["beta"] = train.preference_beta
+        options["beta"] = train.preference_beta
     if train.preference_margin != TrainConfig.preference_margin:
-        found["margin"] = train.preference_margin
+        options["margin"] = train.preference_margin
     if train.preference_dropout != "auto":
-        found["dropout"] = train.preference_dropout == "on"
+        options["dropout"] = train.preference_dropout == "on"
     if OBJECTIVES[objective].reference and run.adapter.kind != "none":
         from jaxformer.adapters.adapted_params import without_adapters
 
-        found["reference_of"] = without_adapters
-    return found
+        options["reference_of"] = without_adapters
+    return options
 
 
 def abstract_batch(
     run: RunConfig, mesh: Mesh | AbstractMesh, packed: bool | None = None
 ) -> AbstractBatch:
     """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
-    from jaxformer.data.batch_shapes import batch_shapes  # which a run with data does without
+    # Imported here, because a run with data does not need it.
+    from jaxformer.data.batch_shapes import batch_shapes
 
     task = task_of(run.model, run.data)
-    found = batch_shapes(task, run.data, run.train.batch_size)
+    shapes = batch_shapes(task, run.data, run.train.batch_size)
     for name, array in SEGMENTS.items():
-        if packed is True and array in found:
-            found[name] = found[array]
+        if packed is True and array in shapes:
+            shapes[name] = shapes[array]
         elif packed is False:
-            found.pop(name, None)
+            shapes.pop(name, None)
     places: Any = mesh  # an AbstractMesh too
     of_rows = batch_sharding(places)
     batch = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
-        for name, array in found.items()
+        for name, array in shapes.items()
     }
     return with_reference(batch, run, places)
 
@@ -175,14 +176,14 @@ def with_reference(batch: dict[str, Any], run: RunConfig, mesh: Mesh) -> dict[st
         return batch
     from jaxformer.losses.preferences import REFERENCE_ARRAYS
 
-    place, pairs = batch_sharding(mesh), run.train.batch_size
-    scores = jax.ShapeDtypeStruct((pairs,), np.float32, sharding=place)
+    pairs = run.train.batch_size
+    scores = jax.ShapeDtypeStruct((pairs,), np.float32, sharding=batch_sharding(mesh))
     return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
 
 
 def compares_with_start(run: RunConfig) -> bool:
     """Whether the objective of a run compares the model with the one that it starts from, which
-    has to be kept because the run trains all of it."""
+    has to be kept in memory because the run trains all of it."""
     objective = OBJECTIVES[objective_of(run.model, run.data)]
     return objective.reference and run.adapter.kind == "none"
 
@@ -246,7 +247,8 @@ def _microbatches(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> int:
     batch, split = run.train.batch_size, 1 if mesh is None else batch_devices(places)
     sequences = OBJECTIVES[task_of(run.model, run.data).name].sequences
     tokens = sequences * (run.data.sequence_length + encoded_length(run, 1))
-    rows = math.ceil(CPU_TOKENS / tokens)  # of a device in a microbatch, at least
+    # The fewest rows of a device in a microbatch.
+    rows = math.ceil(CPU_TOKENS / tokens)
     for count in range(batch // (split * rows), 1, -1):
         if batch % (count * split) == 0:
             return count
@@ -259,26 +261,27 @@ def encoded_length(run: RunConfig, segments: int) -> int:
     if run.model.family != "encoder_decoder":
         return 0
     source = run.data.source_length or run.data.sequence_length
-    return source + (run.adapter.kind == "prompt") * run.adapter.tokens * max(segments, 1)
+    if run.adapter.kind != "prompt":
+        return source
+    return source + run.adapter.tokens * max(segments, 1)
 
 
 def _capability(mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
     """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
     if platform(mesh) != "gpu":
         return kernels.HOPPER
-    from jaxformer.arrays.hardware import (  # what runs on other platforms do not load
-        DEVICES,
-        name_of,
-    )
+    # Imported here, because runs on other platforms do not need it.
+    from jaxformer.arrays.hardware import DEVICES, name_of
 
     device: Any
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
     else:
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    stated = getattr(device, "compute_capability", None)  # of a device that is here
+    # Only an attached device states its capability.
+    stated = getattr(device, "compute_capability", None)
     if stated:
-        return tuple(int(part) for part in stated.split("."))
+        return tuple(int(number) for number in stated.split("."))
     name = name_of(device.device_kind)
     return DEVICES[name].capability if name else kernels.HOPPER
 
@@ -289,23 +292,24 @@ def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
 
     Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
     """
-    used, whole = set[str](), dict[str, list[str]]()
+    used, undivided_axes = set[str](), dict[str, list[str]]()
     for path, spec in rows(specs).items():
-        if found := undivided(mesh, spec.shape, spec.axes):
-            whole[path] = found
+        axes = undivided(mesh, spec.shape, spec.axes)
+        if axes:
+            undivided_axes[path] = axes
         for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
             used |= {entry} if isinstance(entry, str) else {*(entry or ())}
     for name in ("fsdp", "tensor"):
         if mesh.shape[name] > 1 and name not in used:
-            reasons = [f"{path}: {', '.join(found)}" for path, found in whole.items()]
+            reasons = [f"{path}: {', '.join(axes)}" for path, axes in undivided_axes.items()]
             listed = "\n  ".join(reasons[:8])
             raise ConfigError(
                 f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, because it"
-                " divides none of their axes; every device would hold all of them:\n "
-                f" {listed}\nChoose a mesh.{name} that divides them, or leave it at 1."
+                " divides none of their axes; every device would hold all of them:\n"
+                f"  {listed}\nChoose a mesh.{name} that divides them, or leave it at 1."
             )
     sizes = {path: human_bytes(4 * math.prod(spec.shape)) for path, spec in rows(specs).items()}
     return [
-        f"{path}, {sizes[path]}, is not split along {', '.join(found)}"
-        for path, found in whole.items()
+        f"{path}, {sizes[path]}, is not split along {', '.join(axes)}"
+        for path, axes in undivided_axes.items()
     ]

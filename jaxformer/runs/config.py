@@ -83,8 +83,8 @@ def with_base(
     A config sets a model setting if it is not the default of `ModelConfig` and not among those
     `stated` on the command line, which are applied later; those of `OWN` are always the config's. A
     run that was begun already in `run_dir` keeps its settings. `weights` is that of
-    `loading.run_of`. Raises ConfigError if neither
-    directory has a model, or if the settings contradict those of the base.
+    `loading.run_of`. Raises ConfigError if neither directory has a model, or if the settings
+    contradict those of the base.
     """
     origin = origin_of(run_dir, base)
     if not any((origin / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -92,13 +92,12 @@ def with_base(
             f"run.init_from={str(base)!r} has no config.json: give a run directory, or one of a"
             " Hugging Face model or an adapter."
         )
-    from jaxformer.runs.loading import (
-        run_of,  # with it comes JAX, which a config alone can do without
-    )
+    # Imported here, because it imports JAX, which a config alone does not need.
+    from jaxformer.runs.loading import run_of
 
-    own, default = dataclasses.asdict(config.model), dataclasses.asdict(ModelConfig())
-    changed = {name for name, value in own.items() if value != default[name]}
-    asked = {name: own[name] for name in {*OWN, *changed} - stated}
+    chosen, default = dataclasses.asdict(config.model), dataclasses.asdict(ModelConfig())
+    changed = {name for name, value in chosen.items() if value != default[name]}
+    asked = {name: chosen[name] for name in {*OWN, *changed} - stated}
     try:
         model = dataclasses.replace(run_of(origin, weights).model, **asked)
     except ConfigError as error:

@@ -117,11 +117,11 @@ def _errors(
     )
     mask = mask._replace(scoring=_scoring(config, mask))
     kernel = functools.partial(kernels.attend, name)
-    found = _with_gradients(kernel, mask, arrays)
+    computed = _with_gradients(kernel, mask, arrays)
     expected = _with_gradients(plain, mask, [array.astype(jnp.float32) for array in arrays])
     return [
         jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b))
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(computed, expected, strict=True)
     ] + [_leak(kernel, mask, arrays)]
 
 
@@ -129,8 +129,8 @@ def _leak(kernel: kernels.Kernel, mask: AttentionMask, arrays: list[jax.Array]) 
     ids = (mask.queries.segments, mask.keys.segments)
     if ids[0] is None or ids[1] is None:
         return jnp.float32(0)
-    others, first = (ids[0] != 1)[..., None, None], (ids[1] == 1)[..., None, None]
-    only = [*arrays[:3], jnp.where(others, arrays[3], 0)]
+    of_other_texts, first = (ids[0] != 1)[..., None, None], (ids[1] == 1)[..., None, None]
+    only = [*arrays[:3], jnp.where(of_other_texts, arrays[3], 0)]
     _, _, d_k, d_v = _with_gradients(kernel, mask, only)
     leaks = [jnp.max(jnp.abs(jnp.where(first, d, 0))) for d in (d_k, d_v)]
     return jnp.maximum(*leaks).astype(jnp.float32)
@@ -183,6 +183,6 @@ def _segments(rows: int, length: int, segments: int) -> np.ndarray | None:
     if not segments:
         return None
     number = min(segments, kernels.MOST_SEGMENTS)
-    part = np.arange(length) * 8 * number // (7 * length)
-    one = np.where(part < number, part + 1, 0).astype(np.int32)
+    text_index = np.arange(length) * 8 * number // (7 * length)
+    one = np.where(text_index < number, text_index + 1, 0).astype(np.int32)
     return np.broadcast_to(one, (rows, length))

@@ -37,12 +37,14 @@ def diagnosis(setup: RunSetup, error: Diverged) -> str:
     try:
         with on_mesh(mesh_of(error.state)):
             bad = _bad_leaves(setup, jax.device_get(_are_finite(setup, error.state.params)))
-            lines += [f"parameters that are not finite: {bad}"] if bad else []
+            if bad:
+                lines.append(f"parameters that are not finite: {bad}")
             lines.append(_activations(setup, error.state, batch, step))
             lines.append(_gradients(setup, error.state, batch, step))
-    except Exception as again:  # the error that is examined must not be hidden by another
-        told = " ".join(str(again).split())[:200]
-        lines.append(f"the step cannot be run again ({type(again).__name__}: {told})")
+    except Exception as again:
+        # The error that is examined must not be hidden by another one.
+        reason = " ".join(str(again).split())[:200]
+        lines.append(f"the step cannot be run again ({type(again).__name__}: {reason})")
     return _indented(lines)
 
 
@@ -63,13 +65,13 @@ def _are_finite(setup: RunSetup, tree: Any) -> Any:
 
 def _bad_leaves(setup: RunSetup, finite: Any) -> str:
     """The leaves that are not finite, each with its layers (of its own stack, counted from 0)."""
-    found = []
+    descriptions = []
     for path, value in jax.tree.leaves_with_path(finite):
         layers = [str(layer) for layer in np.flatnonzero(~np.atleast_1d(value))]
         if layers:
             where = f" (layers {', '.join(layers)} of {len(value)})" if np.ndim(value) else ""
-            found.append(f"{dotted(path)}{where}")
-    return first_of(found, SHOWN, between="; ")
+            descriptions.append(f"{dotted(path)}{where}")
+    return first_of(descriptions, SHOWN, between="; ")
 
 
 def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
@@ -84,14 +86,16 @@ def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> s
         _, _, aux = hidden(params, run.model, inputs_of(flat), request=request)
         return {name: jnp.isfinite(value).all() for name, value in aux.captures.items()}
 
-    def layer(name: str) -> tuple[bool, int]:  # an encoder comes before its decoder
+    def layer(name: str) -> tuple[bool, int]:
+        # An encoder comes before its decoder.
         stack, number, _ = name.split(".")
         return stack == "decoder", int(number)
 
     bad = set[str]()
     for piece in range(pieces):
-        found = finite(state.params, jax.tree.map(lambda a, m=piece: a[m::pieces], batch))
-        bad |= {name for name, value in found.items() if not value}
+        microbatch = jax.tree.map(lambda a, m=piece: a[m::pieces], batch)
+        are_finite = finite(state.params, microbatch)
+        bad |= {name for name, is_finite in are_finite.items() if not is_finite}
     if not bad:
         return "activations: all layers are finite (without dropout)"
     first = min(bad, key=layer)

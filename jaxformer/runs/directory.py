@@ -59,14 +59,14 @@ def lock(run: RunConfig) -> Iterator[None]:
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        held = _opened(folder / LOCK)
+        lock_file = _opened(folder / LOCK)
     except OSError as error:
         raise ConfigError(
             f"{name} cannot be written ({error.strerror}): choose another run.dir."
         ) from error
-    with held:
+    with lock_file:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
                 f"{name} is in use by another process: wait for it, or choose another run.dir."
@@ -87,11 +87,11 @@ def lock(run: RunConfig) -> Iterator[None]:
 def _opened(path: Path) -> Any:
     """The lock file, which is made where it is missing. A link is not followed, and nothing that is
     there is changed."""
-    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(held).st_mode):
-        os.close(held)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path} is not a regular file")
-    return os.fdopen(held, "r+")
+    return os.fdopen(descriptor, "r+")
 
 
 def require_no_links(folder: Path) -> None:
@@ -102,7 +102,7 @@ def require_no_links(folder: Path) -> None:
     """
     places = [folder / name for name in DIRECTORIES]
     places += [*(folder / "checkpoints").glob("*"), *(folder / "profile").rglob("*")]
-    links = [str(place) for place in places if place.is_symlink()]
+    links = [str(path) for path in places if path.is_symlink()]
     if links:
         raise ConfigError(
             f"{first_of(links, 5, ', ')}: a link in a run directory, through which nothing is"
@@ -114,7 +114,8 @@ def require_no_links(folder: Path) -> None:
 def _remove_empty(folder: Path, missing: list[Path]) -> None:
     """Removes the directories that `lock` has made, where nothing was written there."""
     if {entry.name for entry in folder.iterdir()} <= {LOCK, "checkpoints"}:
-        with contextlib.suppress(OSError):  # checkpoints that hold something stay
+        # A folder of checkpoints that is not empty stays.
+        with contextlib.suppress(OSError):
             if (folder / "checkpoints").exists():
                 (folder / "checkpoints").rmdir()
             (folder / LOCK).unlink()
@@ -143,13 +144,15 @@ def check_config(run: RunConfig) -> None:
     if not path.is_file():
         return
     written, model, run = read_config(path), run.model, as_begun(run)
-    filled = dataclasses.replace(  # from the data, which is not read yet
+    # Sizes that come from the data, which is not read yet.
+    filled = dataclasses.replace(
         model,
         vocab_size=model.vocab_size or written.model.vocab_size,
         n_classes=model.n_classes or written.model.n_classes,
     )
-    if found := differences(written, dataclasses.replace(run, model=filled)):
-        fields = "\n  ".join(found)
+    changed = differences(written, dataclasses.replace(run, model=filled))
+    if changed:
+        fields = "\n  ".join(changed)
         raise ConfigError(
             f"run.dir={run.run.dir!r} belongs to another config; nothing was changed. These fields"
             f" differ:\n  {fields}\nChoose another run.dir, or restore these settings."
@@ -163,20 +166,22 @@ def check_data(
     labels: tuple[str, ...],
     base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What data.json holds: the fingerprints of tokenizer and text, and the id of the run, which
-    one that is begun now gets.
+    """What data.json holds: the fingerprints of tokenizer and text, and the id of the run, which is
+    drawn when the run is begun.
 
     `texts` maps each split to its fingerprint; `labels` are the names of its classes, if any;
-    `base` is what is to be known of the model below an adapter, which was compared before.
+    `base` is the record of the model below an adapter, which was compared before.
     Raises ConfigError if the text or the tokenizer has changed since the run was begun.
     """
     path, named = Path(run.run.dir) / "data.json", {"labels": list(labels)} if labels else {}
     now: dict[str, Any] = {"tokenizer": tokenizer.fingerprint(), **texts, **named}
     before = read_object(path) if path.is_file() else now
-    own = {"run_id": before.get("run_id") or uuid.uuid4().hex}
-    own |= {name: before.get(name, value) for name, value in (base or {}).items()}
+    run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
+    run_entries |= {name: before.get(name, value) for name, value in (base or {}).items()}
     changed = [
-        name for name in {**before, **now} if before.get(name) != now.get(name) and name not in own
+        name
+        for name in {**before, **now}
+        if before.get(name) != now.get(name) and name not in run_entries
     ]
     if changed:
         raise ConfigError(
@@ -185,7 +190,7 @@ def check_data(
             " another run.dir."
         )
     check_config(run)
-    return now | own
+    return now | run_entries
 
 
 def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
@@ -194,9 +199,9 @@ def claim(run: RunConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
     if jax.process_index():
         return
     folder = Path(run.run.dir)
-    own = dataclasses.replace(run.run, restart=False)
+    settings = dataclasses.replace(run.run, restart=False)
     tokenizer.save(folder / "tokenizer.json", follow=False)
-    config = to_json(dataclasses.replace(run, run=own))
+    config = to_json(dataclasses.replace(run, run=settings))
     write_text(folder / "config.json", config, follow=False)
     write_text(folder / "data.json", json.dumps(record, indent=2) + "\n", follow=False)
 
@@ -224,11 +229,11 @@ def release(run: RunConfig) -> None:
 def move_away(folder: Path) -> None:
     """Moves what a run has written in a directory into a directory there, `before-1` or the next
     free number. Nothing is removed, and a link is moved itself."""
-    found = [name for name in FILES_OF_A_RUN if os.path.lexists(folder / name)]
+    names = [name for name in FILES_OF_A_RUN if os.path.lexists(folder / name)]
     number = 1
     while os.path.lexists(folder / f"before-{number}"):
         number += 1
-    for name in found:
+    for name in names:
         (folder / f"before-{number}").mkdir(exist_ok=True)
         (folder / name).rename(folder / f"before-{number}" / name)
 
@@ -237,7 +242,7 @@ def require_checkpoints(folder: Path) -> None:
     """Raises ConfigError where metrics.jsonl shows steps after which there must have been a
     checkpoint; for a directory that holds none.
 
-    A run that was killed before its first save was complete has none by right, and begins anew.
+    A run that was killed before its first save was complete needs none, and begins anew.
     """
     steps = [line["step"] for line in read_metrics(folder) if line.get("step", 0) > 0]
     saved, config = folder / "checkpoints", folder / "config.json"

@@ -19,7 +19,7 @@ from jaxformer.training.evaluate import Totals, make_totals
 from jaxformer.training.step import Batch, Sums
 
 Evaluation = dict[str, float]
-# Shows how far an evaluation is: gets its batches and their number, and gives them one by one.
+# Shows the progress of an evaluation: takes its batches and their number, and yields the batches.
 Watch = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
 
@@ -45,11 +45,11 @@ def make_evaluation(
     metrics = OBJECTIVES[objective].metrics
 
     def sums(params: Params, batch: Batch, key: jax.Array | None) -> Sums:
-        found = dict(loss(params, batch, None))
+        terms = dict(loss(params, batch, None))
         if token_bytes is not None:
             length = (jnp.asarray(token_bytes)[batch["targets"]] * batch["weights"]).sum()
-            found["bytes"] = (length, length)
-        return {**found, **(metrics(params, config, batch) if metrics else {})}
+            terms["bytes"] = (length, length)
+        return {**terms, **(metrics(params, config, batch) if metrics else {})}
 
     totals = make_totals(sums)
 

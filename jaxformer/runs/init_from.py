@@ -35,15 +35,17 @@ def check_base(run: RunConfig) -> RunConfig:
     run = with_tokenizer_of(origin, run)
     if origin != base:
         return run
-    there = run_of(base).model
-    model = dataclasses.replace(run.model, vocab_size=run.model.vocab_size or there.vocab_size)
-    wanted, found = trunk_of(model), trunk_of(there)
-    if wanted == found:
+    base_model = run_of(base).model
+    model = dataclasses.replace(run.model, vocab_size=run.model.vocab_size or base_model.vocab_size)
+    trunk, base_trunk = trunk_of(model), trunk_of(base_model)
+    if trunk == base_trunk:
         return run
     names = [entry.name for entry in dataclasses.fields(model) if entry.name not in OWN]
-    differing = [name for name in names if getattr(model, name) != getattr(there, name)]
-    lines = [line for name in differing if (line := _reason(name, model, there))]
-    lines = lines or [f"{path}: {found.get(path)} in the base" for path in _apart(wanted, found)]
+    differing = [name for name in names if getattr(model, name) != getattr(base_model, name)]
+    lines = list(filter(None, (_reason(name, model, base_model) for name in differing)))
+    if not lines:
+        paths = _differing_paths(trunk, base_trunk)
+        lines = [f"{path}: {base_trunk.get(path)} in the base" for path in paths]
     reasons = "\n  ".join(lines[:8])
     raise ConfigError(
         f"the parameters of run.init_from={str(base)!r} do not fit this model:\n  {reasons}\n"
@@ -67,28 +69,31 @@ def labels_before(run: RunConfig) -> tuple[str, ...]:
 
 def trunk_of(model: ModelConfig) -> LeafShapes:
     """The shape of each parameter outside of the heads, by its path."""
-    known = dataclasses.replace(model, n_classes=model.n_classes or 2)  # 0: not known before data
-    table = rows({name: part for name, part in model_specs(known).items() if name not in HEADS})
+    # The number of classes is 0 until the data is read.
+    complete = dataclasses.replace(model, n_classes=model.n_classes or 2)
+    branches = model_specs(complete).items()
+    table = rows({name: branch for name, branch in branches if name not in HEADS})
     return {path: spec.shape for path, spec in table.items()}
 
 
-def _reason(name: str, model: ModelConfig, there: ModelConfig) -> str:
+def _reason(name: str, model: ModelConfig, base_model: ModelConfig) -> str:
     """Which parameter one setting alone would change; empty if it changes none."""
-    asked, found = getattr(model, name), trunk_of(there)
-    line = f"model.{name}={asked!r}, but it is {getattr(there, name)!r} in the base"
+    asked, base_trunk = getattr(model, name), trunk_of(base_model)
+    line = f"model.{name}={asked!r}, but it is {getattr(base_model, name)!r} in the base"
     try:
-        wanted = trunk_of(dataclasses.replace(there, **{name: asked}))
+        changed_trunk = trunk_of(dataclasses.replace(base_model, **{name: asked}))
     except ConfigError:
         return line
-    if not (apart := _apart(wanted, found)):
+    paths = _differing_paths(changed_trunk, base_trunk)
+    if not paths:
         return ""
-    path = apart[0]
-    shapes = f"{found.get(path, 'missing')} in the base, {wanted.get(path, 'missing')} here"
-    return f"{line} ({path}: {shapes})"
+    base_shape = base_trunk.get(paths[0], "missing")
+    shape = changed_trunk.get(paths[0], "missing")
+    return f"{line} ({paths[0]}: {base_shape} in the base, {shape} here)"
 
 
-def _apart(wanted: LeafShapes, found: LeafShapes) -> list[str]:
-    return [path for path in {**wanted, **found} if wanted.get(path) != found.get(path)]
+def _differing_paths(shapes: LeafShapes, base_shapes: LeafShapes) -> list[str]:
+    return [path for path in {**shapes, **base_shapes} if shapes.get(path) != base_shapes.get(path)]
 
 
 class WarmStart(NamedTuple):
@@ -102,9 +107,9 @@ class WarmStart(NamedTuple):
     new_labels: tuple[str, ...]
 
     def sentence(self, base: str) -> str:
-        kept = len(jax.tree.leaves(self.params)) - len(self.new)
+        copied = len(jax.tree.leaves(self.params)) - len(self.new)
         new = [path for path in self.new if path not in self.grown]
-        line = f"{kept} tensors are those of {base}; new: {', '.join(new) or 'none'}."
+        line = f"{copied} tensors are those of {base}; new: {', '.join(new) or 'none'}."
         if self.grown:
             rows_of = ", ".join(map(repr, self.new_labels)) or "classes without a label"
             line += f" New rows in {', '.join(self.grown)}, after those of the base: {rows_of}."
@@ -113,7 +118,7 @@ class WarmStart(NamedTuple):
 
 def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...] = ()) -> WarmStart:
     """The parameters of `run.init_from` that fit the model of a run, and new ones, drawn from its
-    seed, for its heads that are others.
+    seed, for heads that differ.
 
     An adapter there is merged first, which virtual tokens cannot be. A head of classes is used only
     if `labels` begin with its labels; rows for further labels are new. Raises ConfigError if a leaf
@@ -123,41 +128,44 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     from jaxformer.runs.loading import load_base
 
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
-    table, found = model_specs(run.model), _leaves(base.params)
-    wanted = rows(table)
+    table, base_leaves = model_specs(run.model), _leaves(base.params)
+    specs = rows(table)
     before = base.labels
     same_head = base.config.output == run.model.output and labels[: len(before)] == before
     new, grown = list[str](), list[str]()
-    for path, spec in wanted.items():
+    for path, spec in specs.items():
         in_head = path.partition(".")[0] == "head"
-        if path not in found or found[path].shape != spec.shape or (in_head and not same_head):
+        fits = path in base_leaves and base_leaves[path].shape == spec.shape
+        if not fits or (in_head and not same_head):
             new.append(path)
-            if before and same_head and in_head and path in found:
+            if before and same_head and in_head and path in base_leaves:
                 grown.append(path)
-    without_place = [*new, *(path for path in found if path not in wanted)]
-    if lost := [path for path in without_place if path.partition(".")[0] not in HEADS]:
+    unmatched = [*new, *(path for path in base_leaves if path not in specs)]
+    misfits = [path for path in unmatched if path.partition(".")[0] not in HEADS]
+    if misfits:
         raise ConfigError(
             f"run.init_from={run.run.init_from!r} does not fit this model outside of its head:"
-            f" {', '.join(lost)}."
+            f" {', '.join(misfits)}."
         )
     drawn = {}
     if new:
-        places = {path: _place(wanted[path], mesh) for path in new}
-        table_of_new, key = {path: wanted[path] for path in new}, jax.random.key(run.run.seed)
-        kept = {path: found[path] for path in grown}
+        places = {path: _place(specs[path], mesh) for path in new}
+        table_of_new, key = {path: specs[path] for path in new}, jax.random.key(run.run.seed)
+        grown_leaves = {path: base_leaves[path] for path in grown}
 
-        def first(kept: Params) -> Params:
+        def first(grown_leaves: Params) -> Params:
             drawn = init_params(table_of_new, key)
-            for path, leaf in kept.items():  # [classes, ...] of the base, and here
+            # The leaves are [classes, ...], with fewer classes in the base.
+            for path, leaf in grown_leaves.items():
                 shared = min(len(leaf), len(drawn[path]))
                 drawn[path] = drawn[path].at[:shared].set(leaf[:shared])
             return drawn
 
-        drawn = jax.jit(first, out_shardings=places)(kept)
+        drawn = jax.jit(first, out_shardings=places)(grown_leaves)
 
     def leaf(path: str, spec: Spec) -> Any:
-        own = drawn.get(path, found.get(path))
-        return own if is_custom(own) else place_array(own, _place(spec, mesh))
+        value = drawn.get(path, base_leaves.get(path))
+        return value if is_custom(value) else place_array(value, _place(spec, mesh))
 
     return WarmStart(map_specs(leaf, table), new, grown, labels[len(before) :])
 

@@ -62,7 +62,7 @@ def load(
     Hugging Face directory, or of an adapter in peft's format, over the base that it names or
     `base`.
 
-    Leaves go straight to their place on `mesh`, or to this machine's first device, as `dtype`
+    Leaves are read directly onto `mesh`, or onto this machine's first device, as `dtype`
     (float32, bfloat16, float16); those of an adapter of peft are float32. With `quantize` the
     matrices of the blocks are quantized as by `jf.quantize`, each before the next leaf is read:
     neither host nor device ever holds the whole model unquantized. The params of an adapter, and of
@@ -91,8 +91,9 @@ def load(
             )
         from jaxformer.interop.pretrained import load_pretrained
 
-        found = load_pretrained(folder, mesh, dtype, quantize)
-        return Loaded(found.params, found.config, Tokenizer.find(folder), found.labels)
+        pretrained = load_pretrained(folder, mesh, dtype, quantize)
+        tokenizer = Tokenizer.find(folder)
+        return Loaded(pretrained.params, pretrained.config, tokenizer, pretrained.labels)
     return _load_run(folder, step, mesh, dtype, quantize, base)
 
 
@@ -108,15 +109,17 @@ def _load_adapter(
 
     if step is not None:
         raise ConfigError(f"{folder} is an adapter, which has no steps: leave out step={step}.")
-    place = base_of(folder, base)
-    below = load(place, mesh=mesh, dtype=dtype, quantize=quantize)
+    base_dir = base_of(folder, base)
+    below = load(base_dir, mesh=mesh, dtype=dtype, quantize=quantize)
     config, params, labels = adapted_config(folder, below.config), below.params, below.labels
-    if config != below.config:  # another head, which the adapter brings
-        kept = model_specs(config).keys() - {"head"}
-        params, labels = {name: part for name, part in params.items() if name in kept}, ()
+    if config != below.config:
+        # The adapter has a head of its own.
+        shared_names = model_specs(config).keys() - {"head"}
+        params = {name: branch for name, branch in params.items() if name in shared_names}
+        labels = ()
     params = read_adapter(folder, params, config)
     tokenizer, learned = Tokenizer.find(folder) or below.tokenizer, learned_of(folder, config)
-    return Loaded(params, config, tokenizer, labels, str(place), learned)
+    return Loaded(params, config, tokenizer, labels, str(base_dir), learned)
 
 
 def _load_run(
@@ -144,15 +147,15 @@ def _load_run(
         raise ConfigError(
             f"{run_dir} has an adapter over a base in {kind}: leave out quantize={quantize!r}."
         )
-    place = base_directory(run_dir, run.run.init_from, record, base)
-    below = load_base(place, mesh, kind).params
-    require_base(run_dir, place, below, record)
+    base_dir = base_directory(run_dir, run.run.init_from, record, base)
+    below = load_base(base_dir, mesh, kind).params
+    require_base(run_dir, base_dir, below, record)
     if kind is None and quantize is not None:
         below = quantize_params(below, quantize)
     learned = tuple(record.get("learned", ()))
     table = adapted_table(run.model, run.adapter, learned)
     params = adapted_params_of_run(run_dir, step, table, record, below, mesh, dtype)
-    return Loaded(params, run.model, tokenizer, labels, base=str(place), learned=learned)
+    return Loaded(params, run.model, tokenizer, labels, base=str(base_dir), learned=learned)
 
 
 def load_base(
@@ -164,10 +167,10 @@ def load_base(
         return load(path, mesh=mesh, quantize=quantize)
     from jaxformer.adapters.adapted_params import merge
 
-    found = load(path, mesh=mesh)
-    merged = merge(found.params)
+    loaded = load(path, mesh=mesh)
+    merged = merge(loaded.params)
     params = quantize_params(merged, quantize) if quantize else merged
-    return dataclasses.replace(found, params=params)
+    return dataclasses.replace(loaded, params=params)
 
 
 def has_adapter(folder: Path) -> bool:
@@ -204,8 +207,8 @@ def labels_of(path: str | Path) -> tuple[str, ...]:
     where it has or names none. Raises ConfigError as `run_of` does."""
     folder = Path(path)
     if is_adapter(folder):
-        place = base_of(folder)
-        return labels_of(place) if run_of(folder).model == run_of(place).model else ()
+        base_dir = base_of(folder)
+        return labels_of(base_dir) if run_of(folder).model == run_of(base_dir).model else ()
     if not is_pretrained(folder):
         return tuple(record_of(folder).get("labels", ()))
     from jaxformer.interop.pretrained import pretrained_labels

@@ -42,8 +42,8 @@ class Objective(NamedTuple):
     specials: special tokens, beside the end token, of a tokenizer that is made for it (in models
         that are no decoder).
     template, rows: how rows are made, of records by the template, of text by `rows`. A template, a
-        loss, `rows` and `missing` may be named by their place, "package.module:name", and are then
-        imported where they are used.
+        loss, `rows` and `missing` may be texts, "package.module:name", and are then imported where
+        they are used.
     of_messages: the template of conversations, which are read in place of `fields` where
         data.messages_field is set; None where they cannot be.
     missing: names of the special tokens that a tokenizer lacks and the rows cannot do without.
@@ -92,7 +92,8 @@ def _preference(name: str) -> Objective:
         rowwise=True,
         sequences=2,
         reference=name in ("dpo", "ipo"),
-        dropout=False,  # as in TRL; a reference without it is else no start of the model
+        # As in TRL: with dropout the model would differ from its reference before the first step.
+        dropout=False,
     )
 
 
@@ -177,7 +178,7 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     """
     family, head, asked = model.family, model.output, data.objective
     rows = OBJECTIVES.items()
-    fitting = [known for known, row in rows if family in row.families and head == row.head]
+    fitting = [key for key, row in rows if family in row.families and head == row.head]
     name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:
         heads = "language, masked, classes or tags"
@@ -185,15 +186,15 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f"a model with model.head={head} learns nothing: set model.head to {heads}."
         )
     if name not in fitting:
-        wanted = OBJECTIVES.get(name)
+        objective = OBJECTIVES.get(name)
         needs = ""
-        if wanted:
-            families = " or ".join(wanted.families)
-            needs = f" needs model.family {families} and model.head={wanted.head}"
+        if objective:
+            families = " or ".join(objective.families)
+            needs = f" needs model.family {families} and model.head={objective.head}"
         raise ConfigError(
-            f"data.objective={name}{needs}, and the model has model.family={family} and "
-            f"model.head={head}: change the model, or set data.objective to one that it can learn "
-            f"({', '.join(fitting)})."
+            f"data.objective={name}{needs}, and the model has model.family={family} and"
+            f" model.head={head}: change the model, or set data.objective to one that it can learn"
+            f" ({', '.join(fitting)})."
         )
     _check_rows(name, model, data)
     return name
@@ -203,7 +204,7 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
     """Raises ConfigError where settings ask what the rows of an objective are not made for."""
     row = OBJECTIVES[name]
     if data.messages_field and not row.of_messages:
-        able = ", ".join(known for known, other in OBJECTIVES.items() if other.of_messages)
+        able = ", ".join(key for key, entry in OBJECTIVES.items() if entry.of_messages)
         raise ConfigError(
             f"data.messages_field={data.messages_field!r} names conversations, which"
             f" data.objective={name} does not read: set data.objective={able}, or leave it empty."
@@ -221,10 +222,10 @@ def _check_rows(name: str, model: ModelConfig, data: DataConfig) -> None:
             " of their own: set it to auto."
         )
     if data.packing != "stream" and (model.next_sentence or not row.takes_packing):
-        what = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
-        asked = f"data.packing={data.packing}"
+        setting = "model.next_sentence" if model.next_sentence else f"data.objective={name}"
         raise ConfigError(
-            f"{asked} cannot be had with {what}, whose rows are one text: set it to stream."
+            f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
+            " set it to stream."
         )
     if data.order == "random":
         from jaxformer.data.rows import check_windows
@@ -282,8 +283,11 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
         )
     row = OBJECTIVES[objective]
     loss = _imported(row.loss)
-    known = {*inspect.signature(loss).parameters, *([] if row.dropout else ["dropout"])}
-    if unknown := [name for name in options if name not in known]:
+    option_names = set(inspect.signature(loss).parameters)
+    if not row.dropout:
+        option_names.add("dropout")
+    unknown = [name for name in options if name not in option_names]
+    if unknown:
         raise ConfigError(
             f"the loss of the objective {objective!r} takes no {', '.join(unknown)}: leave it out,"
             " and the setting of train that gives it at its default."
@@ -308,5 +312,5 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
 
 def _imported(entry: Any) -> Any:
-    """What an entry of a row names by its place, or the entry itself."""
+    """The object that an entry of a row names as "package.module:name", or the entry itself."""
     return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

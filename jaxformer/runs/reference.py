@@ -25,7 +25,7 @@ RECORD = "reference.json"  # in a run directory: the digest of each leaf of the 
 
 class Reference:
     """Scores batches with the params of run.init_from, which are read when they are first needed
-    and held once on the devices, placed as those of the run. They are in no checkpoint.
+    and stored once on the devices, placed as those of the run. They are in no checkpoint.
 
     Args:
       start: run.init_from, a run directory or a Hugging Face model.
@@ -44,8 +44,9 @@ class Reference:
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:
             return reference_log_probs(params, config, batch)
 
-        place = None if mesh is None else dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
-        self._score = jax.jit(score, out_shardings=place, compiler_options=compiler_options(mesh))
+        shardings = None if mesh is None else dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
+        options = compiler_options(mesh)
+        self._score = jax.jit(score, out_shardings=shardings, compiler_options=options)
 
     def load(self) -> tuple[Params, dict[str, str]]:
         """The params and their digests, which are read once. Raises ConfigError where they cannot
@@ -63,29 +64,34 @@ class Reference:
                 f"run.init_from={self._start!r}, with which data.objective compares the model,"
                 f" cannot be used: {error}"
             ) from error
-        sums = jax.device_get(digests(flat_leaves(params)))  # on all processes together
-        found = {path: as_text(digest) for path, digest in sums.items()}
+        # All processes compute the digests together.
+        sums = jax.device_get(digests(flat_leaves(params)))
+        leaf_digests = {path: as_text(digest) for path, digest in sums.items()}
         if self._record.is_file():
-            self._require_same(found)
-        return params, found
+            self._require_same(leaf_digests)
+        return params, leaf_digests
 
-    def _require_same(self, found: dict[str, str]) -> None:
-        known = read_object(self._record, "restore it").get("digests")
-        before = known if isinstance(known, dict) else {}
-        apart = [path for path in {**before, **found} if before.get(path) != found.get(path)]
-        if apart:
+    def _require_same(self, leaf_digests: dict[str, str]) -> None:
+        recorded = read_object(self._record, "restore it").get("digests")
+        before = recorded if isinstance(recorded, dict) else {}
+        differing = [
+            path
+            for path in {**before, **leaf_digests}
+            if before.get(path) != leaf_digests.get(path)
+        ]
+        if differing:
             raise ConfigError(
                 f"run.init_from={self._start!r} is not the model that this run began"
-                f" with, according to {self._record}: other values of {first_of(apart, 5, ', ')}."
-                " Restore it (further training of a run directory gives it a newer checkpoint), or"
-                " choose another run.dir."
+                f" with, according to {self._record}: other values of"
+                f" {first_of(differing, 5, ', ')}. Restore it (further training of a run directory"
+                " gives it a newer checkpoint), or choose another run.dir."
             )
 
     def keep(self) -> None:
         """Writes the digests of the params into the run directory, where it has none yet."""
-        _, found = self.load()
+        _, leaf_digests = self.load()
         if jax.process_index() == 0 and not self._record.is_file():
-            text = json.dumps({"digests": found}, indent=1) + "\n"
+            text = json.dumps({"digests": leaf_digests}, indent=1) + "\n"
             write_text(self._record, text, follow=False)
 
     def __call__(self, batch: Any) -> Any:

@@ -39,11 +39,10 @@ def read_rollbacks(run_dir: str) -> list[Rollback]:
     advice = "restore it: without it the run cannot be continued with the batches that it had"
     entries = read_object(path, advice).get("rollbacks")
     try:
-        found = [Rollback(**entry) for entry in entries]  # type: ignore[union-attr]
-        if all(
-            type(n) is int and 0 <= n <= LARGEST_STEP for one in found for n in (one.at, one.skip)
-        ):
-            return found
+        rollbacks = [Rollback(**entry) for entry in entries]  # type: ignore[union-attr]
+        numbers = [number for one in rollbacks for number in (one.at, one.skip)]
+        if all(type(number) is int and 0 <= number <= LARGEST_STEP for number in numbers):
+            return rollbacks
     except TypeError:
         pass
     raise ConfigError(f"{path} holds no list of rollbacks: {advice}.")

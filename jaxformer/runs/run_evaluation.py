@@ -38,10 +38,10 @@ def evaluate_run(
 
     A Hugging Face model has held out nothing, and may be evaluated with another `objective` than
     that of its family. A run with "dpo" or "ipo" is compared with its run.init_from. Tokenized text
-    is kept in `cache_dir`, by default that of this user (`own_cache`), and never where the run
-    says, which may be a stranger's. `watch` gets the batches and their number, and gives them, as
-    `ProgressBar.evaluation` does. Raises ConfigError if there is no readable model at `path`, or
-    no text to evaluate on.
+    is cached in `cache_dir`, by default that of this user (`own_cache`), and never where the run
+    says, because a run directory may come from somebody else. `watch` takes the batches and their
+    number, and yields the batches, as `ProgressBar.evaluation` does. Raises ConfigError if there is
+    no readable model at `path`, or no text to evaluate on.
     """
     from jaxformer.runs.loading import load, run_of
 
@@ -59,9 +59,10 @@ def evaluate_run(
         check_start(run)
         batches = map(Reference(run.run.init_from, model.config, path), batches)
     config, options = model.config, preference_options(run, corpus.task.name)
-    if "virtual" in model.params and not config.max_segments:  # each segment may have a prompt
-        most = corpus.validation.most_segments() or 0
-        config = dataclasses.replace(config, max_segments=most)
+    if "virtual" in model.params and not config.max_segments:
+        # Each segment may have a prompt.
+        segments = corpus.validation.most_segments() or 0
+        config = dataclasses.replace(config, max_segments=segments)
     evaluate = make_evaluation(corpus.task.name, config, bytes_of_targets(corpus), options)
     return evaluate(model.params, batches)
 

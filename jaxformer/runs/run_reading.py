@@ -20,7 +20,8 @@ from jaxformer.files import ConfigError, read_object
 from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.tokenizer import Tokenizer
 
-Read = Callable[[dict[str, Any]], dict[str, Any]]  # of the leaves that are wanted
+# Reads the leaves whose shapes it gets, by their paths.
+Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def params_of_run(
@@ -34,11 +35,11 @@ def params_of_run(
 ) -> Params:
     """The parameters of a run without an adapter, as `jf.load` gives them."""
     shapes = _shapes(table, mesh)
-    wanted = flat_leaves({"params": shapes})
+    leaf_shapes = flat_leaves({"params": shapes})
     matrices = {f"params.{path}": spec for path, spec in rows(table).items() if is_quantized(spec)}
 
     def typed(read: Read) -> dict[str, Any]:
-        return _quantized(read, wanted, matrices, dtype, quantize)
+        return _quantized(read, leaf_shapes, matrices, dtype, quantize)
 
     leaves = _from_newest(run_dir, step, record, typed)
     params: Params = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
@@ -58,22 +59,22 @@ def adapted_params_of_run(
     from jaxformer.adapters.adapted_params import base_paths, over_base
 
     shapes = {"params": _shapes(table, mesh)}
-    wanted, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
-    saved = {path: shape for path, shape in wanted.items() if path not in unsaved}
+    leaf_shapes, unsaved = flat_leaves(shapes), {f"params.{path}" for path in base_paths(table)}
+    saved = {path: shape for path, shape in leaf_shapes.items() if path not in unsaved}
     leaves = _from_newest(run_dir, step, record, lambda read: read(saved))
-    parts = jax.tree.unflatten(jax.tree.structure(shapes), (wanted | leaves).values())["params"]
-    params: Params = over_base(table, parts, below)
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), (leaf_shapes | leaves).values())
+    params: Params = over_base(table, tree["params"], below)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_custom)
     return params
 
 
 def _shapes(table: Specs, mesh: Mesh | None) -> Any:
-    """Parameters as shapes, each with its place."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """Parameters as shapes, each with its sharding."""
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
-        place = here if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=place)
+        sharding = first_device if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
 
     return map_specs(shape, table)
 
@@ -88,9 +89,9 @@ def _from_newest(
     ConfigError where there is none."""
     steps = saved_steps(run_dir)
     if not steps or (step is not None and step not in steps):
-        held = f"it holds steps {steps}" if steps else "training has not saved one yet"
-        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ConfigError(f"{run_dir} has {missing}: {held}.")
+        saved = f"it holds steps {steps}" if steps else "training has not saved one yet"
+        of_step = "" if step is None else f" of step {step}"
+        raise ConfigError(f"{run_dir} has no checkpoint{of_step}: {saved}.")
     errors, folder = [], run_dir.absolute() / "checkpoints"
     for candidate in [step] if step is not None else reversed(steps):
         read = functools.partial(read_checkpoint, folder, candidate, exact=False, run=record)
@@ -98,27 +99,31 @@ def _from_newest(
             return take(read)
         except Damaged as error:
             errors.append(f"step {candidate}: {error}")
-            said = f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}"
-            warnings.warn(said, stacklevel=2)
-    raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  " + "\n  ".join(errors))
+            warnings.warn(
+                f"a checkpoint of {run_dir} cannot be read; an older one is used: {errors[-1]}",
+                stacklevel=2,
+            )
+    reasons = "\n  ".join(errors)
+    raise ConfigError(f"no checkpoint of {run_dir} can be read:\n  {reasons}")
 
 
 def _quantized(
     read: Read,
-    wanted: dict[str, Any],
+    leaf_shapes: dict[str, Any],
     matrices: Mapping[str, Spec],
     dtype: str,
     quantize: Quantization | None,
 ) -> dict[str, Any]:
     """The leaves that `read` gives, as `dtype`; where they are quantized, each of the `matrices` is
     read by itself, after all others."""
-    together = {path: leaf for path, leaf in wanted.items() if not (quantize and path in matrices)}
-    found: dict[str, Any] = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
-    for path in (path for path in wanted if path not in together):
-        weight = read({path: wanted[path]})[path].astype(dtype)
+    to_quantize = [path for path in leaf_shapes if quantize and path in matrices]
+    together = {path: shape for path, shape in leaf_shapes.items() if path not in to_quantize}
+    leaves: dict[str, Any] = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
+    for path in to_quantize:
+        weight = read({path: leaf_shapes[path]})[path].astype(dtype)
         leaf = quantized_leaf(path, weight, matrices[path], quantize)  # type: ignore[arg-type]
-        found[path] = jax.block_until_ready(leaf)
-    return {path: found[path] for path in wanted}
+        leaves[path] = jax.block_until_ready(leaf)
+    return {path: leaves[path] for path in leaf_shapes}
 
 
 def base_directory(
@@ -126,27 +131,27 @@ def base_directory(
 ) -> Path:
     """The directory of the model below the adapter of a run: `base`, or where the run found it.
     Raises ConfigError where there is none."""
-    places = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
-    found = next((place for place in places if place and Path(place).is_dir()), None)
-    if found is None:
-        tried = " and ".join(dict.fromkeys(place for place in places if place))
-        raise ConfigError(
-            f"{run_dir} holds an adapter, and the model below it is not at {tried}: put it there,"
-            " or name its directory, as in jf.load(path, base=DIRECTORY)."
-        )
-    return Path(found)
+    paths = [str(base)] if base is not None else [init_from, record.get("base_path", "")]
+    paths = list(dict.fromkeys(filter(None, paths)))
+    for path in paths:
+        if Path(path).is_dir():
+            return Path(path)
+    raise ConfigError(
+        f"{run_dir} holds an adapter, and the model below it is not at {' and '.join(paths)}: put"
+        " it there, or name its directory, as in jf.load(path, base=DIRECTORY)."
+    )
 
 
-def require_base(run_dir: Path, place: Path, below: Params, record: Mapping[str, Any]) -> None:
+def require_base(run_dir: Path, base_dir: Path, below: Params, record: Mapping[str, Any]) -> None:
     """Raises ConfigError if a model is not the one that the adapter of a run was trained on."""
     learned = record.get("learned", ())
-    kept = {name: part for name, part in below.items() if name not in learned}
-    found = fingerprint(flat_leaves(kept))
-    if found != record.get("base", found):
+    base_params = {name: branch for name, branch in below.items() if name not in learned}
+    base_fingerprint = fingerprint(flat_leaves(base_params))
+    if base_fingerprint != record.get("base", base_fingerprint):
         raise ConfigError(
-            f"{place} is not the model that the adapter in {run_dir} was trained on: its"
-            f" fingerprint is {found}, and data.json has {record['base']}. Restore that model,"
-            " or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
+            f"{base_dir} is not the model that the adapter in {run_dir} was trained on: its"
+            f" fingerprint is {base_fingerprint}, and data.json has {record['base']}. Restore that"
+            " model, or name the directory that holds it, as in jf.load(path, base=DIRECTORY)."
         )
 
 
@@ -171,12 +176,12 @@ def require_tokenizer(
     run_dir: Path, tokenizer: Tokenizer | None, record: Mapping[str, Any]
 ) -> None:
     """Raises ConfigError if the tokenizer is not the one that the run was trained with."""
-    wanted = record.get("tokenizer")
-    found = tokenizer.fingerprint() if tokenizer is not None else None
-    if wanted is not None and found is not None and wanted != found:
+    recorded = record.get("tokenizer")
+    actual = tokenizer.fingerprint() if tokenizer is not None else None
+    if recorded is not None and actual is not None and recorded != actual:
         raise ConfigError(
             f"{run_dir}/tokenizer.json is not the one that the run was trained with: its"
-            f" fingerprint is {found}, and data.json has {wanted}. Restore the file: the same train"
-            " command writes it again. To use this tokenizer with the model all the same, convert"
-            " the run to a Hugging Face directory first, and replace it there."
+            f" fingerprint is {actual}, and data.json has {recorded}. Restore the file: the same"
+            " train command writes it again. To use this tokenizer with the model all the same,"
+            " convert the run to a Hugging Face directory first, and replace it there."
         )

@@ -49,7 +49,7 @@ class RunSetup:
     `kernel` is a sentence about the attention kernel. `peak` is the published peak FLOP/s of a
     device, None if it is unknown. `undivided` are the lines of `check_split`.
     `asked` is the run before automatic choices, and `record` a fingerprint of its data: what
-    config.json and data.json hold. `base` is the model below an adapter (`runs.adapter.Base`).
+    config.json and data.json hold. `base` is the model below an adapter (`runs.adapter_base.Base`).
     """
 
     run: RunConfig
@@ -98,9 +98,10 @@ class RunSetup:
     @property
     def identity(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the run that saved it."""
-        shown = ("labels", "base_path")  # which may change, or follow from what may not
-        own = {name: value for name, value in self.record.items() if name not in shown}
-        return own | {"seed": self.run.run.seed}
+        # These may change, or follow from what may not.
+        left_out = ("labels", "base_path")
+        entries = {name: value for name, value in self.record.items() if name not in left_out}
+        return entries | {"seed": self.run.run.seed}
 
     def placed(self, batch: Any) -> Any:
         """A batch on the devices, scored by the reference where there is one."""
@@ -127,7 +128,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
     corpus = corpus_of(run, labels, new_labels=True, log=log)
     if run.run.sample_tokens:
-        corpus.tokenizer.encode(run.run.sample_prompt)  # raises now rather than at the end
+        # A prompt that cannot be encoded raises now rather than at the end.
+        corpus.tokenizer.encode(run.run.sample_prompt)
     run = with_classes(with_vocabulary(run, corpus.tokenizer.vocab_size), corpus.labels)
     size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
@@ -162,24 +164,24 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
 
 
 def _base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Any:
-    """The model below the adapter of a run (`runs.adapter.Base`); None without an adapter."""
+    """The model below the adapter of a run (`runs.adapter_base.Base`); None without an adapter."""
     if run.adapter.kind == "none":
         return None
-    from jaxformer.runs.adapter import read_base
+    from jaxformer.runs.adapter_base import read_base
 
     return read_base(run, mesh, labels)
 
 
 def fingerprints_of(run: RunConfig, corpus: data.Corpus) -> dict[str, str]:
     """What data.json says of the data of a run, beside its tokenizer and its labels."""
-    found = {"train": corpus.train.fingerprint}
+    fingerprints = {"train": corpus.train.fingerprint}
     if corpus.validation:
-        found["validation"] = corpus.validation.fingerprint
+        fingerprints["validation"] = corpus.validation.fingerprint
     if run.data.messages_field:
         from jaxformer.tokenizer.chat import ChatTemplate
 
-        found["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
-    return found
+        fingerprints["chat_template"] = ChatTemplate.of(corpus.tokenizer).fingerprint()
+    return fingerprints
 
 
 def published_peak(run: RunConfig, mesh: Mesh) -> float | None:
@@ -194,14 +196,14 @@ def published_peak(run: RunConfig, mesh: Mesh) -> float | None:
 
 def most_segments(texts: list[data.Rows]) -> int:
     """The highest segment id of all rows; more than any kernel bounds where it is not known."""
-    found = [rows.most_segments() for rows in texts]
-    return max(MOST_SEGMENTS + 1 if most is None else most for most in found)
+    segment_counts = [rows.most_segments() for rows in texts]
+    return max(MOST_SEGMENTS + 1 if count is None else count for count in segment_counts)
 
 
 def keep_compiled(folder: str, named: bool = False) -> None:
     """Turns on JAX's persistent compilation cache, unless the process has one already or `folder`
-    is empty. `named`: its programs have to have the scopes of this code, whose names are else no
-    part of what they are found by."""
+    is empty. With `named` the names of scopes are part of the key of a program, so that one from
+    the cache has the scopes of this code."""
     if named:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if folder and not jax.config.values["jax_compilation_cache_dir"]:
@@ -222,10 +224,10 @@ def with_classes(run: RunConfig, labels: tuple[str, ...]) -> RunConfig:
             " data.label_field."
         )
     if model.n_classes and model.n_classes < len(labels):
+        origin = "the data and of run.init_from" if run.run.init_from else "the data"
         raise ConfigError(
-            f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of the data"
-            f"{' and of run.init_from' * bool(run.run.init_from)}: set it to 0, which uses their"
-            " number."
+            f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of {origin}:"
+            " set it to 0, which uses their number."
         )
     classes = model.n_classes or len(labels)
     return dataclasses.replace(run, model=dataclasses.replace(model, n_classes=classes))

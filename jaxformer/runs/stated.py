@@ -65,7 +65,8 @@ def text_rules(
         rules[key] = stored.get(key, 0)
         if type(rules[key]) is not int or rules[key] < 0:
             raise _malformed(file, key, stored[key], "a whole number, at least 0")
-    rules["min_new_tokens"] = max(0, rules["min_new_tokens"] - has_forced_token)
+    if has_forced_token:
+        rules["min_new_tokens"] = max(0, rules["min_new_tokens"] - 1)
     return {key: value for key, value in rules.items() if value not in ((), None, 0)}
 
 

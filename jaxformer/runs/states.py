@@ -23,7 +23,7 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
         without=unsaved(setup),
     )
     if steps := checkpoints.steps():
-        from jaxformer.runs.planned import check_schedule
+        from jaxformer.runs.schedule_change import check_schedule
 
         check_schedule(setup.run, steps[-1], log)
     return checkpoints
@@ -38,7 +38,7 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
             return jax.block_until_ready(state)  # type: ignore[no-any-return]
         if setup.base is not None:
-            from jaxformer.runs.adapter import first_params
+            from jaxformer.runs.adapter_base import first_params
 
             params = first_params(setup.specs, setup.base.params, target, seed)
             log(setup.base.sentence)
@@ -63,7 +63,7 @@ def with_base_of(setup: RunSetup, target: TrainState) -> TrainState:
     """A state as shapes, in which the leaves below an adapter are arrays; `target` without one."""
     if setup.base is None:
         return target
-    from jaxformer.runs.adapter import with_base
+    from jaxformer.runs.adapter_base import with_base
 
     return with_base(setup.specs, target, setup.base.params)
 

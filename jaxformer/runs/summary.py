@@ -21,8 +21,10 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     run, model, device = setup.run, setup.run.model, jax.devices()[0]
     state = sum(map(_bytes_per_device, jax.tree.leaves(setup.target)))
     flops = human_count(setup.flops_per_token)
-    held = sum(map(_bytes_per_device, jax.tree.leaves(setup.target.params)))
-    compared = f", and {human_bytes(held)} of those of the reference" if setup.reference else ""
+    compared = ""
+    if setup.reference:
+        reference = sum(map(_bytes_per_device, jax.tree.leaves(setup.target.params)))
+        compared = f", and {human_bytes(reference)} of those of the reference"
     groups = decay_groups(run.optimizer, setup.specs).items()
     mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
     return {
@@ -54,12 +56,12 @@ def _parameters(setup: RunSetup) -> str:
     """How many parameters a model has, a quantized one as those that it stands for, and how many of
     them learn where that is not all."""
     learned = setup.base.learned if setup.base is not None else ()
-    found = f"{human_count(count(counted_specs(setup.run, learned)))} parameters"
+    parameters = f"{human_count(count(counted_specs(setup.run, learned)))} parameters"
     if not setup.target.frozen:
-        return found
+        return parameters
     learning, _ = split_frozen(setup.target.params, setup.target.frozen)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(learning)]
-    return f"{found}, of which {human_count(sum(sizes))} learn"
+    return f"{parameters}, of which {human_count(sum(sizes))} learn"
 
 
 def peak_text(platform: str, flops: float | None) -> str:
@@ -72,27 +74,27 @@ def peak_text(platform: str, flops: float | None) -> str:
 def _data(setup: RunSetup) -> dict[str, str | list[str]]:
     settings, train, validation = setup.run.train, setup.corpus.train, setup.corpus.validation
     held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
-    found: dict[str, str | list[str]] = {
+    lines: dict[str, str | list[str]] = {
         "data": (
             f"{setup.corpus.task.name}: {human_count(train.tokens)} tokens to train on"
             f" ({train.documents:,} documents), {held_out}"
         )
     }
     if text := beginning_text(setup.corpus, setup.run.data.bos):
-        found["documents"] = text
+        lines["documents"] = text
     if shares := train.shares(settings.steps, settings.batch_size):
-        found["mixture"] = [
+        lines["mixture"] = [
             f"{drawn.share:.2%} of {drawn.name}: {drawn.rows:,} rows, {drawn.epochs:.2f} epochs"
             for drawn in shares
         ]
     filled = setup.corpus.train.filled
     if filled < 1:
-        found["rows"] = f"{filled:.2%} filled"
+        lines["rows"] = f"{filled:.2%} filled"
     if (count := settings.n_microbatches) > 1:
-        found["microbatches"] = f"{count} of {settings.batch_size // count:,} sequences"
+        lines["microbatches"] = f"{count} of {settings.batch_size // count:,} sequences"
     rate = train.bytes / max(train.tokens, 1)
     epoch = setup.batches.examples / settings.batch_size
-    return found | {
+    return lines | {
         "tokenizer": f"{setup.corpus.tokenizer.vocab_size:,} tokens, {rate:.2f} bytes per token",
         "one epoch": (
             f"{epoch:,.1f} steps of {human_count(setup.tokens_per_step)} tokens; the run is"

@@ -14,8 +14,8 @@ from jaxformer.config.settings import VOLATILE
 from jaxformer.files import ConfigError
 from jaxformer.report import human_bytes
 from jaxformer.runs.compose import with_kernel
-from jaxformer.runs.run import RunOutOfMemory
 from jaxformer.runs.setup import RunSetup
+from jaxformer.runs.train_run import RunOutOfMemory
 from jaxformer.tools.plan.make import Plan, make_plan
 from jaxformer.tools.plan.planned import planned_run
 from jaxformer.tools.plan.report import memory_text

@@ -23,9 +23,9 @@ from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config
 from jaxformer.runs.metric_logger import as_logged
-from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
+from jaxformer.runs.train_run import compile_step
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")

@@ -33,9 +33,9 @@ from jaxformer.runs.evaluation import own_cache
 from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.objectives import OBJECTIVES
 from jaxformer.runs.rollback import batches_of
-from jaxformer.runs.run import compile_step
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state, unsaved, with_base_of
+from jaxformer.runs.train_run import compile_step
 from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.program import Metrics
 from jaxformer.training.state import TrainState, on_mesh

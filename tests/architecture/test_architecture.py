@@ -263,7 +263,7 @@ from jaxformer.cli import train
 from jaxformer.config.config_file import read_config
 from jaxformer.runs.config import parse_arguments
 parse_arguments(read_config("configs/quickstart.py"), [], "train.py")
-import jaxformer.runs.run
+import jaxformer.runs.train_run
 """
 
 
@@ -299,7 +299,7 @@ with jf.Checkpoints(sys.argv[1]) as checkpoints:
     seen = modules_after(f"import jaxformer; jaxformer.load({str(tmp_path)!r})")
     kinds = (
         "jaxformer.training",
-        "jaxformer.runs.run.",
+        "jaxformer.runs.train_run",
         "jaxformer.runs.setup",
         "jaxformer.runs.compose",
         "jaxformer.data",

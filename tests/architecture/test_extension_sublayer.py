@@ -18,9 +18,9 @@ from jaxformer.config.run import DataConfig
 from jaxformer.config.train import TrainConfig
 from jaxformer.layers.block import MIXERS
 from jaxformer.models.cost import parameter_count
+from jaxformer.tools.model_shapes import formula_of, shapes_of
 from jaxformer.tools.plan.make import make_plan
 from jaxformer.tools.plan.planned import planned_run
-from jaxformer.tools.shapes import formula_of, shapes_of
 
 HERE = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ from tiny_run import line, logged, saved, train_here, write_text
 import jaxformer as jf
 from jaxformer.arrays.out_of_memory import is_out_of_memory, shortage_of
 from jaxformer.runs import device, states
-from jaxformer.runs import run as composer
+from jaxformer.runs import train_run as composer
 from jaxformer.tools import remedies
 from jaxformer.tools.remedies import is_volatile
 from jaxformer.training.program import Step

@@ -203,9 +203,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_the_functions_keep_their_names_after_their_modules_were_imported() -> None:
     from jaxformer.generation import decode
-    from jaxformer.runs import run
+    from jaxformer.runs import train_run
 
-    assert jf.train is run.train and jf.generate is decode.generate
+    assert jf.train is train_run.train and jf.generate is decode.generate
 
 
 def test_train_in_python_is_the_job_of_the_command(trained: Path, tmp_path: Path) -> None:

@@ -248,12 +248,12 @@ def test_a_start_that_fails_leaves_no_directory(
 
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("jaxformer.runs.run.first_state", fail)
+        patch.setattr("jaxformer.runs.train_run.first_state", fail)
         assert train_here(line(run_dir, whole[1], {"run.seed": 7})) == 2
     assert not run_dir.exists()
     run_dir.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr("jaxformer.runs.run.first_state", fail)
+        patch.setattr("jaxformer.runs.train_run.first_state", fail)
         assert train_here(line(run_dir, whole[1], {"run.seed": 7})) == 2
     assert train_here(line(run_dir, whole[1], {"train.steps": 2})) == 0
 

@@ -29,7 +29,7 @@ BATCHES = 10  # that it may go on, which are 5 seconds
 STOP = """
 import os, signal
 from jaxformer.checkpoints.saving import Checkpoints
-from jaxformer.runs import run
+from jaxformer.runs import train_run as run
 from jaxformer.cluster import launch
 from jaxformer.cluster import roll_call
 def replace(module, name, is_due=lambda *_: True, before=False):

@@ -8,7 +8,7 @@ from families import SIZES
 
 import jaxformer as jf
 from jaxformer.cli.walkthrough import stages_of
-from jaxformer.tools.shapes import formula_of, shapes_of
+from jaxformer.tools.model_shapes import formula_of, shapes_of
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])

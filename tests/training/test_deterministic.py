@@ -14,7 +14,7 @@ from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
-from jaxformer.runs import run as runs
+from jaxformer.runs import train_run as runs
 from jaxformer.tools.plan import compiled
 from jaxformer.training import deterministic
 from jaxformer.training.deterministic import FLAG, OPTION, require_deterministic
@@ -27,7 +27,7 @@ import jaxformer as jf
 from jax._src.xla_bridge import backends_are_initialized
 from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.config.train import TrainConfig
-from jaxformer.runs import run as runs
+from jaxformer.runs import train_run as runs
 
 def first_program(config, begin):
     print("started:", backends_are_initialized())

@@ -34,26 +34,26 @@ def read_base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Base:
     one that the run directory was begun with."""
     start = warm_start(run, mesh, labels)
     learned = tuple(dict.fromkeys(path.partition(".")[0] for path in start.new))
-    kept = {name: part for name, part in start.params.items() if name not in learned}
-    found = fingerprint(flat_leaves(kept))
+    base_params = {name: branch for name, branch in start.params.items() if name not in learned}
+    base_fingerprint = fingerprint(flat_leaves(base_params))
     path = Path(run.run.dir) / "data.json"
     before = read_object(path).get("base") if path.is_file() else None
-    if before not in (None, found):
+    if before not in (None, base_fingerprint):
         raise ConfigError(
             f"run.init_from={run.run.init_from!r} is not the model that the adapter in"
-            f" {run.run.dir} was begun with: its fingerprint is {found}, and data.json has"
-            f" {before}. Restore that model there, or choose another run.dir."
+            f" {run.run.dir} was begun with: its fingerprint is {base_fingerprint}, and data.json"
+            f" has {before}. Restore that model there, or choose another run.dir."
         )
-    place = str(Path(run.run.init_from).absolute())
-    record = {"base": found, "base_path": place, "learned": list(learned)}
+    base_path = str(Path(run.run.init_from).absolute())
+    record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
     return Base(start.params, learned, record, start.sentence(run.run.init_from))
 
 
 def first_params(table: Specs, base: Params, target: TrainState, seed: int) -> Params:
-    """The params of an adapted model before the first step, placed as the state `target` says;
-    those of the base that learn are copied, since a step takes them."""
+    """The params of an adapted model before the first step, placed as those of the state `target`.
+    Those of the base that learn are copied, because a step donates its state."""
     params = jax.tree.map(
-        lambda leaf, wanted: place_array(leaf, wanted.sharding),
+        lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
         filled(table, base, jax.random.key(seed)),
         target.params,
     )
@@ -62,5 +62,5 @@ def first_params(table: Specs, base: Params, target: TrainState, seed: int) -> P
 
 
 def with_base(table: Specs, target: TrainState, base: Params) -> TrainState:
-    """A state as shapes, but for the leaves of the base, which are its arrays."""
+    """`target`, a state as shapes, with the arrays of the base in place of its leaves."""
     return replace(target, params=over_base(table, target.params, base))

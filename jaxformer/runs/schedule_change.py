@@ -8,16 +8,16 @@ from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError
 from jaxformer.training.optim import make_schedule
 
-JUMP = (
-    0.01  # relative change of the learning rate from which a continued run has to be asked for it
-)
+# Above this relative change of the learning rate, a setting has to ask for it.
+JUMP = 0.01
 
 
 def check_schedule(run: RunConfig, saved: int, log: Log) -> None:
     """Says how the schedule of a run has changed whose newest checkpoint is of step `saved`, as
     `changed_schedule` does."""
     begun = (Path(run.run.dir) / "config.json").is_file()
-    if begun and saved < run.train.steps and (text := changed_schedule(run, saved)):
+    text = changed_schedule(run, saved) if begun and saved < run.train.steps else ""
+    if text:
         log(text)
 
 
@@ -47,17 +47,16 @@ def changed_schedule(run: RunConfig, step: int) -> str:
         return f"The schedule has changed: {change}."
     end = planned.optimizer.decay_steps or planned.train.steps
     tail = max(min(optimizer.warmup_steps, (run.train.steps - end) // 2), 1)
-    offers = [
-        f"--optimizer.decay_steps {end}: the schedule as it was planned"
-        + (", and its final rate after that" if run.train.steps > end else "")
-    ]
+    offers = [f"--optimizer.decay_steps {end}: the schedule as it was planned"]
     if run.train.steps > end:
+        offers[0] += ", and its final rate after that"
         offers.append(
             f"--optimizer.decay_steps {end} --optimizer.rewarm_steps {tail}: after step {end} the"
             f" rate rises again to {optimizer.learning_rate:.3g} and decays until train.steps"
         )
     offers.append(f"--optimizer.decay_steps {run.train.steps}: the new schedule, with that jump")
+    choices = "\n  ".join(offers)
     raise ConfigError(
         f"the schedule follows train.steps, so {change}; nothing was changed. Choose one of these:"
-        "\n  " + "\n  ".join(offers)
+        f"\n  {choices}"
     )

@@ -108,7 +108,8 @@ def _train(run: RunConfig, begin: float) -> Result:
     with contextlib.ExitStack() as stack, doing(PREPARING):
 
         def open_directory() -> bool:
-            chosen_tracker(run.run.tracker)  # refused before anything is written
+            # Raises before anything is written.
+            chosen_tracker(run.run.tracker)
             stack.enter_context(lock(run))
             return is_begun(run)
 
@@ -137,7 +138,8 @@ def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log:
             f" {last['val_loss']}: the model or its validation data is of no use."
         )
     if jax.process_index() == 0:
-        from jaxformer.runs.closing import close_run  # plots and samples, which no step needs
+        # Imported here, because no step needs plots and samples.
+        from jaxformer.runs.closing import close_run
 
         log(close_run(setup, params, last, time.monotonic() - begin))
 
@@ -313,9 +315,9 @@ def _fit(
 
     if heldout and not before and is_evaluated(step.done, settings):
         with doing(f"in the evaluation after step {step.done}; the same command makes it."):
-            found = evaluate(state.params)
+            first_evaluation = evaluate(state.params)
         for hook in hooks:
-            hook(step.done, state, found)
+            hook(step.done, state, first_evaluation)
     with memory_of(lambda: f"step {step.done}"), traced(setup, step) as advance:
         return fit(
             advance,

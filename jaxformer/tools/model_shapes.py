@@ -52,13 +52,17 @@ def shapes_of(
     numbers = traced_rows(config, batch_size, length, source_length or length)
     try:
         symbolic = traced_rows(_symbolic(config), *(SYMBOLS[name].size for name in "BTS"))
-    except ConfigError as error:  # settings that allow some sizes only
+    except ConfigError as error:
+        # Some settings allow certain sizes only.
         raise ConfigError(f"the axes of this model cannot be named: {error}") from error
     names = {symbol.size: name for name, symbol in SYMBOLS.items()}
 
     def named(shapes: Sequence[Shape]) -> tuple[str, ...]:
-        found = (", ".join(names.get(size, str(size)) for size in shape) for shape in shapes)
-        return tuple(f"[{text}]" for text in found)
+        texts = []
+        for shape in shapes:
+            axes = ", ".join(names.get(size, str(size)) for size in shape)
+            texts.append(f"[{axes}]")
+        return tuple(texts)
 
     pairs = zip(numbers, symbolic, strict=True)
     rows = [
@@ -87,34 +91,35 @@ def _symbolic(config: ModelConfig) -> ModelConfig:
 
 def _merged(rows: list[ShapeRow]) -> list[ShapeRow]:
     """Layers in a row whose rows are equal, as one layer."""
-    found: list[list[ShapeRow]] = []  # a layer, or what is between layers
+    # The rows of each layer, and those between layers.
+    groups: list[list[ShapeRow]] = []
     for row in rows:
         stack = row.name.partition(".")[0]
-        last = found[-1][-1] if found else None
+        last = groups[-1][-1] if groups else None
         if last and row.layers == last.layers and stack == last.name.partition(".")[0]:
-            found[-1].append(row)
+            groups[-1].append(row)
         else:
-            found.append([row])
-    kept: list[list[ShapeRow]] = []
-    for part in found:
-        if kept and _same(kept[-1], part):
-            layers = kept[-1][0].layers + part[0].layers
-            kept[-1] = [row._replace(layers=layers) for row in kept[-1]]
+            groups.append([row])
+    merged: list[list[ShapeRow]] = []
+    for group in groups:
+        if merged and _same(merged[-1], group):
+            layers = merged[-1][0].layers + group[0].layers
+            merged[-1] = [row._replace(layers=layers) for row in merged[-1]]
         else:
-            kept.append(part)
-    return [row for part in kept for row in part]
+            merged.append(group)
+    return [row for group in merged for row in group]
 
 
-def _same(one: list[ShapeRow], other: list[ShapeRow]) -> bool:
+def _same(first: list[ShapeRow], second: list[ShapeRow]) -> bool:
     """Whether two layers of a stack have equal rows."""
 
     def without_layer(row: ShapeRow) -> ShapeRow:
-        stack, _, rest = row.name.partition(".")
-        return row._replace(name=f"{stack}.{rest.partition('.')[2]}", layers=())
+        stack, _, sublayer = row.name.partition(".")
+        return row._replace(name=f"{stack}.{sublayer.partition('.')[2]}", layers=())
 
-    if not (one[0].layers and other[0].layers):
+    if not (first[0].layers and second[0].layers):
         return False
-    return list(map(without_layer, one)) == list(map(without_layer, other))
+    return list(map(without_layer, first)) == list(map(without_layer, second))
 
 
 def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
