@@ -58,24 +58,24 @@ def inspect(
     logits, aux = logits_of(params, config, batch, request)
     missing = [name for name in request.replace if name not in aux.captures]
     for name in request.capture:
-        if not any(fits(found, name) for found in aux.captures):
+        if not any(fits(captured, name) for captured in aux.captures):
             missing.append(name)
     if missing:
         raise ConfigError(_unknown(missing, params, config, batch))
-    found = {name: value for name, value in aux.captures.items() if request.captures(name)}
-    return Inspection(logits, found)
+    values = {name: value for name, value in aux.captures.items() if request.captures(name)}
+    return Inspection(logits, values)
 
 
 def _unknown(missing: list[str], params: Params, config: ModelConfig, batch: dict[str, Any]) -> str:
-    """The message for names that the model does not have, with some that it has."""
+    """The message for intermediates that the model does not have, with some that it has."""
 
     def captures(params: Params) -> dict[str, jax.Array]:
         return logits_of(params, config, batch, Request(("*",)))[1].captures
 
-    known = sorted(jax.eval_shape(captures, params))
+    names = sorted(jax.eval_shape(captures, params))
     return (
         f"this model has no {', '.join(map(repr, missing))}: names are stack.layer.what, here"
-        f" {', '.join(known[:12])}, and so on; what alone, or a pattern with *, means all layers."
+        f" {', '.join(names[:12])}, and so on; what alone, or a pattern with *, means all layers."
     )
 
 
@@ -92,25 +92,27 @@ def attention_maps(
     ConfigError for a layer that no stack has.
     """
     layers_of_decoder = config.n_layers
-    depths = {  # of each kind of attention, by the form of its captures' names
+    # The layers of each kind of attention, by the form of its captures' names.
+    depths = {
         "encoder.{}.attention_weights": config.encoder_layers,
         "decoder.{}.attention_weights": 0 if config.family == "encoder" else layers_of_decoder,
         "decoder.{}.cross_weights": layers_of_decoder if config.family == "encoder_decoder" else 0,
     }
-    most = max(depths.values())
-    if bad := [layer for layer in layers or () if not 0 <= layer < most]:
-        raise ConfigError(f"layers={bad} are not among 0 .. {most - 1} of this model.")
+    depth_limit = max(depths.values())
+    bad = [layer for layer in layers or () if not 0 <= layer < depth_limit]
+    if bad:
+        raise ConfigError(f"layers={bad} are not among 0 .. {depth_limit - 1} of this model.")
     groups, every = [], list[str]()
     for form, depth in depths.items():
         group = [form.format(i) for i in range(depth) if layers is None or i in layers]
         groups.append(group)
         every += group
-    found = inspect(params, config, tokens, every, **inputs)
+    inspection = inspect(params, config, tokens, every, **inputs)
 
     def stacked(group: list[str]) -> jax.Array | None:
-        return jnp.stack([found.values[name] for name in group]) if group else None
+        return jnp.stack([inspection.values[name] for name in group]) if group else None
 
-    return AttentionMaps(found.logits, *map(stacked, groups))
+    return AttentionMaps(inspection.logits, *map(stacked, groups))
 
 
 def attention_masks(
@@ -125,16 +127,16 @@ def attention_masks(
     """
     batch = {"tokens": tokens, **inputs}
     check_inputs(config, batch)
-    given = inputs_of(batch)
-    own, source = given.layout, given.source_layout
-    found = {}
+    batch_inputs = inputs_of(batch)
+    layout, source = batch_inputs.layout, batch_inputs.source_layout
+    kinds = {}
     if config.family == "encoder_decoder" and source is not None:
-        found["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers
+        kinds["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers
     stack = "encoder" if config.family == "encoder" else "decoder"
-    found[stack] = AttentionMask(own, own, causal=stack == "decoder"), config.n_layers
+    kinds[stack] = AttentionMask(layout, layout, causal=stack == "decoder"), config.n_layers
     if source is not None:
-        cross = AttentionMask(own, source, causal=False, relative=False)
-        found["cross"] = cross, config.n_layers
+        cross = AttentionMask(layout, source, causal=False, relative=False)
+        kinds["cross"] = cross, config.n_layers
 
     def seen(mask: AttentionMask, window: int) -> jax.Array:
         shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
@@ -142,7 +144,7 @@ def attention_masks(
         return jnp.ones(shape, bool) if keys is None else jnp.broadcast_to(keys, shape)
 
     masks = {}
-    for kind, (mask, depth) in found.items():
+    for kind, (mask, depth) in kinds.items():
         chosen = [i for i in range(depth) if layers is None or i in layers]
         windows = [0 if kind == "cross" else of.window for of in layer_configs(config, depth)]
         if chosen:

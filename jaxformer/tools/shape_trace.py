@@ -21,16 +21,16 @@ from jaxformer.models.transformer import hidden, specs
 Shape = tuple[int, ...]
 # Those of `jax.named_scope`.
 OUTER_SCOPES = ("embed", "layer", "norm", "head")  # beside those of sublayers
-# What changes the form of an array and none of its numbers.
+# Primitives that change the form of an array and none of its numbers.
 FORMS = {"reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
 
 
 class ShapeRow(NamedTuple):
     """A sublayer, or a product within one (`depth` 1), of each of `layers` (empty: of no layer).
 
-    `name` is that in the first of the layers. `reads` and `makes` are shapes in numbers, the others
-    in symbols. `parameters` and `flops` are those of one layer; FLOPs are 2 for each
-    multiplication of a product of the forward pass, for the whole batch.
+    `name` is that in the first of the layers. `reads` and `makes` are shapes in numbers,
+    `reads_symbols` and `makes_symbols` in symbols. `parameters` and `flops` are those of one layer;
+    FLOPs are 2 for each multiplication of a product of the forward pass, for the whole batch.
     """
 
     name: str
@@ -85,37 +85,40 @@ def traced_rows(
         var: _full_name(path, config)
         for path, var in zip(paths, program.jaxpr.invars[:n], strict=True)
     }
-    given = dict(zip(program.jaxpr.invars[n:], sorted(batch), strict=True))
-    trace = _Trace(program.jaxpr, weights, given)
+    batch_inputs = dict(zip(program.jaxpr.invars[n:], sorted(batch), strict=True))
+    trace = _Trace(program.jaxpr, weights, batch_inputs)
     rows = list(_rows(trace, grouped=config.kv_heads != config.n_heads))
-    rest = count(table) - sum(row.parameters for row in rows)
-    if rest:
-        rows.append(ShapeRow("other", (), 0, (), (), rest, 0))
+    remaining = count(table) - sum(row.parameters for row in rows)
+    if remaining:
+        rows.append(ShapeRow("other", (), 0, (), (), remaining, 0))
     return rows
 
 
 def _by_layer(params: Any) -> Any:
     """The params with a tree for each layer in place of the stacks."""
-    found = {
-        name: _by_layer(part) if isinstance(part, dict) else part for name, part in params.items()
-    }
-    return found | ({"blocks": layers_of(params["blocks"])} if "blocks" in params else {})
+    tree = {}
+    for name, branch in params.items():
+        tree[name] = _by_layer(branch) if isinstance(branch, dict) else branch
+    if "blocks" in params:
+        tree["blocks"] = layers_of(params["blocks"])
+    return tree
 
 
 def _full_name(path: str, config: ModelConfig) -> str:
     """The name of a leaf with the stack of its layer: "decoder.3.attention.q"."""
-    own = "encoder" if config.family == "encoder" else "decoder"
+    stack = "encoder" if config.family == "encoder" else "decoder"
     if path.startswith("encoder.blocks."):
         return path.replace("encoder.blocks", "encoder", 1)
-    return path.replace("blocks", own, 1) if path.startswith("blocks.") else path
+    return path.replace("blocks", stack, 1) if path.startswith("blocks.") else path
 
 
 class _Trace:
     """A program with the names of its weights and inputs, and where each variable comes from."""
 
-    def __init__(self, program: Jaxpr, weights: dict[Any, str], given: dict[Any, str]) -> None:
-        self.program, self.weights, self.given = program, weights, given
-        self.rows = next(iter(given)).aval.shape[0]  # of the batch
+    def __init__(self, program: Jaxpr, weights: dict[Any, str], inputs: dict[Any, str]) -> None:
+        self.program, self.weights, self.inputs = program, weights, inputs
+        # The rows of the batch.
+        self.rows = next(iter(inputs)).aval.shape[0]
         self.maker = {var: eqn for eqn in program.eqns for var in eqn.outvars}
         self.readers: dict[Any, list[Any]] = {}
         for eqn in program.eqns:
@@ -141,15 +144,15 @@ class _Trace:
 
     def result(self, var: Any) -> Any:
         """The last form of a product that has an axis for the rows of the batch."""
-        found = var
+        result = var
         while len(readers := self.readers.get(var, [])) == 1:
             if readers[0].primitive.name not in FORMS:
                 break
             var = readers[0].outvars[0]
-            if self.has_rows(found) and not self.has_rows(var):
+            if self.has_rows(result) and not self.has_rows(var):
                 break
-            found = var
-        return found
+            result = var
+        return result
 
 
 class _Group(NamedTuple):
@@ -167,9 +170,10 @@ def _groups(trace: _Trace) -> Iterator[_Group]:
     scopes = {*OUTER_SCOPES, *all_sublayers()}
     runs: list[tuple[tuple[str, ...], list[Any]]] = []
     for eqn in trace.program.eqns:
-        parts = str(eqn.source_info.name_stack).split("/")
-        scope = tuple(part for part in parts if part in scopes)
-        scope = scope[: 2 if scope[:1] == ("layer",) else 1]  # a norm within attention is its own
+        names = str(eqn.source_info.name_stack).split("/")
+        scope = tuple(name for name in names if name in scopes)
+        # A norm within attention belongs to the attention.
+        scope = scope[: 2 if scope[:1] == ("layer",) else 1]
         if runs and runs[-1][0] == scope:
             runs[-1][1].append(eqn)
         else:
@@ -179,23 +183,18 @@ def _groups(trace: _Trace) -> Iterator[_Group]:
             continue
         made = {var for eqn in eqns for var in eqn.outvars}
         inside = set(map(id, eqns))
-        read = dict.fromkeys(
-            var
-            for eqn in eqns
-            for var in eqn.invars
-            if not isinstance(var, Literal) and var not in made
-        )
+        read: dict[Any, None] = {}
+        for eqn in eqns:
+            for var in eqn.invars:
+                if not isinstance(var, Literal) and var not in made:
+                    read[var] = None
         weights = {var: trace.weights[var] for var in read if var in trace.weights}
-        reads = [var for var in read if var in trace.given or _is_activation(var, trace)]
-        makes = [
-            var
-            for var in made
-            if _is_float(var)
-            and (
-                var in trace.program.outvars
-                or any(id(eqn) not in inside for eqn in trace.readers.get(var, []))
-            )
-        ]
+        reads = [var for var in read if var in trace.inputs or _is_activation(var, trace)]
+        makes = []
+        for var in made:
+            read_later = any(id(eqn) not in inside for eqn in trace.readers.get(var, []))
+            if _is_float(var) and (read_later or var in trace.program.outvars):
+                makes.append(var)
         yield _Group(scope, eqns, weights, reads, makes)
 
 
@@ -214,10 +213,10 @@ def _rows(trace: _Trace, grouped: bool) -> Iterator[ShapeRow]:
         layers = [".".join(name.split(".")[:2]) for name in names]
         layer = layers[0] if "layer" in group.scope and names else layer
         name = _name(group, names, layer, trace)
-        own = {var for var in group.weights if var not in seen}
-        seen |= own
+        new_weights = {var for var in group.weights if var not in seen}
+        seen |= new_weights
         reads, makes = ([var.aval.shape for var in side] for side in (group.reads, group.makes))
-        sizes = sum(math.prod(var.aval.shape) for var in own)
+        sizes = sum(math.prod(var.aval.shape) for var in new_weights)
         flops = sum(map(_flops, group.eqns))
         yield _row(name, 0, reads, makes, sizes, flops)
         if group.scope[-1] in (*all_sublayers(), "head"):
@@ -226,8 +225,8 @@ def _rows(trace: _Trace, grouped: bool) -> Iterator[ShapeRow]:
 
 def _name(group: _Group, names: list[str], layer: str, trace: _Trace) -> str:
     what = group.scope[-1]
-    if what == "embed" and "source" in trace.given.values():
-        of_source = any(trace.given.get(var) == "source" for var in group.reads)
+    if what == "embed" and "source" in trace.inputs.values():
+        of_source = any(trace.inputs.get(var) == "source" for var in group.reads)
         return "encoder.embed" if of_source else "decoder.embed"
     if what in ("embed", "head"):
         return what
@@ -241,11 +240,11 @@ def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterato
     weights with values."""
 
     def shape(var: Any) -> Shape:
-        found: Shape = var.aval.shape
+        dims: Shape = var.aval.shape
         # [B, K, G, T, S], where heads that share no keys are groups of one
-        return found[:2] + found[3:] if len(found) == 5 and not grouped else found
+        return dims[:2] + dims[3:] if len(dims) == 5 and not grouped else dims
 
-    others = iter(("scores", "values") if "layer" in group.scope else ())
+    names_without_weight = iter(("scores", "values") if "layer" in group.scope else ())
     for eqn in group.eqns:
         if eqn.primitive.name != "dot_general":
             continue
@@ -255,8 +254,9 @@ def _products(trace: _Trace, group: _Group, name: str, grouped: bool) -> Iterato
             sides = zip(eqn.invars, weights, strict=True)
             reads = [trace.by_rows(var) for var, weight in sides if not weight]
         else:
-            what = next(others, "product")
-            reads = [trace.origin(var) for var in reversed(eqn.invars)]  # queries before keys
+            what = next(names_without_weight, "product")
+            # Queries before keys.
+            reads = [trace.origin(var) for var in reversed(eqn.invars)]
         makes = trace.result(eqn.outvars[0])
         yield _row(
             f"{name}.{what}", 1, [shape(var) for var in reads], [shape(makes)], 0, _flops(eqn)

@@ -45,7 +45,8 @@ def block_arrays(planned: PlannedRun, layer: ModelConfig, stack: Stack) -> list[
         if read_by_next:
             arrays.append(StoredArray("residual", wide))
         arrays += sublayer.stored(layer, sizes_of(planned, stack.tokens, stack.keys(sublayer)))
-        if layer.dropout:  # which elements are zero
+        if layer.dropout:
+            # The mask of the elements that are zero.
             arrays.append(StoredArray("dropout", tokens * layer.d_model))
     return arrays
 
@@ -73,10 +74,10 @@ def stored_names(planned: PlannedRun, layer: ModelConfig) -> frozenset[str]:
     again."""
     if layer.remat == "none" and planned.device.platform == "cpu":
         return array_names(planned, layer)
-    kept = {"input", *kept_points(layer)}
+    names = {"input", *kept_points(layer)}
     if layer.remat == "dots":
-        kept |= {"q", "k", "v", "out", "gate", "up", "down"}
-    return frozenset(kept)
+        names |= {"q", "k", "v", "out", "gate", "up", "down"}
+    return frozenset(names)
 
 
 class StackActivations(NamedTuple):
@@ -99,9 +100,9 @@ def _of_stack(planned: PlannedRun, stack: Stack) -> StackActivations:
     stored = recomputed = working = 0.0
     for layer, count in Counter(stack.layers).items():
         arrays, names = block_arrays(planned, layer, stack), stored_names(planned, layer)
-        kept = sum(array.bytes for array in arrays if array.name in names)
-        stored += count * kept
-        recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
+        layer_bytes = sum(array.bytes for array in arrays if array.name in names)
+        stored += count * layer_bytes
+        recomputed = max(recomputed, sum(array.bytes for array in arrays) - layer_bytes)
         working = max(working, backward_bytes(planned, layer, arrays, stack))
     bias, slope = bias_bytes(planned, stack)
     return StackActivations(stack.name, stored + bias, recomputed, working + slope)
@@ -149,14 +150,16 @@ def edge_bytes(planned: PlannedRun) -> float:
     tokens = planned.rows * planned.length
     wide = tokens * model.d_model * numbers
     # The input and the output of the final norm; of the encoder's too, which all layers read.
-    found = 2.0 * wide
+    total = 2.0 * wide
     if model.family == "encoder_decoder":
-        found += 2 * planned.rows * planned.source_length * model.d_model * numbers
+        total += 2 * planned.rows * planned.source_length * model.d_model * numbers
     if model.output == "masked":
-        found += 3 * wide  # the dense layer, its activation and its norm
+        # The dense layer, its activation and its norm.
+        total += 3 * wide
     if model.embedding_norm:
-        found += 2 * wide  # the input of the norm, in float32
-    return found
+        # The input of the norm, in float32.
+        total += 2 * wide
+    return total
 
 
 def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:

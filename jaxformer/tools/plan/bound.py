@@ -49,8 +49,8 @@ class Bound(NamedTuple):
     @property
     def seconds(self) -> float | None:
         """The least time of a step: the largest of the three, if they overlap entirely."""
-        known = [seconds for seconds in self if seconds is not None]
-        return max(known) if len(known) == len(self) else None
+        bounds = [seconds for seconds in self if seconds is not None]
+        return max(bounds) if len(bounds) == len(self) else None
 
     @property
     def binds(self) -> str:
@@ -68,8 +68,13 @@ def products(planned: PlannedRun) -> Products:
         counted_specs(planned.run),
         planned.objective.reference,
     )
-    others = (repeated_flops(planned), skipped_flops(planned), undivided_flops(planned))
-    return Products(per_token, per_token * tokens, *(flops * tokens for flops in others))
+    return Products(
+        per_token,
+        model=per_token * tokens,
+        recomputed=repeated_flops(planned) * tokens,
+        skipped=skipped_flops(planned) * tokens,
+        undivided=undivided_flops(planned) * tokens,
+    )
 
 
 def attention_flops(planned: PlannedRun) -> float:
@@ -94,18 +99,17 @@ def skipped_flops(planned: PlannedRun) -> float:
 
 
 def undivided_flops(planned: PlannedRun) -> float:
-    """FLOPs a token, over all devices, of matrices and of attention that mesh.tensor would divide
-    and does not: all its devices but one compute them once more."""
+    """FLOPs a token, over all devices, of matrices and of attention that mesh.tensor does not
+    divide: all its devices but one compute them once more."""
     model, tensor = planned.model, planned.size("tensor")
     table = counted_specs(planned.run)
-    whole = {
-        path
-        for one in undivided_axes(table, planned.mesh)
-        if one.axis in REPEATED_AXES
-        for path in one.paths
-    }
+    undivided_paths = set[str]()
+    for one in undivided_axes(table, planned.mesh):
+        if one.axis in REPEATED_AXES:
+            undivided_paths.update(one.paths)
     share = planned.source_length / planned.length
-    total = sum(flops for path, flops in matrix_flops(model, share, table).items() if path in whole)
+    by_path = matrix_flops(model, share, table).items()
+    total = sum(flops for path, flops in by_path if path in undivided_paths)
     if model.n_heads % tensor:
         total += attention_flops(planned) - skipped_flops(planned)
     return (tensor - 1) * total

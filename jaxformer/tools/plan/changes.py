@@ -28,29 +28,30 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
     combination of settings the smallest alone. Empty where none was found."""
     options = {name: values for name, values in _options(planned).items() if values}
     variants: dict[int, PlannedRun] = {}
-    found: list[Change] = []
+    fitting: list[Change] = []
     for number in range(1, len(options) + 1):
         for names in itertools.combinations(options, number):
-            if any(set(change.settings) <= set(names) for change in found):
+            if any(set(change.settings) <= set(names) for change in fitting):
                 continue  # fewer settings do
             for values in itertools.product(*(options[name] for name in names)):
                 settings = dict(zip(names, values, strict=True))
                 peak = _peak(planned, settings, variants)
                 if peak is not None:
-                    found.append(Change(settings, peak))
+                    fitting.append(Change(settings, peak))
                     break
-        if found:
+        if fitting:
             break
-    return found[:MOST_SHOWN]
+    return fitting[:MOST_SHOWN]
 
 
 def _options(planned: PlannedRun) -> dict[str, list[Any]]:
     """The values of each setting that may take less memory, the smallest change first."""
     run, model, devices = planned.run, planned.model, planned.mesh.size
     tensor, fsdp = planned.size("tensor"), planned.size("fsdp")
-    known = choices(get_type_hints(ModelConfig, include_extras=True)["remat"])
-    policies = [name for name in RECOMPUTING if name in known]
-    rows = run.train.batch_size // planned.size("data", "fsdp")  # of a device, in all microbatches
+    allowed = choices(get_type_hints(ModelConfig, include_extras=True)["remat"])
+    policies = [policy for policy in RECOMPUTING if policy in allowed]
+    # Rows of a device in all microbatches.
+    rows = run.train.batch_size // planned.size("data", "fsdp")
     return {
         "mesh.fsdp": [n for n in _divisors(devices // tensor) if n > fsdp],
         "train.microbatches": [n for n in _divisors(rows) if n > run.train.n_microbatches],

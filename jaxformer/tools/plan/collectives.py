@@ -65,14 +65,14 @@ def link_bytes(collectives: list[Collective], platform: str) -> float:
 
 def collectives_of(planned: PlannedRun) -> list[Collective]:
     """The collectives of a step; those of a few numbers, and of token ids, are left out."""
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     if planned.size("fsdp") > 1:
-        found += [*_of_layers(planned), *_of_fsdp(planned), *_of_lookups(planned)]
+        collectives += [*_of_layers(planned), *_of_fsdp(planned), *_of_lookups(planned)]
     if planned.size("data") > 1:
-        found += _of_data(planned)
+        collectives += _of_data(planned)
     if planned.size("tensor") > 1:
-        found += _of_tensor(planned)
-    return [one for one in found if one.bytes]
+        collectives += _of_tensor(planned)
+    return [one for one in collectives if one.bytes]
 
 
 class _Leaf(NamedTuple):
@@ -96,19 +96,19 @@ class _Leaf(NamedTuple):
         return self.path.partition("blocks")[0], self.spec.shape, self.spec.axes.index("embed")
 
 
-def _leaves(planned: PlannedRun, wanted: str) -> list[_Leaf]:
-    """The rows that are matrices of layers ("layers"), the output layer ("head"), the table of
-    tokens ("embed"), or all the others ("rest")."""
-    found = []
+def _leaves(planned: PlannedRun, kind: str) -> list[_Leaf]:
+    """The rows of a kind: the matrices of layers ("layers"), the output layer ("head"), the table
+    of tokens ("embed"), or all other parameters ("rest")."""
+    leaves = []
     for path, spec in rows(planned.specs).items():
-        if _kind(path, spec) != wanted:
+        if _kind(path, spec) != kind:
             continue
         placed = partition(spec.shape, spec.axes, PARAMETERS, planned.mesh.shape)
         split = math.prod(planned.size(axis) for axis in placed if axis and axis != "fsdp")
         count = spec.shape[0] if "layers" in spec.axes else 1
         elements = math.prod(spec.shape) / split
-        found.append(_Leaf(path, spec, count, elements, "fsdp" in placed))
-    return found
+        leaves.append(_Leaf(path, spec, count, elements, "fsdp" in placed))
+    return leaves
 
 
 def _kind(path: str, spec: Spec) -> str:
@@ -133,8 +133,8 @@ def _of_layers(planned: PlannedRun) -> Iterator[Collective]:
         yield _of_matrices(planned, "all-gather", "weights of the layers, forward", divided)
         yield _of_matrices(planned, "all-gather", "weights of the layers, backward", divided)
         yield _of_matrices(planned, "reduce-scatter", "gradients of the layers", divided)
-    whole = [leaf for leaf in leaves if not leaf.divided]
-    yield _of_matrices(planned, "all-reduce", "gradients of the layers", whole)
+    replicated = [leaf for leaf in leaves if not leaf.divided]
+    yield _of_matrices(planned, "all-reduce", "gradients of the layers", replicated)
 
 
 def _of_matrices(planned: PlannedRun, kind: str, purpose: str, leaves: list[_Leaf]) -> Collective:
@@ -166,12 +166,12 @@ def _windowed(planned: PlannedRun, leaves: list[_Leaf]) -> Iterator[Collective]:
     # Sums travel both ways around. The two begin as zeros, which are sent too, unless another
     # product of the layer has sent zeros of this shape outside of a loop.
     first: list[_Leaf] = []
-    others: list[_Leaf] = []
+    repeats: list[_Leaf] = []
     for leaf in leaves:
-        known = any(leaf.shard == other.shard for other in first)
-        (others if known and unrolled else first).append(leaf)
+        has_zeros = unrolled and any(leaf.shard == earlier.shard for earlier in first)
+        (repeats if has_zeros else first).append(leaf)
     yield permutes("gradients of the layers", first, devices + 1)
-    yield permutes("gradients of equal shapes", others, devices - 1)
+    yield permutes("gradients of equal shapes", repeats, devices - 1)
 
 
 def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
@@ -187,21 +187,21 @@ def _of_fsdp(planned: PlannedRun) -> Iterator[Collective]:
     if matrices and matrices[0].divided:
         elements = matrices[0].elements
         # Each device adds up the gradient of the whole vocabulary.
-        whole = math.prod(matrices[0].spec.shape)
+        table_size = math.prod(matrices[0].spec.shape)
         passes = 2 if planned.of_pairs else 1
         yield one("all-gather", "output layer", passes, passes * elements, numbers)
-        yield one("reduce-scatter", "gradient of the output layer", 1, whole, 4)
-        if tensor > 1 and whole != elements:
-            gradient = one("all-gather", "gradient of the output layer", 1, whole, 4)
+        yield one("reduce-scatter", "gradient of the output layer", 1, table_size, 4)
+        if tensor > 1 and table_size != elements:
+            gradient = one("all-gather", "gradient of the output layer", 1, table_size, 4)
             yield gradient._replace(axis="tensor", devices=tensor)
-    rest = _leaves(planned, "rest")
-    dense = [leaf for leaf in rest if leaf.divided and not leaf.spec.lookup]
+    leaves = _leaves(planned, "rest")
+    dense = [leaf for leaf in leaves if leaf.divided and not leaf.spec.lookup]
     size = sum(leaf.elements for leaf in dense)
     yield one(
         "all-gather", "other matrices, forward and backward", 2 * len(dense), 2 * size, numbers
     )
     yield one("reduce-scatter", "gradients of other matrices", len(dense), size, numbers)
-    replicated = sum(leaf.elements for leaf in rest if not leaf.divided)
+    replicated = sum(leaf.elements for leaf in leaves if not leaf.divided)
     yield one("all-reduce", "gradients of replicated parameters", 1, replicated, 4)
 
 
@@ -216,7 +216,8 @@ def _of_lookups(planned: PlannedRun) -> Iterator[Collective]:
     changed = model.embedding_norm or model.dropout
     forward = planned.dtype_bytes if alone and not changed else 4
     times, backward = tables, 4 if changed else planned.dtype_bytes
-    if planned.device.platform == "tpu":  # one exchange for all tables, before the conversion
+    if planned.device.platform == "tpu":
+        # One exchange for all tables, before the conversion.
         times, backward = 1, 4
     for purpose, count, width in (
         ("looked-up rows", tables, forward),
@@ -234,7 +235,8 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     microbatches = planned.run.train.n_microbatches
     objective = OBJECTIVES[task_of(planned.model, planned.run.data).name]
     rowwise = objective.rowwise and not planned.model.dropout
-    together = microbatches > 1 and rowwise  # each replica accumulates its own
+    # Each replica accumulates its own gradients.
+    together = microbatches > 1 and rowwise
 
     def one(purpose: str, leaves: list[_Leaf], width: int, times: int = 1) -> Collective:
         size = sum(leaf.elements / (fsdp if leaf.divided else 1) for leaf in leaves) * width
@@ -243,7 +245,8 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     layers = _leaves(planned, "layers")
     if together:
         yield one("gradients of the layers", layers, 4)
-    else:  # as they come out of the loop over layers
+    else:
+        # As they come out of the loop over layers.
         yield one("gradients of the layers", layers, planned.dtype_bytes, microbatches)
     # The compiler takes the sum of what a loop only adds up out of the loop over microbatches.
     yield one("gradients of other parameters", _leaves(planned, "rest"), 4)
@@ -261,7 +264,8 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
 def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     """Sums of what the parts of a layer give, and the vocabulary."""
     model, microbatches = planned.model, planned.run.train.n_microbatches
-    wide = planned.rows * model.d_model * planned.dtype_bytes  # a residual stream, a token long
+    # A residual stream of one token.
+    wide = planned.rows * model.d_model * planned.dtype_bytes
     again = array_names(planned, model) - stored_names(planned, model)
     outputs: list[float] = []
     repeated: list[float] = []
@@ -281,9 +285,9 @@ def _of_tensor(planned: PlannedRun) -> Iterator[Collective]:
     yield one("all-reduce", "outputs that remat computes again", repeated)
     yield one("all-reduce", "gradients of their inputs", inputs)
     (table,) = _leaves(planned, "embed")
-    whole = math.prod(table.spec.shape)
-    if table.elements < whole:
+    table_size = math.prod(table.spec.shape)
+    if table.elements < table_size:
         shards = planned.size("fsdp") if table.divided else 1
-        yield one("all-gather", "table of tokens", [4 * whole / shards])
+        yield one("all-gather", "table of tokens", [4 * table_size / shards])
     if model.output in ("language", "masked") and model.vocab_size % planned.size("tensor") == 0:
         yield one("all-reduce", "gradient of the output layer's input", [wide * planned.length])

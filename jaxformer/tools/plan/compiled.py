@@ -40,7 +40,7 @@ ENVIRONMENT = {
 SIZE = r"([\d.]+)([KMGT]?)"
 # What XLA's compiler for TPUs says of a program that is too large.
 TOO_LARGE = re.compile(rf"Used {SIZE} of {SIZE} hbm|\({SIZE}\) exceeds available HBM \({SIZE}\)")
-# A warning or error that the compiler logs; the group is what it says.
+# A warning or error that the compiler logs; the group is its text.
 LOGGED = re.compile(r"^[WE]\d{4} .*?\.cc:\d+\] (.*(?:remateriali|exceed|spill).*)$", re.MULTILINE)
 REFERENCE_APART = (
     "the parameters of the reference are in the memory that is needed; the program in which they"
@@ -72,7 +72,7 @@ def compiled_report(
     """
     target = parse_target(target) if isinstance(target, str) else target
     require_compiler(target.platform)
-    asked = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
+    request = {"run": to_json(run), "target": str(target), "packed": packed, "hlo": str(hlo)}
     command = [sys.executable, "-m", "jaxformer.tools.plan.compiled"]
     environment = os.environ | ENVIRONMENT
     if run.train.deterministic:
@@ -82,7 +82,7 @@ def compiled_report(
     try:
         done = subprocess.run(
             command,
-            input=json.dumps(asked),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             env=environment,
@@ -94,11 +94,11 @@ def compiled_report(
     if done.returncode or not answer.startswith("{"):
         tail = "\n".join(done.stderr.strip().splitlines()[-15:])
         raise ConfigError(f"the compiler for {target} failed (status {done.returncode}):\n{tail}")
-    found = json.loads(answer)
-    if "error" in found:
-        raise ConfigError(found["error"])
+    record = json.loads(answer)
+    if "error" in record:
+        raise ConfigError(record["error"])
     warnings = dict.fromkeys(LOGGED.findall(done.stderr))
-    return report_of(found | {"warnings": tuple(warnings)})
+    return report_of(record | {"warnings": tuple(warnings)})
 
 
 def model_flops(run: RunConfig) -> float:
@@ -192,39 +192,43 @@ def reference_beside(run: RunConfig, state: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def too_large(error: Exception) -> tuple[int, int]:
-    """(bytes needed, bytes there) by the words of a compiler that refused a program. Raises the
-    error where it says something else."""
-    found = TOO_LARGE.search(str(error))
-    if found is None:
+    """(bytes needed, bytes available) from the message of a compiler that refused a program. Raises
+    the error where it says something else."""
+    match = TOO_LARGE.search(str(error))
+    if match is None:
         raise error
-    used, unit, there, unit_there = (group for group in found.groups() if group is not None)
-    return round(float(used) * UNITS[unit]), round(float(there) * UNITS[unit_there])
+    # The pattern has two forms, of which one matches: its groups are two sizes with their units.
+    used, unit, available, available_unit = filter(lambda group: group is not None, match.groups())
+    return round(float(used) * UNITS[unit]), round(float(available) * UNITS[available_unit])
 
 
 def versions() -> dict[str, str]:
     """The versions of what compiled, of those that are installed."""
-    found = {}
+    installed = {}
     for name in COMPILERS:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def main() -> None:
     """Reads what to compile from standard input, and writes the report as one line of JSON."""
-    asked = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     try:
-        run = from_json(asked["run"], "the settings to compile")
-        target = parse_target(asked["target"])
-        answer = compile_here(run, target, asked["packed"], asked["hlo"]).as_json()
+        run = from_json(request["run"], "the settings to compile")
+        target = parse_target(request["target"])
+        answer = compile_here(run, target, request["packed"], request["hlo"]).as_json()
     except ConfigError as error:
         answer = {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        answer = {"error": f"the step does not compile for {asked['target']}: {said}"}
+        first_line = str(error).strip().partition("\n")[0]
+        answer = {
+            "error": f"the step does not compile for {request['target']}:"
+            f" {type(error).__name__}: {first_line}"
+        }
     print(json.dumps(answer), flush=True)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from jaxformer.arrays.hardware import GIB
 from jaxformer.tools.plan.hlo_counts import Counts, counts_of
 
-MOST_COLLECTIVES = 12  # lines
+# The most collectives that the report lists.
+MOST_COLLECTIVES = 12
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,25 @@ class CompiledReport:
         """The report for a terminal."""
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         on = f"{self.target} ({self.device_kind}, mesh {shape})"
-        found = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
+        lines = [f"compiled for {on}: {self.dtype}, attention {self.kernel}"]
         fit = "fits" if self.fits else "does not fit"
-        found.append(
+        lines.append(
             f"{fit}: {self.needed / GIB:.2f} GiB of {self.capacity / GIB:.2f} GiB a device"
         )
         if m := self.memory:
-            parts = {"arguments": m.argument, "temporaries": m.temporary, "peak": m.peak}
-            parts |= {"in the memory of the host": m.host} if m.host else {}
-            found.append(", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()))
-        found += [] if self.counts is None else self._count_lines(self.counts)
-        found += self.notes
-        found += [f"the compiler warns: {line}" for line in self.warnings]
-        seconds = f"lowered in {self.lower_seconds:.1f} s, compiled in {self.compile_seconds:.1f} s"
-        return [*found, seconds + ", nothing was run and no tokens/s are promised"]
+            sizes = {"arguments": m.argument, "temporaries": m.temporary, "peak": m.peak}
+            if m.host:
+                sizes["in the memory of the host"] = m.host
+            lines.append(", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sizes.items()))
+        if self.counts is not None:
+            lines += self._count_lines(self.counts)
+        lines += self.notes
+        lines += [f"the compiler warns: {line}" for line in self.warnings]
+        return [
+            *lines,
+            f"lowered in {self.lower_seconds:.1f} s, compiled in {self.compile_seconds:.1f} s,"
+            " nothing was run and no tokens/s are promised",
+        ]
 
     def _count_lines(self, counts: Counts) -> list[str]:
         def tera(flops: float) -> str:
@@ -96,23 +102,23 @@ class CompiledReport:
 
         products = [f"{tera(flops)} of {name}" for name, flops in counts.products.items()]
         inside = [f"{tera(counts.kernels)} in kernels"] if counts.kernels else []
-        found = [
+        lines = [
             f"products a device and step: {', '.join(products + inside)}; the model's are"
             f" {tera(self.model_flops)}",
             f"memory traffic: {counts.bytes / GIB:.1f} GiB; the step takes at least"
             f" {counts.seconds * 1e3:.1f} ms without collectives, MFU at most {self.mfu_bound:.1%}",
         ]
         if calls := ", ".join(f"{n} x {target}" for target, n in counts.custom_calls.items()):
-            found.append(f"kernels: {calls}")
+            lines.append(f"kernels: {calls}")
         total = sum(entry.count * entry.bytes for entry in counts.collectives)
         if total:
             number = sum(entry.count for entry in counts.collectives)
-            found.append(f"collectives: {number} a step, of arrays of {total / GIB:.3f} GiB in all")
+            lines.append(f"collectives: {number} a step, of arrays of {total / GIB:.3f} GiB in all")
         for entry in counts.collectives[:MOST_COLLECTIVES]:
             size = f"{entry.count} x {entry.bytes / 2**20:.2f} MiB"
-            how = f"{entry.kind}{' (asynchronous)' * entry.asynchronous}"
-            found.append(f"  {how} {size} among {entry.group or '?'}: {entry.shape}")
-        return found
+            how = f"{entry.kind} (asynchronous)" if entry.asynchronous else entry.kind
+            lines.append(f"  {how} {size} among {entry.group or '?'}: {entry.shape}")
+        return lines
 
 
 def report_of(record: dict[str, Any]) -> CompiledReport:

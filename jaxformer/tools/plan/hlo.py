@@ -64,35 +64,36 @@ class Instruction:
     def operands(self) -> tuple[str, ...]:
         if self.opcode in ("parameter", "constant"):
             return ()
-        parts = _split(re.sub(r"/\*.*?\*/", "", self.arguments))
-        return tuple(part.split()[-1].removeprefix("%") for part in parts if part.strip())
+        listed = _split(re.sub(r"/\*.*?\*/", "", self.arguments))
+        return tuple(text.split()[-1].removeprefix("%") for text in listed if text.strip())
 
     @property
     def number(self) -> int:
         """Which parameter this is, or the value of an integer constant; -1 for others."""
-        found = re.fullmatch(r"-?\d+", self.arguments.strip())
-        return int(found[0]) if found and self.opcode in ("parameter", "constant") else -1
+        match = re.fullmatch(r"-?\d+", self.arguments.strip())
+        return int(match[0]) if match and self.opcode in ("parameter", "constant") else -1
 
     def attribute(self, pattern: str) -> str:
         """The first group of a pattern in the attributes, "" where it is not found."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
     def called(self, *names: str) -> list[str]:
         """The computations that attributes of these names name."""
-        found = []
+        computations = []
         for name in names:
-            if several := self.attribute(rf"\b{name}=\{{([^}}]*)\}}"):
-                found += [part.strip().removeprefix("%") for part in several.split(",")]
-            elif single := self.attribute(rf"\b{name}=%?([\w.\-]+)"):
-                found.append(single)
-        return found
+            several = self.attribute(rf"\b{name}=\{{([^}}]*)\}}")
+            single = self.attribute(rf"\b{name}=%?([\w.\-]+)")
+            if several:
+                computations += [text.strip().removeprefix("%") for text in several.split(",")]
+            elif single:
+                computations.append(single)
+        return computations
 
     def numbers(self, name: str) -> list[int]:
         """The numbers of an attribute such as lhs_contracting_dims={1,2}."""
-        return [
-            int(part) for part in self.attribute(rf"\b{name}=\{{([\d,]*)\}}").split(",") if part
-        ]
+        listed = self.attribute(rf"\b{name}=\{{([\d,]*)\}}")
+        return [int(number) for number in listed.split(",") if number]
 
     @property
     def op_name(self) -> str:
@@ -120,12 +121,12 @@ class Computation:
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that read each one."""
-        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for row in self.instructions.values():
             for name in dict.fromkeys(row.operands):
-                if name in found:
-                    found[name].append(row)
-        return found
+                if name in users:
+                    users[name].append(row)
+        return users
 
     def operand(self, instruction: Instruction, index: int) -> Instruction | None:
         """An operand, None where there is none of that number."""
@@ -143,18 +144,18 @@ class Program:
 
 def bits(dtype: str) -> int:
     """The bits of an element; 0 for a type that holds no data."""
-    found = SIZED.match(dtype)
-    return BITS.get(dtype, int(found[1]) if found else 0)
+    match = SIZED.match(dtype)
+    return BITS.get(dtype, int(match[1]) if match else 0)
 
 
 def parse_types(text: str) -> tuple[ArrayType, ...]:
     """The arrays in a type such as "(f32[8]{0}, (bf16[2,4]{1,0:T(8,128)S(1)}))"."""
-    found = []
+    arrays = []
     for dtype, sizes, layout in ARRAY.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
-        found.append(ArrayType(dtype, shape, int(space[1]) if space else 0))
-    return tuple(found)
+        arrays.append(ArrayType(dtype, shape, int(space[1]) if space else 0))
+    return tuple(arrays)
 
 
 def parse(text: str) -> Program:
@@ -162,13 +163,13 @@ def parse(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry = ""
     rows: dict[str, Instruction] | None = None
-    for line in _whole_lines(text):
+    for line in _joined_lines(text):
         if line[:1] != " ":
             rows = None
-            if found := COMPUTATION.match(line):
+            if header := COMPUTATION.match(line):
                 rows = {}
-                computations[found[2]] = Computation(found[2], rows)
-                entry = found[2] if found[1] else entry
+                computations[header[2]] = Computation(header[2], rows)
+                entry = header[2] if header[1] else entry
         elif rows is not None and (row := _instruction(line)):
             rows[row.name] = row
     if not entry:
@@ -176,20 +177,20 @@ def parse(text: str) -> Program:
     return Program(computations, entry)
 
 
-def _whole_lines(text: str) -> Iterator[str]:
-    """The lines of computations, those of an instruction together: attributes of a kernel are
-    written over several lines."""
-    inside, held = False, ""
+def _joined_lines(text: str) -> Iterator[str]:
+    """The lines of computations, with those of one instruction joined: the attributes of a kernel
+    are written over several lines."""
+    inside, joined = False, ""
     for line in text.splitlines():
         if inside and line != "}" and not line.startswith(" "):
-            held += line
+            joined += line
             continue
-        if held:
-            yield held
-        held = line
+        if joined:
+            yield joined
+        joined = line
         inside = line.startswith(" ") or COMPUTATION.match(line) is not None
-    if held:
-        yield held
+    if joined:
+        yield joined
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -213,26 +214,26 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the bracket that closes the one at `start`."""
+    """The index of the bracket that closes the one at `start`."""
     depth = 0
-    for place in range(start, len(text)):
-        if text[place] in OPENING:
+    for index in range(start, len(text)):
+        if text[index] in OPENING:
             depth += 1
-        elif text[place] in CLOSING:
+        elif text[index] in CLOSING:
             depth -= 1
             if depth == 0:
-                return place
+                return index
     return len(text) - 1
 
 
 def _split(text: str) -> list[str]:
     """The parts of a text between commas that are in no bracket."""
     parts, depth, begin = [], 0, 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character in OPENING) - (character in CLOSING)
         if character == "," and depth == 0:
-            parts.append(text[begin:place])
-            begin = place + 1
+            parts.append(text[begin:index])
+            begin = index + 1
     return [*parts, text[begin:]]
 
 
@@ -240,8 +241,8 @@ def trip_count(program: Program, loop: Instruction) -> int:
     """How often a `while` runs its body: what the compiler wrote beside it, else from its counter,
     which starts at a constant, grows by one and is compared with another; 0 where it is not known.
     """
-    if known := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
-        return int(known)
+    if trips := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
+        return int(trips)
     condition = program.computations[loop.called("condition")[0]]
     body = program.computations[loop.called("body")[0]]
     for row in condition.instructions.values():
@@ -258,10 +259,11 @@ def trip_count(program: Program, loop: Instruction) -> int:
 
 def _step(body: Computation, index: int) -> int:
     """By how much a body of a loop raises element `index` of its tuple."""
-    at = body.operand(body.root, index) if body.root.opcode == "tuple" else None
+    row = body.operand(body.root, index) if body.root.opcode == "tuple" else None
     total = 0
-    while at and at.opcode in ("add", "copy"):
-        parts = [body.operand(at, place) for place in range(len(at.operands))]
-        total += sum(part.number for part in parts if part and part.opcode == "constant")
-        at = next((part for part in parts if part and part.opcode != "constant"), None)
+    while row and row.opcode in ("add", "copy"):
+        candidates = [body.operand(row, number) for number in range(len(row.operands))]
+        operands = [operand for operand in candidates if operand]
+        total += sum(operand.number for operand in operands if operand.opcode == "constant")
+        row = next((operand for operand in operands if operand.opcode != "constant"), None)
     return total

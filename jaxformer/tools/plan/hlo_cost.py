@@ -77,7 +77,7 @@ def kernel_flops(computation: Computation, row: Instruction) -> int:
             return 0
         (batch, length, heads, width), (_, keys, *_) = shapes
         products = 5 if "Backward" in target_of(row) else 2
-        part = 2 if "CAUSAL" in row.attributes else 1
+        divisor = 2 if "CAUSAL" in row.attributes else 1
         window = int(row.attribute(r'"sliding_window_length":\s*"?(\d+)') or 0)
         if 0 < window < length == keys:
             pairs = visible_pairs(length, window)
@@ -91,10 +91,11 @@ def kernel_flops(computation: Computation, row: Instruction) -> int:
         *_, heads, length, width = sides[0]
         keys = sides[1][-2]
         products = SPLASH_PRODUCTS[kernel[1]]
-        part = 2  # its mask is an array of the kernel
+        # Its mask is an array of the kernel, and taken to be causal.
+        divisor = 2
     else:
         return 0
-    return 2 * products * batch * heads * length * keys * width // part
+    return 2 * products * batch * heads * length * keys * width // divisor
 
 
 def target_of(row: Instruction) -> str:
@@ -157,8 +158,8 @@ def _valid_pairs(
     of_input, of_kernel = dilations
     if kernel * out > MOST_PAIRS:
         return kernel * out
-    place = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * of_kernel - low
-    inside = (place >= 0) & (place <= (size - 1) * of_input) & (place % of_input == 0)
+    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * of_kernel - low
+    inside = (position >= 0) & (position <= (size - 1) * of_input) & (position % of_input == 0)
     return int(inside.sum())
 
 
@@ -175,12 +176,15 @@ def moved_bytes(program: Program, computation: Computation, row: Instruction) ->
         return 2 * _main(row)
     if row.opcode == "dynamic-update-slice":
         return 2 * _main(computation.operand(row, 1))
-    if row.opcode == "scatter":  # in place: indices and updates, and as much read and written
+    if row.opcode == "scatter":
+        # In place: indices and updates are read, and as much as the updates is read and written.
         return 3 * _main(computation.operand(row, 2)) + _main(computation.operand(row, 1))
-    if row.opcode in ("slice-start", "dynamic-slice-start"):  # (operand and places, slice, context)
-        part = next(array for array in row.types[1:] if array.shape)
-        return part.bytes + part.main_bytes
-    if row.opcode == "copy-start":  # (copy, original, context)
+    if row.opcode in ("slice-start", "dynamic-slice-start"):
+        # The value is (operand and indices, slice, context).
+        slice_array = next(array for array in row.types[1:] if array.shape)
+        return slice_array.bytes + slice_array.main_bytes
+    if row.opcode == "copy-start":
+        # The value is (copy, original, context).
         return sum(array.main_bytes for array in row.types[:2])
     if target_of(row) == "AllocateBuffer":
         return 0
@@ -235,7 +239,7 @@ def _written_bytes(body: Computation, output: Instruction) -> int:
 def _read_bytes(program: Program, body: Computation, value: Instruction, depth: int = 0) -> int:
     """Bytes that a fused computation reads of a value: what is sliced of it, nothing where it is
     updated in place, else all."""
-    total, whole = 0, _all(value)
+    total, all_bytes = 0, _all(value)
     for user in body.users[value.name]:
         places = [index for index, name in enumerate(user.operands) if name == value.name]
         if user.opcode in SLICES and places == [0]:
@@ -243,7 +247,8 @@ def _read_bytes(program: Program, body: Computation, value: Instruction, depth: 
         elif user.opcode in ("dynamic-update-slice", "scatter") and places == [0]:
             continue
         elif user.opcode == "tuple" or COLLECTIVE.match(user.opcode) or "Async" in target_of(user):
-            continue  # of a collective that runs behind this fusion
+            # Read by a collective that runs behind this fusion.
+            continue
         elif user.opcode in SAME_DATA and depth < 8:
             total += _read_bytes(program, body, user, depth + 1)
         elif user.opcode == "fusion" and depth < 8:
@@ -251,5 +256,5 @@ def _read_bytes(program: Program, body: Computation, value: Instruction, depth: 
             for index in places:
                 total += _read_bytes(program, inner, inner.parameters[index], depth + 1)
         else:
-            return whole
-    return min(total, whole)
+            return all_bytes
+    return min(total, all_bytes)

@@ -88,15 +88,15 @@ def counts_of(record: dict[str, Any]) -> Counts:
 
 def count(text: str, peak: float = math.inf, bandwidth: float = math.inf) -> Counts:
     """Counts an HLO text; `peak` in FLOP/s and `bandwidth` in bytes/s of one device."""
-    found = _Counter(parse(text), peak, bandwidth).total()
+    total = _Counter(parse(text), peak, bandwidth).total()
     return Counts(
-        products=dict(found.products.most_common()),
-        kernels=found.kernels,
-        bytes=found.bytes,
-        seconds=found.seconds,
-        collectives=_merged(found.collectives),
-        custom_calls=dict(found.custom_calls.most_common()),
-        loops=tuple(Loop(name, trips, times) for (name, trips), times in found.loops.items()),
+        products=dict(total.products.most_common()),
+        kernels=total.kernels,
+        bytes=total.bytes,
+        seconds=total.seconds,
+        collectives=_merged(total.collectives),
+        custom_calls=dict(total.custom_calls.most_common()),
+        loops=tuple(Loop(name, trips, times) for (name, trips), times in total.loops.items()),
     )
 
 
@@ -127,10 +127,10 @@ class _Total:
         self.kernels += times * other.kernels
         self.bytes += times * other.bytes
         self.seconds += times * other.seconds
-        for place, (channel, found) in other.collectives.items():
-            before = self.collectives[place][1].count if place in self.collectives else 0
-            total = before + times * found.count
-            self.collectives[place] = channel, dataclasses.replace(found, count=total)
+        for key, (channel, collective) in other.collectives.items():
+            before = self.collectives[key][1].count if key in self.collectives else 0
+            total = before + times * collective.count
+            self.collectives[key] = channel, dataclasses.replace(collective, count=total)
 
     @property
     def work(self) -> float:
@@ -141,19 +141,19 @@ class _Total:
 class _Counter:
     def __init__(self, program: Program, peak: float, bandwidth: float) -> None:
         self.program, self.peak, self.bandwidth = program, peak, bandwidth
-        self.known: dict[tuple[str, bool], _Total] = {}
+        self.totals: dict[tuple[str, bool], _Total] = {}
 
     def total(self) -> _Total:
         return self.of(self.program.entry, fused=False)
 
     def of(self, name: str, fused: bool) -> _Total:
         """The sums of a computation; those of a fused one have no bytes and no time."""
-        if (name, fused) not in self.known:
+        if (name, fused) not in self.totals:
             computation, total = self.program.computations[name], _Total()
             for row in computation.instructions.values():
                 total.add(*self.row(computation, synchronous(computation, row), fused))
-            self.known[name, fused] = total
-        return self.known[name, fused]
+            self.totals[name, fused] = total
+        return self.totals[name, fused]
 
     def row(self, computation: Computation, row: Instruction, fused: bool) -> tuple[_Total, int]:
         """(sums, times) of an instruction with the computations that it calls."""
@@ -164,7 +164,7 @@ class _Counter:
             return loop, 1
         if row.opcode == "conditional":
             names = row.called("branch_computations", "true_computation", "false_computation")
-            return max((self.of(name, fused) for name in names), key=lambda found: found.work), 1
+            return max((self.of(name, fused) for name in names), key=lambda branch: branch.work), 1
         if row.opcode in ("call", "async-start"):
             total = _Total()
             for name in row.called("to_apply", "calls"):
@@ -191,8 +191,8 @@ class _Counter:
             channel = row.attribute(r"channel_id=(\d+)") or f"{computation.name}/{row.name}"
             # Those of one `jax.shard_map` may share a channel; each has a reduction of its own.
             channel += row.attribute(r"to_apply=%?([\w.\-]+)") or ""
-            found = _collective(computation, row, matched[1], bool(matched[2]))
-            total.collectives[computation.name, row.name] = channel, found
+            collective = _collective(computation, row, matched[1], bool(matched[2]))
+            total.collectives[computation.name, row.name] = channel, collective
 
 
 def _collective(
@@ -204,11 +204,13 @@ def _collective(
         arrays = [array for array in row.types if array.shape]
         results = tuple(arrays[len(arrays) // 2 :])
     operands = [computation.operand(row, index) for index in range(len(row.operands))]
-    given = tuple(array for operand in operands if operand for array in operand.types)
-    larger = max(results, given, key=lambda arrays: sum(array.bytes for array in arrays))
+    operand_arrays = tuple(array for operand in operands if operand for array in operand.types)
+    larger = max(results, operand_arrays, key=lambda arrays: sum(array.bytes for array in arrays))
     # A fusion of XLA's TPU compiler in which each device keeps its part of the sum.
     scattered = kind == "all-reduce" and computation.name.startswith("all-reduce-scatter")
-    shape = ", ".join(map(str, larger[:3])) + (f" and {len(larger) - 3} more" * (len(larger) > 3))
+    shape = ", ".join(map(str, larger[:3]))
+    if len(larger) > 3:
+        shape += f" and {len(larger) - 3} more"
     return CompiledCollective(
         kind="reduce-scatter" if scattered else kind,
         shape=shape,
@@ -235,7 +237,7 @@ def _group_size(row: Instruction) -> int:
 
 
 def _merged(
-    found: dict[InstructionKey, tuple[str, CompiledCollective]],
+    collectives: dict[InstructionKey, tuple[str, CompiledCollective]],
 ) -> tuple[CompiledCollective, ...]:
     """Those of one channel once, then equal ones together, the most bytes first.
 
@@ -243,7 +245,7 @@ def _merged(
     Those may be in a loop around which it starts and ends: it runs as often as the rarest of them.
     """
     by_channel: dict[str, CompiledCollective] = {}
-    for channel, entry in found.values():
+    for channel, entry in collectives.values():
         if channel not in by_channel or entry.count < by_channel[channel].count:
             by_channel[channel] = entry
     together: Counter[CompiledCollective] = Counter()

@@ -67,14 +67,14 @@ def _total(lines: list[MemoryLine]) -> float:
 def memory_plan(planned: PlannedRun) -> MemoryPlan:
     """The memory of one device in a step of the run."""
     state = planned.state
-    held = [
+    lines = [
         MemoryLine("parameters", tree_bytes(state.params), "exact"),
         MemoryLine("optimizer state", tree_bytes((state.step, state.optimizer)), "exact"),
         MemoryLine("batch", tree_bytes(planned.batch), "exact"),
     ]
     if planned.has_reference:
-        held.append(MemoryLine(REFERENCE, tree_bytes(state.params), "exact"))
-    return MemoryPlan(held, _stages(planned), capacity_of(planned.device))
+        lines.append(MemoryLine(REFERENCE, tree_bytes(state.params), "exact"))
+    return MemoryPlan(lines, _stages(planned), capacity_of(planned.device))
 
 
 def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
@@ -85,7 +85,7 @@ def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
     tile, matrix = logits_bytes(planned, tile_length(planned))
     always = _always(planned, gradients)
     stored = sum(stack.stored for stack in stacks) + edges
-    found = {
+    stages = {
         "loss": [
             *always,
             MemoryLine("activations", stored, "estimate"),
@@ -94,43 +94,43 @@ def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
         ]
     }
     for stack in reversed(stacks):
-        found[f"backward pass of the {stack.name}"] = [
+        stages[f"backward pass of the {stack.name}"] = [
             *always,
             MemoryLine("activations", stored, "estimate"),
             MemoryLine("gradients", gradients, "estimate"),
             *_of_one_layer(planned, stack),
         ]
         stored -= stack.stored
-    found["update"] = [*always, MemoryLine("gradients", 2 * gradients, "estimate")]
-    return found
+    stages["update"] = [*always, MemoryLine("gradients", 2 * gradients, "estimate")]
+    return stages
 
 
 def _always(planned: PlannedRun, gradients: float) -> list[MemoryLine]:
-    """What is there in every stage: weights in the compute dtype, and sums over microbatches."""
-    found = []
+    """What every stage has: weights in the compute dtype, and sums over microbatches."""
+    lines = []
     if planned.dtype_bytes < 4 and planned.model.layer_loop == "unroll":
         # The matrices are cast once a step, as shards; a loop casts those of one layer at a time.
         cast = planned.dtype_bytes * matrix_elements(planned)
-        found.append(MemoryLine(f"weights in {planned.model.dtype}", cast, "estimate"))
+        lines.append(MemoryLine(f"weights in {planned.model.dtype}", cast, "estimate"))
     if planned.run.train.n_microbatches > 1:
-        found.append(MemoryLine("gradients of earlier microbatches", gradients, "estimate"))
-    return found
+        lines.append(MemoryLine("gradients of earlier microbatches", gradients, "estimate"))
+    return lines
 
 
 def _of_one_layer(planned: PlannedRun, stack: StackActivations) -> list[MemoryLine]:
     """What the backward pass of one layer takes while it runs."""
-    found = [MemoryLine("gradients of a layer's arrays", stack.working, "estimate")]
+    lines = [MemoryLine("gradients of a layer's arrays", stack.working, "estimate")]
     if stack.recomputed:
-        found.append(MemoryLine("a layer's recomputed arrays", stack.recomputed, "estimate"))
+        lines.append(MemoryLine("a layer's recomputed arrays", stack.recomputed, "estimate"))
     if planned.size("fsdp") > 1:
         # Of this layer and of the next, which is gathered meanwhile.
         elements, numbers = layer_elements(planned), planned.dtype_bytes
         gathered = 2 * elements * numbers
-        found.append(MemoryLine("gathered weights of two layers", gathered, "estimate"))
+        lines.append(MemoryLine("gathered weights of two layers", gathered, "estimate"))
         # Their gradients before and while they are scattered.
-        whole = 2 * elements * numbers
-        found.append(MemoryLine("gradients of a layer's weights", whole, "estimate"))
-    return found
+        gradients = 2 * elements * numbers
+        lines.append(MemoryLine("gradients of a layer's weights", gradients, "estimate"))
+    return lines
 
 
 def gradient_bytes(planned: PlannedRun) -> float:

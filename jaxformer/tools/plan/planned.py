@@ -157,9 +157,9 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
         mesh = abstract_mesh(sizes, planned.device_name)
         check_split(planned.specs, mesh)
         state = abstract_state(planned.specs, planned.optimizer, mesh)
-        place = batch_sharding(mesh)
+        sharding = batch_sharding(mesh)
         batch = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
             for name, array in planned.batch.items()
         }
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)

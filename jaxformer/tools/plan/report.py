@@ -43,6 +43,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         layers = f"{model.encoder_layers} + {model.n_layers}"
     source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
     pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
+    microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
     head: dict[str, str | list[str]] = {
         "devices": f"{planned.mesh.size} x {planned.device_name}{_figures(planned.device)}",
         "mesh": mesh,
@@ -55,13 +56,15 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         "a step": (
             f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
             f" {'with' if planned.packed else 'without'} segment ids, in"
-            f" {run.train.n_microbatches} microbatch{'es' * (run.train.n_microbatches > 1)}:"
-            f" {planned.rows:,} rows of a device at a time"
+            f" {run.train.n_microbatches} {microbatches}: {planned.rows:,} rows of a device at a"
+            " time"
         ),
     }
-    if left := [*map(sentence, plan.undivided)]:
-        head["not divided"] = left
-    return head | ({"assumed": [*planned.notes]} if planned.notes else {})
+    if plan.undivided:
+        head["not divided"] = [sentence(one) for one in plan.undivided]
+    if planned.notes:
+        head["assumed"] = list(planned.notes)
+    return head
 
 
 def _loop(name: str) -> str:
@@ -118,19 +121,17 @@ def memory_text(plan: Plan) -> str:
     if memory.capacity is not None:
         verdict = "fits" if memory.fits else "does NOT fit"
         table.append(("capacity", human_bytes(memory.capacity), verdict))
-    found = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
-    whole = plan.planned.device.memory
-    if whole is not None and memory.capacity is not None and memory.capacity < whole:
-        found.append(
-            f"{INDENT}JAX takes {memory.capacity / whole:.0%} of the {human_bytes(whole)} of a GPU;"
-            " XLA_CLIENT_MEM_FRACTION changes that."
-        )
+    blocks = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
+    device_bytes = plan.planned.device.memory
+    if device_bytes is not None and memory.capacity is not None and memory.capacity < device_bytes:
+        share = f"{memory.capacity / device_bytes:.0%} of the {human_bytes(device_bytes)}"
+        blocks.append(f"{INDENT}JAX takes {share} of a GPU; XLA_CLIENT_MEM_FRACTION changes that.")
     if plan.cache:
-        found.append(
+        blocks.append(
             f"{INDENT}Decoding has a cache besides: {human_bytes(plan.cache)} for each row of"
             f" {plan.planned.model.max_length:,} tokens (exact)."
         )
-    return "\n".join(found)
+    return "\n".join(blocks)
 
 
 def _changes(plan: Plan) -> str:
@@ -143,17 +144,17 @@ def _changes(plan: Plan) -> str:
 
 
 def _products(plan: Plan) -> str:
-    found = plan.products
+    flops = plan.products
     table = [
-        ("of the model, a token", _flops(found.per_token), "exact, forward and backward"),
-        ("of the model, a step", _flops(found.model), "exact"),
+        ("of the model, a token", _flops(flops.per_token), "exact, forward and backward"),
+        ("of the model, a step", _flops(flops.model), "exact"),
     ]
-    if found.recomputed:
-        table.append(("recomputed", _flops(found.recomputed), "estimate"))
-    if found.skipped:
-        table.append(("skipped, masked scores", _flops(found.skipped), "estimate"))
-    if found.undivided:
-        table.append(("repeated, not divided by the mesh", _flops(found.undivided), "estimate"))
+    if flops.recomputed:
+        table.append(("recomputed", _flops(flops.recomputed), "estimate"))
+    if flops.skipped:
+        table.append(("skipped, masked scores", _flops(flops.skipped), "estimate"))
+    if flops.undivided:
+        table.append(("repeated, not divided by the mesh", _flops(flops.undivided), "estimate"))
     return _titled("Products, over all devices", table)
 
 
@@ -191,7 +192,7 @@ def _bound(plan: Plan, tokens: int) -> str:
     mfu = f"MFU{counted} at most {plan.mfu or 0:.1%}"
     names = {"products": "products", "memory": "memory traffic", "links": "links"}
     parts = [f"{names[name]} {human_time(getattr(least, name))}" for name in least._fields]
-    found: dict[str, str | list[str]] = {
+    entries: dict[str, str | list[str]] = {
         "a step": [
             f"not faster than {human_time(least.seconds)}, which the {names[least.binds]} take;"
             f" {mfu}",
@@ -200,12 +201,13 @@ def _bound(plan: Plan, tokens: int) -> str:
     }
     if plan.products.undivided:
         share = plan.products.undivided / plan.products.done
-        left = [f"{one.axis} {one.length:,}" for one in plan.undivided if one.axis in REPEATED_AXES]
-        found["not divided"] = f"{share:.0%} of the products are repeated ({', '.join(left)})"
+        repeated = [one for one in plan.undivided if one.axis in REPEATED_AXES]
+        axes = ", ".join(f"{one.axis} {one.length:,}" for one in repeated)
+        entries["not divided"] = f"{share:.0%} of the products are repeated ({axes})"
     if tokens:
         seconds = plan.seconds_for(tokens) or 0.0
-        found[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
-    return banner(found, title)
+        entries[f"{human_count(tokens)} tokens"] = f"not faster than {human_time(seconds)}"
+    return banner(entries, title)
 
 
 def _titled(title: str, table: Iterable[Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ from jaxformer.files import ConfigError
 # TPU generations by the names of their topologies, and how many axes those have.
 TPU_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 
-# What libtpu asks of its environment on a machine without a TPU: no metadata server, no lock file.
+# The environment that libtpu needs on a machine without a TPU: no metadata server, no lock file.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -69,7 +69,8 @@ class GpuModel:
         """
 
 
-CUDNN, CUDA = (9, 10), (12, 9)  # the versions that programs are compiled for
+# The versions that programs are compiled for.
+CUDNN, CUDA = (9, 10), (12, 9)
 
 # Units, clocks and caches: NVIDIA's white papers of the architectures (A100 tensor core GPU, H100
 # tensor core GPU, Blackwell); shared memory and limits of blocks: CUDA C++ programming guide,
@@ -93,7 +94,8 @@ GPU_MODELS = {
         name="NVIDIA B200", fp32_units=128, clock_ghz=1.965, l2_cache=126 * 2**20, shared=228 * 1024
     ),
 }
-GPU_MODELS["h200"] = replace(GPU_MODELS["h100"], name="NVIDIA H200")  # with other memory
+# The H200 differs from the H100 in its memory.
+GPU_MODELS["h200"] = replace(GPU_MODELS["h100"], name="NVIDIA H200")
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ class Target:
             smallest = f"{self.kind}:{'x'.join('221'[: len(self.shape)])}"
             name = smallest if set(self.shape) == {1} else str(self)
             # Both cores of a v4 chip are one device, as they are when JAX runs on it.
-            more = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
-            described = topologies.get_topology_desc(name, "tpu", **more)
+            options = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
+            described = topologies.get_topology_desc(name, "tpu", **options)
             return list(described.devices)[: self.size]
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the compiler knows no topology {self}: {error}") from error
@@ -170,10 +172,11 @@ def require_compiler(platform: str) -> None:
     wheels = {"gpu": ("jax_plugins.xla_cuda12", "plan-gpu"), "tpu": ("libtpu", "plan-tpu")}
     module, extra = wheels[platform]
     try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
-        found = False
-    if not found:
+        is_installed = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # The parent package is missing.
+        is_installed = False
+    if not is_installed:
         raise ConfigError(
             f"the compiler for a {platform} is not installed: pip install 'jaxformer[{extra}]'."
         )
@@ -193,7 +196,7 @@ def cudnn_of(target: Target) -> Iterator[None]:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     def numbers(capability: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in capability.split("."))
+        return tuple(int(digits) for digits in capability.split("."))
 
     capability = target.device.capability
     answers: dict[str, Any] = {

@@ -29,15 +29,15 @@ class UndividedAxis(NamedTuple):
 
 
 def undivided_axes(specs: Specs, mesh: AnyMesh, may_be_longer: bool = True) -> list[UndividedAxis]:
-    """The axes that a mesh would divide and does not; `may_be_longer`: whether the model may have
-    other sizes."""
-    found: dict[tuple[str, int, str, int], list[str]] = {}
+    """The axes that a mesh would divide and does not. `may_be_longer` says whether the model may
+    have other sizes."""
+    paths_of_axis: dict[tuple[str, int, str, int], list[str]] = {}
     for path, spec in rows(specs).items():
         for left in lengths_left(mesh, spec.shape, spec.axes):
-            found.setdefault(left, []).append(path)
+            paths_of_axis.setdefault(left, []).append(path)
     return [
         UndividedAxis(*left, tuple(paths), _remedy(*left, may_be_longer))
-        for left, paths in found.items()
+        for left, paths in paths_of_axis.items()
     ]
 
 
