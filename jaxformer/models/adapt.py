@@ -1,6 +1,5 @@
 """A model's params with an adapter, from those of the model and its config."""
 
-
 import jax
 
 from jaxformer.adapters.adapted_params import adapt_specs, filled, frozen_specs
