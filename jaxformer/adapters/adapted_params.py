@@ -50,7 +50,7 @@ def adapt_specs(specs: Specs, changes: Mapping[str, MakeLeaf]) -> Specs:
         if not fitting:
             return spec
         make = fitting[0]
-        if spec.axes[:1] != ("layers",):
+        if not spec.is_stacked:
             return make(spec)
         one_layer = make(replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]))
         return stack(one_layer, spec.shape[0])  # type: ignore[arg-type]  # any tree of rows

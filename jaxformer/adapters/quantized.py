@@ -269,7 +269,7 @@ def to_int8(weight: jax.Array, spec: Spec) -> Int8Weight:
 
 def _shared_axes(spec: Spec) -> tuple[int, ...]:
     """The axes over which an int8 weight shares a scale."""
-    shared = {*spec.axes} - {*spec.inputs, "layers"} if spec.lookup else {*spec.inputs}
+    shared = {*spec.axes} - {*spec.inputs, *spec.batch} if spec.lookup else {*spec.inputs}
     return tuple(index for index, axis in enumerate(spec.axes) if axis in shared)
 
 
@@ -296,7 +296,7 @@ def to_nf4(weight: jax.Array, spec: Spec, double: bool = False) -> NF4Weight:
 
 def _layer_axes(spec: Spec) -> int:
     """The number of leading axes that are of layers: 0 or 1."""
-    return int(spec.axes[:1] == ("layers",))
+    return int(spec.is_stacked)
 
 
 def int8_rows(spec: Spec) -> Int8Weight:

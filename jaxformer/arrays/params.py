@@ -23,6 +23,7 @@ from jaxformer.files import ConfigError
 Params = dict[str, Any]
 Specs = dict[str, Any]
 InitFunction = Callable[[jax.Array, "Spec"], jax.Array]
+BATCH_AXES = ("layers",)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Spec:
     """One leaf: its shape, the name of each axis, its initial value, and the axes it contracts.
 
     `trainable`: whether it learns. `lookup`: its rows are taken by an index, not multiplied.
-    `reads`: the sequence that it is applied to. The axis "layers" is that of a stack of layers.
+    `reads`: the sequence that it is applied to.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,17 @@ class Spec:
     dtype: str = "float32"
 
     @property
+    def batch(self) -> tuple[str, ...]:
+        """Those of its axes that count weights beside each other. What concerns a single weight,
+        such as its fan-in or its blocks of 4 bits, leaves them out."""
+        return tuple(axis for axis in self.axes if axis in BATCH_AXES)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it has a leading axis of layers."""
+        return "layers" in self.batch
+
+    @property
     def is_matrix(self) -> bool:
         return bool(self.inputs)
 
@@ -52,7 +64,7 @@ class Spec:
 
     @property
     def fan_out(self) -> int:
-        return self._size(set(self.axes) - {*self.inputs, "layers"})
+        return self._size(set(self.axes) - {*self.inputs, *self.batch})
 
     def _size(self, axes: Collection[str]) -> int:
         """The product of the lengths of these axes."""

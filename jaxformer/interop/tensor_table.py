@@ -141,7 +141,7 @@ def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
         if not all(path in table for path in row.paths):
             continue
         leaf_specs = tuple(table[path] for path in row.paths)
-        if leaf_specs[0].axes[0] != "layers":
+        if not leaf_specs[0].is_stacked:
             plan.append(Tensor(row.hf, row.paths, None, leaf_specs, row.transform))
             continue
         # A leaf stacks its layers, [L, ...], and a file has a tensor for each.

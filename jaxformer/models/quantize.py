@@ -51,7 +51,9 @@ def quantize(params: Params, kind: str) -> Params:
                 " so its output channels are not known: use to_int8 or to_nf4 of"
                 " jaxformer.adapters.quantized, which take the row of a weight."
             )
-        row = replace(spec, shape=tuple(weight.shape), axes=("layers", *spec.axes))
+        row = replace(
+            spec, shape=tuple(weight.shape), axes=("layers", *spec.axes), batch=("layers",)
+        )
         if not is_quantized(row):
             return weight
         found += 1
@@ -74,7 +76,7 @@ def check_quantization(kind: str) -> None:
 
 def is_quantized(spec: Spec) -> bool:
     """Whether the leaf of a row is one that `quantize` replaces: a matrix of a stack of blocks."""
-    return spec.is_matrix and not spec.lookup and spec.axes[0] == "layers"
+    return spec.is_matrix and not spec.lookup and spec.is_stacked
 
 
 def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:

@@ -54,7 +54,7 @@ def _indented(lines: list[str]) -> str:
 
 def _are_finite(setup: RunSetup, tree: Any) -> Any:
     """For each leaf whether it is finite: a scalar, or of a stack of layers [L]."""
-    stacked = {path for path, spec in rows(setup.specs).items() if "layers" in spec.axes[:1]}
+    stacked = {path for path, spec in rows(setup.specs).items() if spec.is_stacked}
 
     def finite(path: Any, leaf: jax.Array) -> jax.Array:
         inside = range(int(dotted(path) in stacked), leaf.ndim)

@@ -146,7 +146,7 @@ def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
 
 def _layered(specs: Specs) -> set[str]:
     """The paths of the parameters that have several layers, on their first axis."""
-    return {path for path, spec in rows(specs).items() if spec.axes[:1] == ("layers",)}
+    return {path for path, spec in rows(specs).items() if spec.is_stacked}
 
 
 def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:

@@ -129,9 +129,9 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
     """
 
     def numbers(_: str, spec: Spec) -> MuonDimensionNumbers | None:
-        if not (spec.is_matrix and "layers" in spec.axes):
+        if not (spec.is_matrix and spec.is_stacked):
             return None
-        axes = [i for i, axis in enumerate(spec.axes) if axis != "layers"]
+        axes = [i for i, axis in enumerate(spec.axes) if axis not in spec.batch]
         shared = tuple(i for i in axes if spec.axes[i] in spec.inputs)
         return MuonDimensionNumbers(shared, tuple(i for i in axes if i not in shared))
 

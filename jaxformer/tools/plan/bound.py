@@ -127,7 +127,7 @@ def repeated_flops(planned: PlannedRun) -> float:
         total += 2 * model.vocab_size * model.d_model
     for path, spec in rows(planned.specs).items():
         name = path.rpartition(".")[2]
-        if spec.is_matrix and "layers" in spec.axes and name in read - stored:
+        if spec.is_matrix and spec.is_stacked and name in read - stored:
             total += 2 * math.prod(spec.shape) * (share if spec.reads == "source" else 1)
     if "weights" in read - stored:
         total += attention_flops(planned) / 3

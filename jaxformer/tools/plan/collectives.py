@@ -105,14 +105,14 @@ def _leaves(planned: PlannedRun, kind: str) -> list[_Leaf]:
             continue
         placed = partition(spec.shape, spec.axes, PARAMETERS, planned.mesh.shape)
         split = math.prod(planned.size(axis) for axis in placed if axis and axis != "fsdp")
-        count = spec.shape[0] if "layers" in spec.axes else 1
+        count = spec.shape[0] if spec.is_stacked else 1
         elements = math.prod(spec.shape) / split
         leaves.append(_Leaf(path, spec, count, elements, "fsdp" in placed))
     return leaves
 
 
 def _kind(path: str, spec: Spec) -> str:
-    if spec.is_matrix and "layers" in spec.axes:
+    if spec.is_matrix and spec.is_stacked:
         return "layers"
     if path == "embed.tokens":
         return "embed"

@@ -154,7 +154,7 @@ def layer_elements(planned: PlannedRun) -> float:
     """Elements of the matrices of the largest layer, gathered over fsdp."""
     sizes: dict[str, float] = {}
     for path, spec in rows(planned.specs).items():
-        if not spec.is_matrix or "layers" not in spec.axes:
+        if not spec.is_matrix or not spec.is_stacked:
             continue
         stack = path.partition("blocks")[0]
         of_layer = math.prod(spec.shape) / spec.shape[spec.axes.index("layers")]
