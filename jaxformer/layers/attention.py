@@ -1,5 +1,5 @@
-"""Grouped-query attention (K = N is multi-head, K = 1 multi-query) to any sequence, and its two
-sublayers: of a sequence to itself, and to an encoder's output."""
+"""Grouped-query attention (K = N is multi-head, K = 1 multi-query), and its two sublayers:
+self-attention, and cross-attention to the output of an encoder."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,8 @@ def attention_specs(config: ModelConfig) -> Specs:
     d, n, k = config.d_model, config.n_heads, config.kv_heads
     h, w = config.head_width, config.value_width
     query_init = make.weight
-    if config.attention_scale:  # scores keep the variance that they have with 1/sqrt(H); T5's is 1
+    # Scores keep the variance that they have with the scale 1/sqrt(H); T5's scale is 1.
+    if config.attention_scale:
         query_init = scaled(query_init, 1 / (config.attention_scale * math.sqrt(h)))
     query, key = ("heads", "head_dim"), ("kv_heads", "head_dim")
     specs: Specs = {
@@ -45,22 +46,23 @@ def attention_specs(config: ModelConfig) -> Specs:
     if "out" in config.biased:
         specs["out_bias"] = Spec((d,), ("residual",), zeros)
     if config.query_key_norm != "none":
-        whole = config.query_key_norm == "width"
-        specs["q_norm"] = scale_spec(config, (n * h if whole else h,))
-        specs["k_norm"] = scale_spec(config, (k * h if whole else h,))
+        over_width = config.query_key_norm == "width"
+        specs["q_norm"] = scale_spec(config, (n * h if over_width else h,))
+        specs["k_norm"] = scale_spec(config, (k * h if over_width else h,))
     if config.attention_sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
     return specs
 
 
 def cross_attention_specs(config: ModelConfig) -> Specs:
-    """The same rows; keys and values read the source."""
+    """The rows of `attention_specs`, with keys and values that read the source."""
     specs = attention_specs(config)
     return specs | {name: replace(specs[name], reads="source") for name in ("k", "v")}
 
 
 def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax.Array:
-    """Queries or keys [B, T, N, H] after their norm, per head or over all (arXiv:2010.04245)."""
+    """Queries or keys [B, T, N, H] after their norm, per head or over the width N H of all heads
+    (arXiv:2010.04245)."""
     if config.query_key_norm == "none":
         return x
     rows = x if config.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
@@ -91,9 +93,9 @@ def attention(
 ) -> tuple[Float[Array, "B T D"], Captures]:
     """Attention to the keys and values in `seen` under `mask`: [B, T, D] -> [B, T, D].
 
-    Dropout needs a key. The second result has the weights [B, N, T, S], before dropout, under
-    `name`_weights if the request wants them; with a prefix of P virtual tokens, which are seen
-    first, [B, N, T, P + S].
+    Dropout needs a key. The second result has the weights before dropout, [B, N, T, S], under
+    `name`_weights if the request wants them. With a prefix of P virtual tokens, whose keys come
+    first, they are [B, N, T, P + S].
     """
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
     if mask.relative:
@@ -117,20 +119,21 @@ def attention(
 
 
 def with_prefix(params: Params, seen: KeysAndValues) -> KeysAndValues:
-    """Keys and values [B, S, K, H] and [B, S, K, W] behind those of a layer's virtual tokens,
-    `prefix_k` [P, K, H] and `prefix_v` [P, K, W], which are the same for all rows: [B, P + S, ...].
-    """
+    """Keys [B, P + S, K, H] and values [B, P + S, K, W]: those of a layer's P virtual tokens,
+    `prefix_k` [P, K, H] and `prefix_v` [P, K, W], which are the same for all rows, and then those
+    in `seen`, [B, S, K, H] and [B, S, K, W]."""
     return _behind(params["prefix_k"], seen[0]), _behind(params["prefix_v"], seen[1])
 
 
 def _behind(prefix: jax.Array, x: jax.Array) -> jax.Array:
+    """[P, K, H] and [B, S, K, H] -> [B, P + S, K, H], the prefix first in each row."""
     rows = jnp.broadcast_to(prefix.astype(x.dtype), (x.shape[0], *prefix.shape))
     rows = constrain(rows, ("batch", "sequence", "kv_heads", None))
     return jnp.concatenate([rows, x], axis=1)
 
 
 def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """Each token attends to those of its own sequence, and with a cache to those before them."""
+    """Each token attends to its own sequence, and with a cache also to the tokens in the cache."""
     cache, seen = call.cache, keys_and_values(params, config, x, call.mask.queries)
     if cache is not None:
         cache = cache.write(*seen)
@@ -141,8 +144,9 @@ def self_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call
 
 
 def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
-    """Each token attends to the encoder's output, whose keys and values a cache has already."""
-    assert call.source is not None  # a layer with these params has a source
+    """Each token attends to the encoder's output. A cache already has its keys and values."""
+    # A layer with these parameters always has a source.
+    assert call.source is not None
     seen = call.cache.source if call.cache is not None else None
     if seen is None:
         assert call.source.x is not None
@@ -153,11 +157,12 @@ def cross_attention(params: Params, config: ModelConfig, x: jax.Array, call: Cal
 
 
 def score_flops(config: ModelConfig, keys: int | float) -> int | float:
-    """FLOPs a token of q k^T and of the product of the weights with the values."""
+    """FLOPs per token of q k^T and of the product of the weights with the values."""
     return 2 * config.n_heads * (config.head_width + config.value_width) * keys
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+    """The arrays that the backward pass of attention reads, in bytes on one device."""
     heads, kv_heads = sizes.share(config.n_heads), sizes.share(config.kv_heads)
     width, value_width = sizes.padded(config.head_width), sizes.padded(config.value_width)
     q = sizes.tokens * heads * width * sizes.number
@@ -168,7 +173,9 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     if config.query_key_norm != "none" or config.positions == "rope":
         arrays += [StoredArray("changed q", q), StoredArray("changed k", k)]
     if config.attention_kernel == "xla":
-        # The weights in float32 and as the factor of the product with the values.
+        # The weights in float32, and those cast to the compute dtype for the product with the
+        # values if that is another dtype; with dropout also a mask of one byte, and the dropped
+        # weights.
         dropped = 1 + sizes.number if config.dropout else 0
         scores = sizes.tokens * heads * sizes.keys
         weights = scores * (4 + sizes.number % 4 + dropped)

@@ -13,8 +13,8 @@ from jaxformer.layers.masks import AttentionMask
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """2^(-8i/N), i = 1 .. N (arXiv:2108.12409); where N is no power of two, those of the power P
-    below it, then every other of those of 2P."""
+    """2^(-8i/N), i = 1 .. N (arXiv:2108.12409). If N is not a power of two: the slopes of the next
+    lower power P, then every other slope of 2P heads."""
     power = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
@@ -51,21 +51,24 @@ def score_bias(
     """The bias of the scores, float32 [B or 1, N, T, S], or [B or 1, N, T, P + S] with a prefix."""
     queries, keys = mask.queries.positions, mask.keys.positions
     if mask.queries.ordered and mask.keys.ordered:
-        # Tokens of a segment are as far apart as their places in the row: one bias for all rows.
-        queries, keys = (jnp.arange(of.shape[1])[None] for of in (queries, keys))
-    bias = BIASES[config.positions]
-    found = bias(table, config, keys[:, None, :] - queries[:, :, None], mask.causal)
+        # Two tokens of a segment are as far apart as their indices in the row, so that one bias
+        # [1, N, T, S] serves all rows.
+        queries, keys = jnp.arange(queries.shape[1])[None], jnp.arange(keys.shape[1])[None]
+    bias_of = BIASES[config.positions]
+    distance = keys[:, None, :] - queries[:, :, None]  # [B or 1, T, S]
+    of_tokens = bias_of(table, config, distance, mask.causal)
     if not mask.prefix:
-        return found
-    # How far a token is from the virtual ones depends on its place in its segment.
-    places = mask.queries.positions
+        return of_tokens
+    # The distance of a token from the virtual tokens depends on its position in its segment.
+    positions = mask.queries.positions
     if mask.queries.ordered and mask.queries.segments is None:
-        places = places[:1]
-    away = jnp.arange(mask.prefix)[None, None, :] - places[:, :, None]
-    parts = [bias(table, config, away, mask.causal), found]
-    rows = max(len(part) for part in parts)
-    parts = [jnp.broadcast_to(part, (rows, *part.shape[1:])) for part in parts]
-    return jnp.concatenate(parts, axis=-1)
+        positions = positions[:1]
+    distance = jnp.arange(mask.prefix)[None, None, :] - positions[:, :, None]  # [B or 1, T, P]
+    of_prefix = bias_of(table, config, distance, mask.causal)
+    rows = max(len(of_prefix), len(of_tokens))
+    of_prefix = jnp.broadcast_to(of_prefix, (rows, *of_prefix.shape[1:]))
+    of_tokens = jnp.broadcast_to(of_tokens, (rows, *of_tokens.shape[1:]))
+    return jnp.concatenate([of_prefix, of_tokens], axis=-1)
 
 
 def _alibi(

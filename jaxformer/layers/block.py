@@ -44,7 +44,7 @@ PLACEMENTS = {
 
 
 def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer]:
-    """The rows of a layer, in their order; with `cross` one that reads an encoder's output."""
+    """The rows of a layer, in their order; with `cross` there is one that reads an encoder."""
     encoder_reader = {CROSS: CROSS_ATTENTION} if cross else {}
     return {
         config.mixer: MIXERS[config.mixer],
@@ -90,7 +90,8 @@ def block(
     norms = PLACEMENTS[config.norm_placement].norms
     inner_keys, outer_keys = _dropout_keys(key, sublayers)
     call = Call(mask, layer_cache, source, None, request)
-    total, parts = x, list[Aux]()
+    total = x
+    auxes: list[Aux] = []
     for name, sublayer in sublayers.items():
         read = x if config.residual == "parallel" else total
         if "before" in norms:
@@ -100,14 +101,14 @@ def block(
             out, cache, aux = sublayer.apply(params[name], config, read, call)
         call = call._replace(cache=cache)
         out, captured = request.apply(sublayer.capture or name, out)
-        parts += [aux, Aux(captures=captured)]
+        auxes += [aux, Aux(captures=captured)]
         if "output" in norms:
             out = norm(params[f"{name}_output_norm"], config, out)
         total = total + dropout(out, config.dropout, outer_keys[name])
         if "after" in norms:
             total = norm(params[f"{name}_norm"], config, total)
     total, captured = request.apply("residual", total)
-    return Output(total, call.cache, merged([*parts, Aux(captures=captured)]))
+    return Output(total, call.cache, merged([*auxes, Aux(captures=captured)]))
 
 
 DropoutKeys = dict[str, jax.Array | None]

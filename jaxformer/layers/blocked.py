@@ -1,4 +1,4 @@
-"""Attention a block of queries at a time, for the train step on a CPU.
+"""Attention in blocks of queries, for the train step on a CPU.
 
             keys 0 ... T
     block 0 [x . . .]
@@ -34,8 +34,10 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.layers.linear import dropout as dropped
 from jaxformer.layers.masks import AttentionMask, Scoring, TokenLayout, visible
 
-QUERY_BLOCK = 128  # queries; 64 to 256 run within 10 % of it
-MOST_BLOCKS = 16  # the loop is unrolled, so longer sequences get longer blocks
+# Queries in a block; the speed with 64 to 256 is within 10 % of that with 128.
+QUERY_BLOCK = 128
+# The loop over blocks is unrolled, so longer sequences get longer blocks.
+MOST_BLOCKS = 16
 
 OptionalIndex = jax.Array | None
 
@@ -62,7 +64,7 @@ class Coordinates:
     """The positions and segments of queries [B, T] and keys [B, S]. None: positions are the index,
     each row is one segment. `prefix` (static) keys, of virtual tokens, come before those S."""
 
-    # int arrays or None; Any, because JAX makes this node with objects of its own in their place.
+    # int arrays or None. The type is Any because JAX also builds this node with placeholders.
     q_positions: Any = None
     k_positions: Any = None
     q_segments: Any = None
@@ -70,15 +72,15 @@ class Coordinates:
     prefix: int = struct.field(pytree_node=False, default=0)
 
     def keys_end(self, causal: bool, stop: int, keys: int) -> int:
-        """Static many keys the queries before `stop` attend to at most."""
+        """The static number of keys that queries before `stop` attend to at most."""
         by_index = causal and self.q_positions is None and self.k_positions is None
         return min(stop + self.prefix, keys) if by_index else keys
 
     def mask(self, static: Static, start: int, stop: int, keys: int) -> jax.Array:
         """bool [B or 1, 1, 1, queries, keys], for queries `start` to `stop` and the first keys."""
-        queries = _part(self.q_positions, self.q_segments, start, stop)
+        queries = _layout(self.q_positions, self.q_segments, start, stop)
         queries = replace(queries, virtual=self.prefix)
-        seen = _part(self.k_positions, self.k_segments, 0, keys - self.prefix)
+        seen = _layout(self.k_positions, self.k_segments, 0, keys - self.prefix)
         allowed = visible(AttentionMask(queries, seen, static.causal, static.window))
         if allowed is None:
             allowed = jnp.ones((1, stop - start, keys), bool)
@@ -88,7 +90,10 @@ class Coordinates:
 BY_INDEX = Coordinates()
 
 
-def _part(positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int) -> TokenLayout:
+def _layout(
+    positions: OptionalIndex, segments: OptionalIndex, start: int, stop: int
+) -> TokenLayout:
+    """The layout of the tokens `start` to `stop` of each row."""
     return TokenLayout(
         jnp.arange(start, stop)[None] if positions is None else positions[:, start:stop],
         None if segments is None else segments[:, start:stop],
@@ -166,15 +171,16 @@ def _scores(
     return (scores if bias is None else scores + bias), bent
 
 
-def _part_of_bias(extra: Extra, key_heads: int, rows: slice, seen: slice) -> jax.Array | None:
+def _bias_of_block(extra: Extra, key_heads: int, rows: slice, seen: slice) -> jax.Array | None:
+    """The bias of a block, [B or 1, N, T, S] -> [B or 1, K, G, rows, seen]."""
     if extra.bias is None:
         return None
-    part = extra.bias[..., rows, seen]
-    return part.reshape(part.shape[0], key_heads, -1, *part.shape[2:])
+    bias = extra.bias[..., rows, seen]
+    return bias.reshape(bias.shape[0], key_heads, -1, *bias.shape[2:])
 
 
 def _sinks(extra: Extra, key_heads: int) -> jax.Array | None:
-    """[K, G, 1, 1]"""
+    """The sinks [N] as [K, G, 1, 1], so that they broadcast over the scores of a block."""
     return None if extra.sinks is None else extra.sinks.reshape(key_heads, -1, 1, 1)
 
 
@@ -209,18 +215,20 @@ def _forward(
     sinks = _sinks(extra, k.shape[2])
     outs, log_sums = [], []
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
-        bias = _part_of_bias(extra, k.shape[2], rows, seen)
+        bias = _bias_of_block(extra, k.shape[2], rows, seen)
         scores, _ = _scores(queries[..., rows, :], keys[..., seen, :], bias, static)
         # Subtracting the maximum of a row keeps exp finite; a fully masked row has no weights, and
         # its total is kept above 0 so that it gives 0 / tiny = 0.
         top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest)
-        if sinks is not None:  # one more key, whose weight has no value
+        # A sink is one more key, whose weight has no value.
+        if sinks is not None:
             top = jnp.maximum(top, sinks)
         weights = jnp.where(mask, jnp.exp(scores - top), 0)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         if sinks is not None:
             total = total + jnp.exp(sinks - top)
-        total = jnp.maximum(total, least)  # of the weights before dropout
+        # The total is that of the weights before dropout.
+        total = jnp.maximum(total, least)
         weights = dropped(weights, static.dropout, _key_of_block(key, rows))
         outs.append(_product("BKGTS,BKSH->BKGTH", weights, values[..., seen, :]) / total)
         log_sums.append(top + jnp.log(total))  # [B, K, G, rows, 1]
@@ -233,13 +241,15 @@ def _forward(
 
 def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     q, k, v, extra, coordinates, key, out, log_sums = saved
-    # The barrier keeps XLA from computing weights, or what is dropped of them, before d_out is
-    # there: they would wait in memory.
+    # The barrier keeps XLA from computing the weights, or their dropout masks, before d_out exists:
+    # they would take up memory until then.
     waiting = (q, k, v, key, out, log_sums, d_out)
     q, k, v, key, out, log_sums, d_out = jax.lax.optimization_barrier(waiting)
-    if platform() == "cpu":  # where XLA drops the barrier, but adds 0 d_out, which may be NaN
-        # Making k alone depend on d_out is enough, since every score needs it. On an AMD EPYC the
-        # small train step is 1.01 times as fast as with q, k and v, in the same memory.
+    if platform() == "cpu":
+        # On a CPU XLA removes the barrier. It does not remove the sum with 0 d_out, because that
+        # may be NaN. Making k alone depend on d_out is enough, since every score needs it. On an
+        # AMD EPYC the small train step is 1.01 times as fast as with q, k and v, in the same
+        # memory.
         k = k + (d_out[:, :1, :1, :1] * 0).astype(k.dtype)
     queries, keys, values = _heads_first(q, k, v)
     d_outs, outs = (_heads_first(a, k, v)[0] for a in (d_out, out))
@@ -252,7 +262,7 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     for rows, seen, mask in _blocks(q.shape[1], k.shape[1], coordinates, static):
         qs, ds = queries[..., rows, :], d_outs[..., rows, :]
         ks, vs = keys[..., seen, :], values[..., seen, :]
-        bias = _part_of_bias(extra, k.shape[2], rows, seen)
+        bias = _bias_of_block(extra, k.shape[2], rows, seen)
         scores, bent = _scores(qs, ks, bias, static)
         weights = jnp.where(mask, jnp.exp(scores - log_sums[..., rows, :]), 0)
         drop = functools.partial(dropped, rate=static.dropout, key=_key_of_block(key, rows))
@@ -261,27 +271,29 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         # Keys beyond this block's end have no gradient from it: zeros up to S.
         beyond = keys.shape[2] - seen.stop
         if bias is not None:
-            own = jnp.sum(d_scores, axis=0, keepdims=True) if len(bias) == 1 else d_scores
-            d_bias.append(jnp.pad(own, ((0, 0),) * 4 + ((0, beyond),)))
+            # A bias [1, ...] is shared by all rows, so its gradient is the sum over them.
+            shared = len(bias) == 1
+            d_block = jnp.sum(d_scores, axis=0, keepdims=True) if shared else d_scores
+            d_bias.append(jnp.pad(d_block, ((0, 0),) * 4 + ((0, beyond),)))
         if bent is not None:
             d_scores = d_scores * (1 - jnp.square(bent))
         d_scores = d_scores * static.scale
         d_queries.append(_product("BKGTS,BKSH->BKGTH", d_scores, ks))
-        rest = ((0, 0), (0, 0), (0, beyond), (0, 0))
-        d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", drop(weights), ds), rest)
-        d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), rest)
+        padding = ((0, 0), (0, 0), (0, beyond), (0, 0))
+        d_values += jnp.pad(_product("BKGTS,BKGTH->BKSH", drop(weights), ds), padding)
+        d_keys += jnp.pad(_product("BKGTS,BKGTH->BKSH", d_scores, qs), padding)
     d_q = _heads_last(jnp.concatenate(d_queries, axis=-2)).astype(q.dtype)
     d_k, d_v = jnp.swapaxes(d_keys, 1, 2), jnp.swapaxes(d_values, 1, 2)
     d_extra = Extra(_gradient_of_bias(extra, d_bias), _gradient_of_sinks(extra, inner, log_sums))
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_extra, None, None
 
 
-def _gradient_of_bias(extra: Extra, parts: list[jax.Array]) -> jax.Array | None:
-    """Parts [B or 1, K, G, rows, S] -> [B or 1, N, T, S]."""
+def _gradient_of_bias(extra: Extra, blocks: list[jax.Array]) -> jax.Array | None:
+    """The gradients of blocks, [B or 1, K, G, rows, S], as one [B or 1, N, T, S]."""
     if extra.bias is None:
         return None
-    whole = jnp.concatenate(parts, axis=-2)
-    return whole.reshape(extra.bias.shape).astype(extra.bias.dtype)
+    gradient = jnp.concatenate(blocks, axis=-2)
+    return gradient.reshape(extra.bias.shape).astype(extra.bias.dtype)
 
 
 def _gradient_of_sinks(extra: Extra, inner: jax.Array, log_sums: jax.Array) -> jax.Array | None:

@@ -42,7 +42,7 @@ class KVCache:
     source_layout: TokenLayout | None = None
 
     def layer_cache(self, layer: int, layout: TokenLayout) -> LayerCache:
-        """The cache of one layer, for a call on the tokens at `layout`, given to `advance`."""
+        """The cache of one layer, for a call on the tokens at `layout`, the one of `advance`."""
         at = self.length - layout.positions.shape[1]
         source = self.source[layer] if self.source else None
         return LayerCache(self.k[layer], self.v[layer], self.layout, at, source)
@@ -50,19 +50,23 @@ class KVCache:
     def advance(self, layout: TokenLayout) -> "KVCache":
         """The cache with slots for the tokens at `layout` [B, T], which each layer then writes."""
         segments = jnp.ones_like(layout.positions) if layout.segments is None else layout.segments
-        known = TokenLayout(
+        slots = TokenLayout(
             _write(self.layout.positions, layout.positions, self.length),
             _write(self.layout.segments, segments, self.length),  # type: ignore[arg-type]
         )
-        return replace(self, layout=known, length=self.length + layout.positions.shape[1])
+        return replace(self, layout=slots, length=self.length + layout.positions.shape[1])
 
     def with_layers(self, layer_caches: list[LayerCache]) -> "KVCache":
-        k, v = (tuple(getattr(layer_cache, name) for layer_cache in layer_caches) for name in "kv")
-        return replace(self, k=k, v=v)
+        """This cache with the keys and values of its layers replaced."""
+        return replace(
+            self,
+            k=tuple(layer_cache.k for layer_cache in layer_caches),
+            v=tuple(layer_cache.v for layer_cache in layer_caches),
+        )
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """A cache for `slots` tokens a row, in `dtype`."""
+    """A cache for `slots` tokens in each row, in `dtype`."""
     blank = jnp.zeros((batch, slots), jnp.int32)
     layers = layer_configs(config, config.n_layers)
 

@@ -1,9 +1,9 @@
 """Captures: which intermediates of a model are returned, and which are replaced.
 
-A `Request` is passed down, and what it asks for comes back in each block's `Aux`, so that scans,
-recomputation and every transform of JAX apply. Full names are stack.layer.what, as in
-"decoder.3.mlp_out": the stacks are encoder and decoder, and `jaxformer.tools.inspect` describes
-each what. A block knows only its own names ("mlp_out").
+A `Request` is passed down, and the intermediates that it names are returned in the `Aux` of each
+block, so that scans, recomputation and every transform of JAX apply. A full name is
+stack.layer.what, as in "decoder.3.mlp_out", where the stack is encoder or decoder;
+`jaxformer.tools.inspect` describes each "what". A block uses only that last name ("mlp_out").
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Request:
         return any(self._returns(self._full(what, layer)) for layer in self.layers)
 
     def apply(self, what: str, value: jax.Array) -> tuple[jax.Array, Captures]:
-        """`value` or what replaces it, and the capture of it by `what`, if it is wanted."""
+        """`value` or what replaces it, and that value by the name `what`, if it is captured."""
         for layer in self.layers:
             name = self._full(what, layer)
             if name in self.replace:
@@ -58,12 +58,15 @@ class Request:
         return value, {what: value} if self.wants(what) else {}
 
     def _replaced(self, new: Any, layer: int, value: jax.Array) -> jax.Array:
-        other = new(value) if callable(new) else jnp.asarray(new)
-        other = jnp.broadcast_to(other, value.shape).astype(value.dtype)
-        return other if self.index is None else jnp.where(self.index == layer, other, value)
+        replacement = new(value) if callable(new) else jnp.asarray(new)
+        replacement = jnp.broadcast_to(replacement, value.shape).astype(value.dtype)
+        if self.index is None:
+            return replacement
+        # One program serves several layers: the replacement is for the layer `layer` alone.
+        return jnp.where(self.index == layer, replacement, value)
 
     def named(self, captures: Captures, layer: int) -> Captures:
-        """A block's captures by their full names, those that are wanted of this layer."""
+        """Those of a block's captures that are asked for in this layer, by their full names."""
         full = {self._full(what, layer): value for what, value in captures.items()}
         return {name: value for name, value in full.items() if self._returns(name)}
 
@@ -71,17 +74,18 @@ class Request:
         return f"{self.stack}.{layer}.{what}"
 
     def _returns(self, name: str) -> bool:
-        """What is replaced comes back too, so that a name without an intermediate is found."""
+        """Whether the intermediate is returned. Replaced ones are too, so that a name in `replace`
+        for which there is no intermediate can be reported."""
         return name in self.replace or self.captures(name)
 
     def captures(self, name: str) -> bool:
         """Whether an intermediate of this full name is asked for."""
-        return any(fits(name, wanted) for wanted in self.capture)
+        return any(fits(name, pattern) for pattern in self.capture)
 
 
-def fits(name: str, wanted: str) -> bool:
-    """Whether a full name is the one that is wanted, ends in it, or fits it as a pattern."""
-    return fnmatch.fnmatchcase(name, wanted) or name.endswith(f".{wanted}")
+def fits(name: str, pattern: str) -> bool:
+    """Whether a full name equals `pattern`, ends in it after a dot, or matches it with its *."""
+    return fnmatch.fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
 
 NOTHING = Request()

@@ -1,12 +1,12 @@
 """cuDNN's fused attention on NVIDIA GPUs.
 
-Rows of one text go through `jax.nn.dot_product_attention`. Padded rows pass their lengths; packed
-rows pass the length and the offset of each segment, for which JAX has an entry that is not public:
-it is used in the versions of JAX named here, and `runs.device.prove_kernel` compares it with plain
-attention before a run trusts it.
+Rows of one text go through `jax.nn.dot_product_attention`. For padded rows it is passed their
+lengths. Packed rows need the length and the offset of each segment, which only a private function
+of JAX takes: it is used in the versions of JAX named here, and `runs.device.prove_kernel` compares
+it with plain attention before a run relies on it.
 
-That entry has more that is not used, because a training run cannot rely on it (read in JAX 0.12.0.1
-and the XLA of its CUDA plugin; compiled for an H100 without one):
+That function has other options, which are not used because a training run cannot rely on them (read
+in JAX 0.12.0.1 and the XLA of its CUDA plugin; compiled for an H100 without one):
 
 `score_mod`, a function of the scores [B, N, T, S], would serve soft-caps and ALiBi.
   - cuDNN refuses it beside its causal mask, its lengths, its windows and its own ALiBi, so that the
@@ -32,20 +32,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.layers.masks import AttentionMask, lengths_and_starts, sees_any, segment_ids
 
-KNOWN = ((0, 10), (0, 12))  # the first and last version of JAX whose entry for packed rows is known
-GROUPED = (0, 12)  # the first whose entry for packed rows takes fewer key heads than query heads
+# The first and the last version of JAX whose function for packed rows is known.
+KNOWN = ((0, 10), (0, 12))
+# The first version whose function for packed rows takes fewer key heads than query heads.
+GROUPED = (0, 12)
 
 
 @functools.cache
 def _entry() -> Callable[..., Any] | None:
-    """JAX's entry that takes offsets; None in a version where it may be another."""
+    """JAX's function that takes offsets; None in a version in which it may be a different one."""
     if not KNOWN[0] <= jax.__version_info__[:2] <= KNOWN[1]:
         return None
     from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
 
-    known = inspect.signature(dot_product_attention).parameters
+    parameters = inspect.signature(dot_product_attention).parameters
     needed = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length")
-    return dot_product_attention if all(name in known for name in needed) else None
+    return dot_product_attention if all(name in parameters for name in needed) else None
 
 
 def lacks_packed_rows() -> str:
@@ -62,8 +64,8 @@ def lacks_packed_rows() -> str:
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, H] -> [B, T, N, H], in 16 bits.
 
-    Where `mask.max_segments` is 1, a row is one text, from its first token on, and padding. A query
-    that sees nothing gives 0.
+    If `mask.max_segments` is 1, each row is one text, which begins with the row, followed by
+    padding. A query that sees nothing gives 0.
     """
     options: dict[str, Any] = {
         "is_causal": mask.causal,
@@ -75,11 +77,11 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
         q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
         return jax.nn.dot_product_attention(q, k, v, **options)
     queries, keys = segment_ids(mask)
-    # cuDNN writes nothing for tokens of no segment, neither outputs nor gradients. `where` puts
-    # zeros in their place; its transpose does so in the gradients.
+    # cuDNN leaves the outputs and gradients of tokens without a segment unwritten. `where` makes
+    # them zeros, and so does its transpose in the gradients.
     q = jnp.where((queries != 0)[..., None, None], q, 0)
     k, v = (jnp.where((keys != 0)[..., None, None], x, 0) for x in (k, v))
-    # As the kernel reads them, so that the points q, k and v of `model.remat` are kept like this.
+    # The points q, k and v of `model.remat` are the arrays that the kernel reads.
     q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
     if mask.max_segments == 1:
         for name, ids in (("query", queries), ("key_value", keys)):
@@ -88,33 +90,40 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
     else:
         out = _packed(q, k, v, mask, options["scale"])
     out = jnp.where(sees_any(mask)[..., None, None], out, 0)
-    # Rows that break the bound would be computed wrongly; a NaN ends the run instead.
-    return jnp.where(_as_promised(queries, mask) & _as_promised(keys, mask), out, jnp.nan)
+    # Rows with more segments than the bound would be computed wrongly; a NaN ends the run instead.
+    return jnp.where(_within_bound(queries, mask) & _within_bound(keys, mask), out, jnp.nan)
 
 
-def _as_promised(ids: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Whether the segments [B, T] keep to `mask.max_segments`: a bool."""
-    kept = jnp.all(ids <= mask.max_segments)
-    if mask.max_segments == 1:  # the text begins with the row
-        kept &= jnp.all(ids[:, 1:] <= ids[:, :-1])
-    return kept
+def _within_bound(ids: jax.Array, mask: AttentionMask) -> jax.Array:
+    """Whether no segment id in [B, T] exceeds `mask.max_segments`, as a bool scalar."""
+    within = jnp.all(ids <= mask.max_segments)
+    # With a bound of 1, the text begins with the row: no token follows padding.
+    if mask.max_segments == 1:
+        within &= jnp.all(ids[:, 1:] <= ids[:, :-1])
+    return within
 
 
 def _packed(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, scale: float
 ) -> jax.Array:
+    """Attention within each segment of packed rows: [B, T, N, H], two of [B, S, K, H] ->
+    [B, T, N, H]."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
-    if jax.__version_info__[:2] < GROUPED:  # there the offsets of keys count the heads of queries
+    # In older versions the offsets of keys are computed with the number of query heads.
+    if jax.__version_info__[:2] < GROUPED:
         groups = q.shape[2] // k.shape[2]
-        k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    places: dict[str, jax.Array] = {}
-    found = [lengths_and_starts(ids, mask.max_segments) for ids in segment_ids(mask)]
-    both = (found[0][0] > 0) & (found[1][0] > 0)  # segments with queries and keys; others are -1
-    for name, (lengths, starts) in zip(("q", "kv"), found, strict=True):
-        places[f"{name}_seqlen"] = jnp.where(both, lengths, -1)  # [B, segments]
-        begins = jnp.where(both, starts, -1)
-        places[f"{name}_offsets"] = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1)
+        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+    segments: dict[str, jax.Array] = {}
+    spans = [lengths_and_starts(ids, mask.max_segments) for ids in segment_ids(mask)]
+    (query_lengths, _), (key_lengths, _) = spans
+    # Segments that have both queries and keys; the length and the offset of others are -1.
+    both = (query_lengths > 0) & (key_lengths > 0)
+    for name, (lengths, starts) in zip(("q", "kv"), spans, strict=True):
+        segments[f"{name}_seqlen"] = jnp.where(both, lengths, -1)  # [B, segments]
+        offsets = jnp.where(both, starts, -1)
+        # The function takes one offset more than there are segments: [B, segments + 1].
+        segments[f"{name}_offsets"] = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
     entry: Any = _entry()
     return entry(  # type: ignore[no-any-return]
         q,
@@ -123,5 +132,5 @@ def _packed(
         scale=scale,
         mask_type=MaskType.PADDING_CAUSAL if mask.causal else MaskType.PADDING,
         sliding_window_length=mask.window or None,
-        **places,
+        **segments,
     )

@@ -51,7 +51,8 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
     if mask is not None:
         mask = mask[..., None, None, :, :]
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    if sinks is not None:  # one more key, whose weight is dropped after the softmax
+    # A sink is one more key, whose weight is removed after the softmax.
+    if sinks is not None:
         sinks = jnp.broadcast_to(sinks.reshape(*heads, 1, 1), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
@@ -95,6 +96,6 @@ def _derivative(
     equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (a, b), (d_a, d_b) = primals, tangents
-    # The conversion's transpose makes 16 bits of the gradient before it is multiplied.
+    # The transpose of this conversion makes the gradient 16 bits wide before it is multiplied.
     d_out = jnp.einsum(equation, d_a, b) + jnp.einsum(equation, a, d_b)
     return wide_product(equation, a, b), d_out.astype(jnp.float32)

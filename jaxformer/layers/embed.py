@@ -15,7 +15,8 @@ from jaxformer.layers.norm import norm, norm_specs
 from jaxformer.layers.positions import sinusoids
 
 Tokens = Int[Array | np.ndarray, "B T"]
-WHOLE = ("batch", "sequence", None)  # each row whole on the device of its token
+# The row of each token is whole, on the device of the token.
+WHOLE = ("batch", "sequence", None)
 
 
 def token_specs(config: ModelConfig) -> Specs:

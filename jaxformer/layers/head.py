@@ -1,5 +1,5 @@
-"""Output heads: each transforms the residual stream and multiplies it by one matrix, so that one
-loss serves them all.
+"""Output heads: each transforms the residual stream and multiplies it by one matrix, so that the
+same loss serves all of them.
 
 language   the next token              x
 masked     the token that was masked   norm(act(x W + b)) (BERT, arXiv:1810.04805)
@@ -25,7 +25,7 @@ from jaxformer.layers.norm import norm, norm_specs
 
 
 def head_specs(config: ModelConfig) -> Specs:
-    """Rows named pooler, head and next_sentence, those that the config has."""
+    """The rows named pooler, head and next_sentence, as far as the config has them."""
     make = INITIALIZERS[config.init](config)
     d, output = config.d_model, config.output
     square = Spec((d, d), ("embed", "hidden"), make.weight, inputs=("embed",))
@@ -39,10 +39,13 @@ def head_specs(config: ModelConfig) -> Specs:
     if config.pooler or config.next_sentence or (output, config.family) == ("classes", "encoder"):
         table["pooler"] = dense
     if output in ("language", "masked"):
-        own = matrix(config.vocab_size, "vocab", bias=config.head_bias or output == "masked")
+        head_rows = matrix(config.vocab_size, "vocab", bias=config.head_bias or output == "masked")
+        # A tied head reads the embedding table as its matrix.
         if config.tied_head:
-            del own["weight"]
-        table["head"] = own | (dense | {"norm": norm_specs(config)} if output == "masked" else {})
+            del head_rows["weight"]
+        if output == "masked":
+            head_rows |= dense | {"norm": norm_specs(config)}
+        table["head"] = head_rows
     elif output in ("classes", "tags"):
         if not config.n_classes:
             raise ConfigError(f"model.n_classes=0 with model.head={output!r}: give their number.")
@@ -55,7 +58,8 @@ def head_specs(config: ModelConfig) -> Specs:
 def pooled(
     params: Params, config: ModelConfig, x: Float[Array, "B T D"], layout: TokenLayout
 ) -> Float[Array, "B 1 D"]:
-    """One vector per row: its first or last token or the mean, then the pooler if there is one."""
+    """One vector per row: that of its first token, of its last, or the mean of all, then the pooler
+    if there is one."""
     real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
     index = jnp.arange(x.shape[1])
     weights = {
@@ -63,10 +67,10 @@ def pooled(
         "last": index == jnp.max(jnp.where(real, index, 0), axis=1, keepdims=True),
         "mean": real / jnp.maximum(real.sum(1, keepdims=True), 1),
     }[config.pooled]
-    one = jnp.einsum("BT,BTD->BD", weights.astype(x.dtype), x)[:, None]
+    pooled_rows = jnp.einsum("BT,BTD->BD", weights.astype(x.dtype), x)[:, None]
     if "pooler" not in params:
-        return one
-    return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", one))
+        return pooled_rows
+    return jnp.tanh(linear("BTD,DF->BTF", params["pooler"], "dense", pooled_rows))
 
 
 @jax.named_scope("head")
@@ -77,9 +81,9 @@ def readout(
     if config.output == "classes":
         x = pooled(params, config, x, layout)
     if config.output == "masked":
-        own = params["head"]
-        x = ACTIVATIONS[config.activation](linear("BTD,DF->BTF", own, "dense", x))
-        x = norm(own.get("norm", {}), config, x)
+        head_params = params["head"]
+        x = ACTIVATIONS[config.activation](linear("BTD,DF->BTF", head_params, "dense", x))
+        x = norm(head_params.get("norm", {}), config, x)
     return x / math.sqrt(config.d_model) if config.logit_scale == "rsqrt" else x
 
 
@@ -95,10 +99,10 @@ def output_layer(
     params: Params, config: ModelConfig, y: jax.Array, name: str = "head"
 ) -> OutputLayer:
     """The output layer of the head `name` (or "next_sentence") on its input `y` [B, T, D]."""
-    own = params.get(name, {})
+    head_params = params.get(name, {})
     tied = name == "head" and config.tied_head and config.output in ("language", "masked")
-    matrix = params["embed"]["tokens"] if tied else own["weight"]
-    return OutputLayer(y, matrix, own.get("bias"))
+    matrix = params["embed"]["tokens"] if tied else head_params["weight"]
+    return OutputLayer(y, matrix, head_params.get("bias"))
 
 
 def logits_of_rows(rows: jax.Array, matrix: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -130,22 +134,27 @@ POOLED_TEXTS = {
 
 
 def head_formula(config: ModelConfig) -> tuple[str, ...]:
-    """What the head makes of x, the rows of the residual stream, as text."""
+    """The formulas of the head, where x are the rows of the residual stream, as lines of text."""
     if config.output == "none":
         return ("out = x",)
-    lines, read = list[str](), "x"
+    lines: list[str] = []
+    # The name of the rows that the output matrix multiplies.
+    rows = "x"
     if config.output == "classes":
-        lines, read = [f"p = {POOLED_TEXTS[config.pooled]}"], "p"
+        lines.append(f"p = {POOLED_TEXTS[config.pooled]}")
+        rows = "p"
         if config.pooler or config.next_sentence or config.family == "encoder":
-            lines, read = [*lines, "h = tanh(p W_h + b_h)"], "h"
+            lines.append("h = tanh(p W_h + b_h)")
+            rows = "h"
     if config.output == "masked":
         act = ACTIVATION_TEXTS.get(config.activation, config.activation)
-        lines, read = [f"h = norm({act}(x W_h + b_h))"], "h"
+        lines.append(f"h = norm({act}(x W_h + b_h))")
+        rows = "h"
     scale = " / √D" if config.logit_scale == "rsqrt" else ""
     over_tokens = config.output in ("language", "masked")
     matrix = "Eᵀ" if config.tied_head and over_tokens else "W_headᵀ"
     bias = " + b" if config.head_bias or config.output != "language" else ""
-    logits = f"{read}{scale} {matrix}{bias}"
+    logits = f"{rows}{scale} {matrix}{bias}"
     if config.logit_soft_cap:
         cap = f"{config.logit_soft_cap:g}"
         logits = f"{cap} tanh(({logits}) / {cap})"

@@ -1,8 +1,8 @@
-"""The attention kernels: one table of ways to compute the same thing, and how one is chosen.
+"""The attention kernels: a table of implementations of attention, and the choice of one of them.
 
 Every kernel maps q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] and an `AttentionMask` to [B, T, N,
-W]; `xla` is the reference, plain mathematics that every transform and device understands. `choose`
-picks for a training run and says why.
+W]; `xla` is the reference, in plain jax.numpy, for every transform and device. `choose` selects one
+for a training run and gives the reason.
 """
 
 import math
@@ -27,7 +27,8 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     queries, keys = mask.queries, mask.keys
-    ordered = queries.ordered and keys.ordered  # by their index, so that blocks can be skipped
+    # Ordered tokens are compared by their index, so that blocks can be skipped.
+    ordered = queries.ordered and keys.ordered
     coordinates = Coordinates(
         None if ordered else queries.positions,
         None if ordered else keys.positions,
@@ -48,7 +49,8 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    from jaxformer.layers.cudnn import cudnn_attention  # what other platforms do not load
+    # Imported here, so that other platforms do not load it.
+    from jaxformer.layers.cudnn import cudnn_attention
 
     return cudnn_attention(q, k, v, mask)
 
@@ -66,12 +68,13 @@ def _flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax
 
 
 HOPPER = (9, 0)
-# The log-sum-exp of packed rows takes as many floats a token and head as a row may have segments.
+# The log-sum-exp of packed rows has, for each token and head, as many floats as a row may have
+# segments.
 MOST_SEGMENTS = 64
 
 
 class Case(NamedTuple):
-    """A training run, as far as the choice of a kernel depends on it.
+    """The properties of a training run on which the choice of a kernel depends.
 
     `segments` is the highest segment id of its rows: 1 for padded rows, 0 for rows without ids.
     `capability` is the compute capability of an NVIDIA GPU; `prefix` the number of virtual tokens
@@ -104,9 +107,11 @@ class KernelRow:
 
     def refuses(self, case: Case) -> str:
         """Why the kernel cannot serve a training run; empty if it can."""
-        wanted = self.lacks & _features_of_run(case)
-        reasons = (reason for name, reason in FEATURES.items() if name in wanted)
-        return self.device(case) or next(reasons, "")
+        reason = self.device(case)
+        if reason:
+            return reason
+        missing = self.lacks & _features_of_run(case)
+        return next((reason for name, reason in FEATURES.items() if name in missing), "")
 
     def serves(self, mask: AttentionMask) -> bool:
         """Whether the kernel can serve a call."""
@@ -128,14 +133,16 @@ FEATURES = {
     "soft-cap": "it has no soft-cap, and model.attention_soft_cap is set",
     "sinks": "it has no sinks, and model.attention_sinks is set",
 }
-EVERY = frozenset({"positions", "dropout", "prefix"})  # what those of cuDNN and Pallas lack
+# Features that all kernels of cuDNN and Pallas lack.
+EVERY = frozenset({"positions", "dropout", "prefix"})
 CUDNN = EVERY | {"many segments", "window to both sides", "value width"}
 SCORES = frozenset({"score bias", "soft-cap", "sinks"})
 
 
 def _features_of_run(case: Case) -> set[str]:
+    """The names in `FEATURES` of what a training run needs."""
     model = case.model
-    wanted = {
+    needed = {
         "segments": case.segments,
         "many segments": case.segments > MOST_SEGMENTS,
         "any length": case.length % 128,
@@ -148,13 +155,14 @@ def _features_of_run(case: Case) -> set[str]:
         "soft-cap": model.attention_soft_cap,
         "sinks": model.attention_sinks,
     }
-    return {name for name, value in wanted.items() if value}
+    return {name for name, value in needed.items() if value}
 
 
 def _features_of_call(mask: AttentionMask) -> set[str]:
+    """The names in `FEATURES` of what one call needs."""
     sides, scoring = (mask.queries, mask.keys), mask.scoring
     segments = any(side.segments is not None for side in sides)
-    wanted = {
+    needed = {
         "segments": segments,
         "many segments": segments and not 0 < mask.max_segments <= MOST_SEGMENTS,
         "any length": any(side.positions.shape[-1] % 128 for side in sides),
@@ -167,10 +175,11 @@ def _features_of_call(mask: AttentionMask) -> set[str]:
         "soft-cap": scoring.soft_cap,
         "sinks": scoring.sinks is not None,
     }
-    return {name for name, value in wanted.items() if value}
+    return {name for name, value in needed.items() if value}
 
 
 def _cudnn_device(case: Case) -> str:
+    """Why cuDNN's kernel cannot run on the device of a case; empty if it can."""
     if case.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this device is a {case.platform}"
     if case.dtype not in ("bfloat16", "float16"):
@@ -187,6 +196,7 @@ def _cudnn_device(case: Case) -> str:
 
 
 def _tpu_device(case: Case) -> str:
+    """Why the Pallas kernels cannot run on the device of a case; empty if they can."""
     return "" if case.platform == "tpu" else f"it needs a TPU, and this device is a {case.platform}"
 
 
@@ -223,8 +233,9 @@ PREFERRED = {
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Attention by the named kernel ("auto": plain), or by the plain one for a call that it does
-    not serve: one chosen for the batches of a run meets a cache and padded prompts too.
+    """Attention by the named kernel ("auto": plain). A call that this kernel does not serve is
+    computed by the plain one: a kernel chosen for the batches of a run is also called with a cache
+    and with padded prompts.
     """
     row = KERNELS["xla" if kernel == "auto" else kernel]
     if not row.serves(mask):
@@ -239,15 +250,18 @@ def _on_each_device(
     axes = free_axes()
     if jax.sharding.get_abstract_mesh().size == 1 or not axes:
         return run(q, k, v, mask)
-    place = activation(q.shape, ("batch", "sequence", "heads", None))
-    batch, _, heads, _ = place
-    if heads is not None:  # query heads are divided; each part needs the key heads of its groups
-        split = axes[heads]
-        k, v = (jnp.repeat(x, split // math.gcd(split, x.shape[2]), axis=2) for x in (k, v))
+    by_heads = activation(q.shape, ("batch", "sequence", "heads", None))
+    batch, _, heads, _ = by_heads
+    if heads is not None:
+        # Query heads are divided, and each device needs the key heads of its groups. If the devices
+        # do not divide the number of key heads, these are repeated until they do.
+        devices = axes[heads]
+        k = jnp.repeat(k, devices // math.gcd(devices, k.shape[2]), axis=2)
+        v = jnp.repeat(v, devices // math.gcd(devices, v.shape[2]), axis=2)
     scoring = mask.scoring
-    bias_place = None
+    bias_sharding = None
     if scoring.bias is not None:
-        bias_place = PartitionSpec(batch if scoring.bias.shape[0] > 1 else None, heads)
+        bias_sharding = PartitionSpec(batch if scoring.bias.shape[0] > 1 else None, heads)
 
     def local(
         q: jax.Array,
@@ -257,14 +271,18 @@ def _on_each_device(
         bias: jax.Array | None,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        own = mask._replace(scoring=scoring._replace(bias=bias, sinks=sinks))
-        return run(q, k, v, own._replace(queries=sides[0], keys=sides[1]))
+        queries, keys = sides
+        local_scoring = scoring._replace(bias=bias, sinks=sinks)
+        return run(q, k, v, mask._replace(scoring=local_scoring, queries=queries, keys=keys))
 
-    rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
-    places = (place, place, place, rows, bias_place, per_head)
-    # The kernels do not say along which axes their results vary, so that is not checked.
+    by_rows, per_head = PartitionSpec(batch), PartitionSpec(heads)
+    # The kernels do not declare along which axes their results vary, so that is not checked.
     divided = jax.shard_map(
-        local, in_specs=places, out_specs=place, axis_names={*axes}, check_vma=False
+        local,
+        in_specs=(by_heads, by_heads, by_heads, by_rows, bias_sharding, per_head),
+        out_specs=by_heads,
+        axis_names={*axes},
+        check_vma=False,
     )
     layouts = (mask.queries, mask.keys)
     out: jax.Array = divided(q, k, v, layouts, scoring.bias, scoring.sinks)
@@ -272,14 +290,14 @@ def _on_each_device(
 
 
 def _passed_over(name: str, case: Case) -> str:
-    """Why "auto" leaves out a kernel that could serve the case; empty if it does not."""
+    """Why "auto" does not choose a kernel that could serve the case; empty if it may."""
     if (name, case.platform) == ("blocked", "cpu") and case.model.dropout:
         return "on a CPU the dropout of attention weights is that of plain attention"
     return ""
 
 
 def choose(asked: str, case: Case) -> tuple[str, str]:
-    """The kernel for a training run, and a sentence that says which runs and why.
+    """The name of the kernel for a training run, and a text that names and explains the choice.
 
     Raises ConfigError if the one asked for by name cannot serve the case.
     """

@@ -1,4 +1,4 @@
-"""What all linear layers share: initializers, a product with its bias, and dropout."""
+"""Functions that all linear layers share: initializers, a product with its bias, and dropout."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from jaxformer.layers.positions import sinusoids
 
 
 class Initializers(NamedTuple):
-    """Those of weights, projections into the residual stream, embeddings, learned positions."""
+    """The initializers of weights, of projections into the residual stream, of embeddings and of
+    learned positions."""
 
     weight: InitFunction
     residual: InitFunction
@@ -85,17 +86,17 @@ INITIALIZERS: Table[Callable[[ModelConfig], Initializers]] = Table(
 def linear(
     equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
 ) -> jax.Array:
-    """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one: a point
-    of that name for `model.remat`."""
+    """`contract(equation, x, params[name])`, plus `params[name_bias]` where there is one. The
+    result is a point of that name for `model.remat`."""
     y = contract(equation, x, params[name], to=to)
     bias = params.get(f"{name}_bias")
     return checkpoint_name(y if bias is None else y + bias.astype(y.dtype), name)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a fraction `rate` of its elements zeroed and the rest divided by 1 - rate; without a
-    key `x` itself."""
+    """`x` with a fraction `rate` of its elements set to zero, and the others divided by 1 - rate.
+    Without a key it is `x` itself."""
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+    remains = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(remains, x / (1 - rate), 0).astype(x.dtype)

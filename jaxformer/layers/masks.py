@@ -31,7 +31,7 @@ class TokenLayout:
 
 
 class Scoring(NamedTuple):
-    """How scores are made of query-key products, as in `dot_product_attention`."""
+    """How scores are computed from query-key products, as in `dot_product_attention`."""
 
     scale: float = 0.0
     soft_cap: float = 0.0
@@ -43,8 +43,8 @@ class AttentionMask(NamedTuple):
     """All that attention depends on besides queries, keys and values.
 
     `window` is the number of tokens back that a query sees, including itself (on both sides if not
-    `causal`); 0 is all. `relative` is False if queries and keys are of different sequences, so that
-    distances between them mean nothing. `max_segments` bounds the segment ids; 0: not known.
+    `causal`); 0 is all. `relative` is False if queries and keys are of different sequences, between
+    which there are no distances. `max_segments` bounds the segment ids; 0: not known.
     `dropout` is the rate and the key of the dropout of weights; without a key nothing is dropped.
     """
 
@@ -59,15 +59,15 @@ class AttentionMask(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """The number of keys before those of `keys`, of virtual tokens: each query that is no
-        padding sees them all, whatever its segment and the window."""
+        """The number of keys of virtual tokens, which come before those of `keys`. Each query that
+        is not padding sees all of them, whatever its segment and the window."""
         return self.queries.virtual if self.relative else 0
 
 
 def layout_of(
     tokens: jax.Array, positions: jax.Array | None, segments: jax.Array | None
 ) -> TokenLayout:
-    """The layout of `tokens` [B, T]; positions that are not given count from the start of each
+    """The layout of `tokens` [B, T]. Without `positions`, these count from the start of each
     segment, and are 0 on padding."""
     if positions is not None:
         return TokenLayout(positions, segments)
@@ -81,8 +81,9 @@ def layout_of(
 
 
 def visible(mask: AttentionMask) -> jax.Array | None:
-    """bool [B, T, S]: the keys of a query's own segment, without padding, up to its position if
-    causal, and within the window if there is one, behind those of the prefix. None: all."""
+    """bool [B, T, S]: each query sees the keys of its segment, without padding, up to its position
+    if causal, and within the window if there is one. With a prefix of P keys it is [B, T, P + S].
+    None means that all queries see all keys."""
     queries, keys = mask.queries, mask.keys
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
     allowed = back >= 0 if mask.causal else None
@@ -93,12 +94,12 @@ def visible(mask: AttentionMask) -> jax.Array | None:
         one = jnp.ones((1, 1), jnp.int32)
         q_seg = one if queries.segments is None else queries.segments
         k_seg = one if keys.segments is None else keys.segments
-        own = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
-        allowed = own if allowed is None else allowed & own
+        same_segment = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
+        allowed = same_segment if allowed is None else allowed & same_segment
     if mask.prefix and allowed is not None:
-        real = True if queries.segments is None else (queries.segments != 0)[..., None]
-        before = jnp.broadcast_to(real, (*allowed.shape[:-1], mask.prefix))
-        allowed = jnp.concatenate([before, allowed], axis=-1)
+        not_padding = True if queries.segments is None else (queries.segments != 0)[..., None]
+        to_prefix = jnp.broadcast_to(not_padding, (*allowed.shape[:-1], mask.prefix))
+        allowed = jnp.concatenate([to_prefix, allowed], axis=-1)
     return allowed
 
 
@@ -114,8 +115,8 @@ def segment_ids(mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
 def sees_any(mask: AttentionMask) -> jax.Array:
     """Whether a query attends to any key: bool [B, T].
 
-    In a sequence of its own each token but padding sees itself; a segment of another sequence may
-    be empty.
+    In self-attention each token except padding sees itself; in cross-attention the segment of the
+    other sequence may be empty.
     """
     queries, keys = segment_ids(mask)
     real = queries != 0
@@ -125,8 +126,8 @@ def sees_any(mask: AttentionMask) -> jax.Array:
 
 
 def lengths_and_starts(ids: jax.Array, segments: int) -> tuple[jax.Array, jax.Array]:
-    """The tokens of each segment, and the index of its first one: ids [B, T] -> int32 [B, segments]
-    twice. Segments are numbered 1 to `segments`, each in one piece."""
+    """The number of tokens of each segment and the index of its first token, both int32
+    [B, segments], from ids [B, T]. Segments are numbered 1 to `segments`; each is contiguous."""
     belongs = ids[:, None, :] == jnp.arange(1, segments + 1)[:, None]  # [B, segments, T]
     starts = jnp.argmax(belongs, axis=-1).astype(jnp.int32)
     return jnp.sum(belongs, axis=-1, dtype=jnp.int32), starts

@@ -1,4 +1,5 @@
-"""What a model, a stack or a block returns: the residual stream, the cache, and the rest."""
+"""What a model, a stack or a block returns: the residual stream, the cache, and additional sums and
+captures."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -26,27 +27,32 @@ class Aux:
 
 
 class Output(NamedTuple):
-    """`x` is the residual stream [B, T, D]; `cache` is the `KVCache` (of a block its `LayerCache`)
-    with these tokens in it, None if none was given; `aux` is the union of what the layers added."""
+    """`x` is the residual stream [B, T, D]. `cache` is the `KVCache` (of a block its `LayerCache`)
+    with these tokens in it, None for a call without one. `aux` is the union of those of the layers.
+    """
 
     x: jax.Array
     cache: Any
     aux: Aux
 
 
-def merged(parts: Iterable[Aux]) -> Aux:
-    """The union of several: sums of one name are added, captures have distinct names."""
+def merged(auxes: Iterable[Aux]) -> Aux:
+    """The union of several: sums of the same name are added; captures have distinct names."""
     losses: AuxSums = {}
     metrics: AuxSums = {}
     captures: Captures = {}
-    for part in parts:
-        _add(losses, part.losses)
-        _add(metrics, part.metrics)
-        captures |= part.captures
+    for aux in auxes:
+        _add(losses, aux.losses)
+        _add(metrics, aux.metrics)
+        captures |= aux.captures
     return Aux(losses, metrics, captures)
 
 
-def _add(total: AuxSums, part: AuxSums) -> None:
-    for name, (value, weight) in part.items():
-        known = total.get(name)
-        total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)
+def _add(totals: AuxSums, sums: AuxSums) -> None:
+    """Adds the sums of one layer to the totals."""
+    for name, (value, weight) in sums.items():
+        if name in totals:
+            total, total_weight = totals[name]
+            totals[name] = (total + value, total_weight + weight)
+        else:
+            totals[name] = (value, weight)

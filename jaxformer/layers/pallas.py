@@ -1,5 +1,5 @@
-"""The Pallas attention kernels for TPUs that JAX brings: splash attention, and flash attention for
-scores that have a bias."""
+"""The Pallas attention kernels for TPUs that JAX contains: splash attention, and flash attention
+for scores that have a bias."""
 
 import functools
 import math
@@ -14,11 +14,12 @@ from jaxformer.arrays.hardware import name_of
 from jaxformer.arrays.sharding import platform
 from jaxformer.layers.masks import AttentionMask, sees_any, segment_ids
 
-LANES = 128  # lengths are multiples of it, so rows are padded to the next one
+# The kernels take lengths that are multiples of it; rows are padded to the next one.
+LANES = 128
 
 
 class Blocks(NamedTuple):
-    """Queries and keys that a program of a kernel reads at a time, forward and backward."""
+    """The numbers of queries and of keys in a block of a kernel, forward and backward."""
 
     queries: int
     keys: int
@@ -26,11 +27,12 @@ class Blocks(NamedTuple):
 
 SMALL, LARGE = Blocks(512, 512), Blocks(1024, 1024)
 # The shortest rows (or windows) for which a kernel takes LARGE blocks on a device. Each step of a
-# kernel has a fixed cost, and large blocks compute more scores that the mask hides: this is the
-# power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
-# backward, in what libtpu 0.0.42.1 compiles for causal rows and heads of 128
-# (`benchmarks/attention_blocks.py`). Only where they fit into the vector memory with heads of 256,
-# segments, soft-caps, sinks or biases: flash attention's do not on v5e and v5p.
+# kernel has a fixed cost, and large blocks compute more scores that the mask hides. The length is
+# the power of two from which on the schedule of large blocks is more than 5 % shorter, forward and
+# backward, in the program that libtpu 0.0.42.1 compiles for causal rows and heads of 128
+# (`benchmarks/attention_blocks.py`). A device is listed only if large blocks fit into its vector
+# memory with heads of 256, segments, soft-caps, sinks or biases; those of flash attention do not on
+# v5e and v5p.
 LARGE_FROM = {("tpu", "v5p"): 4096, ("tpu", "v6e"): 2048, ("flash", "v6e"): 4096}
 
 
@@ -39,17 +41,18 @@ def blocks_for(kernel: str, keys: int, window: int = 0) -> Blocks:
     mesh in force."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    least = LARGE_FROM.get((kernel, name_of(kind) or ""))
-    return LARGE if least and min(keys, window or keys) >= least else SMALL
+    shortest = LARGE_FROM.get((kernel, name_of(kind) or ""))
+    return LARGE if shortest and min(keys, window or keys) >= shortest else SMALL
 
 
-def _dividing(length: int, most: int) -> int:
-    """The largest multiple of LANES that divides a padded length and is at most `most`."""
-    sizes = range(min(most, length), 0, -LANES)
+def _dividing(length: int, limit: int) -> int:
+    """The largest multiple of LANES that divides a padded length and is at most `limit`."""
+    sizes = range(min(limit, length), 0, -LANES)
     return next(size for size in sizes if length % size == 0)
 
 
 def _padded(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with zeros at the end of an axis, up to a multiple of LANES."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % LANES)
     return jnp.pad(x, width)
@@ -59,25 +62,27 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W].
 
     Keys are read once for all query heads of their group, and blocks that the mask hides entirely
-    are not computed. Any length: rows are padded, as a segment of their own. A query that sees
-    nothing gives 0.
+    are not computed. Rows may have any length: they are padded, and the padding is a segment of its
+    own. A query that sees nothing gives 0.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     length, scoring = q.shape[1], mask.scoring
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)  # the kernel has no scale
+    # The kernel has no scale.
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     heads_first = [jnp.swapaxes(_padded(x, 1), 1, 2) for x in (q, k, v)]
-    # As the kernel reads them, so that the points q, k and v of `model.remat` are kept like this.
+    # The points q, k and v of `model.remat` are the arrays that the kernel reads.
     heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
     rows, keys = heads_first[0].shape[2], heads_first[1].shape[2]
     ids = None
     sides = (mask.queries, mask.keys)
     if (rows, keys) != (length, k.shape[1]) or any(side.segments is not None for side in sides):
-        ids = kernels.SegmentIds(*(_padded(of, 1) for of in segment_ids(mask)))
+        ids = kernels.SegmentIds(*(_padded(side_ids, 1) for side_ids in segment_ids(mask)))
     kernel = _splash_kernel(q.shape[2], rows, keys, mask.causal, mask.window, scoring.soft_cap)
 
-    def of_row(*row: Any) -> jax.Array:  # q, k, v and the ids of a row
+    # A row has q [N, T, H], k [K, S, H], v [K, S, W] and its ids.
+    def of_row(*row: Any) -> jax.Array:
         return kernel(*row, scoring.sinks)  # type: ignore[no-any-return]
 
     out = jnp.swapaxes(jax.vmap(of_row)(*heads_first, ids), 1, 2)[:, :length]
@@ -94,8 +99,8 @@ def _splash_kernel(
     seen: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     if window:
         seen = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), offset=0)
-    most = blocks_for("tpu", keys, window)
-    queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
+    limits = blocks_for("tpu", keys, window)
+    queries, seen_keys = _dividing(rows, limits.queries), _dividing(keys, limits.keys)
     blocks = kernels.BlockSizes(
         block_q=queries,
         block_kv=seen_keys,
@@ -118,17 +123,19 @@ def _splash_kernel(
 def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """q [B, T, N, H], k and v [B, S, K, H] -> [B, T, N, H], with the bias of the scores.
 
-    Lengths are multiples of 128. A query that sees nothing gives 0. A bias of all rows, [1, N, T,
-    S], is read by each of them and not repeated; its gradient has all rows until it is summed.
+    Lengths are multiples of 128. A query that sees nothing gives 0. A bias [1, N, T, S] that is
+    shared by all rows is not repeated in memory; its gradient is, until it is summed over rows.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
     groups, scoring = q.shape[2] // k.shape[2], mask.scoring
     scale = scoring.scale or 1 / math.sqrt(q.shape[-1])
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
-    # As for splash attention; heads of keys and values are repeated after what is kept.
+    # As for splash attention. The heads of keys and values are repeated after these points, so that
+    # `model.remat` stores them once.
     heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
-    queries, *shared = [x[:, None] for x in heads_first]  # batches of one row
+    # The kernel takes batches: each row is a batch of one, [B, 1, heads, length, width].
+    queries, *shared = [x[:, None] for x in heads_first]
     repeated = (jnp.repeat(x, groups, 2) for x in shared)
     bias, bias_axis = scoring.bias, None
     if bias is not None:
@@ -138,7 +145,7 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
             bias, bias_axis = bias[:, None], 0
     ids = None
     if any(side.segments is not None for side in (mask.queries, mask.keys)):
-        ids = kernels.SegmentIds(*(of[:, None] for of in segment_ids(mask)))
+        ids = kernels.SegmentIds(*(side_ids[:, None] for side_ids in segment_ids(mask)))
     kernel = functools.partial(
         kernels.flash_attention,
         causal=mask.causal,
@@ -153,8 +160,8 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
 def _flash_blocks(rows: int, keys: int) -> Any:
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
-    most = blocks_for("flash", keys)
-    queries, seen_keys = _dividing(rows, most.queries), _dividing(keys, most.keys)
+    limits = blocks_for("flash", keys)
+    queries, seen_keys = _dividing(rows, limits.queries), _dividing(keys, limits.keys)
     return kernels.BlockSizes(
         block_q=queries,
         block_k_major=seen_keys,
@@ -171,22 +178,26 @@ def _flash_blocks(rows: int, keys: int) -> Any:
 
 
 def _keeping_output(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`attention` with its output, and all else that its backward pass takes from its forward pass,
-    named "attention".
+    """`attention`, with the name "attention" for its output and for all other arrays that its
+    backward pass takes from its forward pass.
 
-    JAX's flash attention names neither, and its forward rule calls a function with a rule of its
-    own, of which a policy of `jax.checkpoint` sees no more than that call: the kernel would run a
-    second time before its gradients, whatever the policy.
+    JAX's flash attention names none of them. Its forward rule calls a function with its own
+    derivative rule, and a policy of `jax.checkpoint` sees only that call, so that the kernel would
+    run a second time before its gradients, whatever the policy.
     """
 
     def forward(*inputs: Any) -> tuple[jax.Array, Any]:
         out, backward = jax.vjp(attention, *inputs)
         named = checkpoint_name(out, "attention")
-        known = {id(x): x for x in jax.tree.leaves(inputs)} | {id(out): named}
-        kept = jax.tree.map(
-            lambda x: known[id(x)] if id(x) in known else checkpoint_name(x, "attention"), backward
-        )
-        return named, kept
+        # Inputs have their names (q, k, v) already, and the output got its name above.
+        named_already = {id(x): x for x in jax.tree.leaves(inputs)} | {id(out): named}
+
+        def with_name(x: jax.Array) -> jax.Array:
+            if id(x) in named_already:
+                return named_already[id(x)]
+            return checkpoint_name(x, "attention")  # type: ignore[no-any-return]
+
+        return named, jax.tree.map(with_name, backward)
 
     keeping: Any = jax.custom_vjp(attention)
     keeping.defvjp(forward, lambda backward, gradient: backward(gradient))

@@ -1,7 +1,7 @@
 """Patterns of layers: settings whose letters repeat over the layers of a stack.
 
 A row of `LAYER_PATTERNS` names such a setting, with the settings that a layer of each letter has
-instead of the model's. Each layer gets a config of its own, so that none reads its own number.
+instead of the model's. Each layer gets its own config, so that no layer depends on its number.
 """
 
 import dataclasses
@@ -18,8 +18,12 @@ def _windowed(config: ModelConfig) -> Mapping[str, Any]:
     """RoPE with the base of the windows, if there is one, and then without scaling."""
     if not config.rope_window_theta:
         return {}
-    own = {"rope_theta": config.rope_window_theta, "rope_window_theta": 0.0}
-    return own | {"rope_scaling": "none", "rope_factor": 1.0}
+    return {
+        "rope_theta": config.rope_window_theta,
+        "rope_window_theta": 0.0,
+        "rope_scaling": "none",
+        "rope_factor": 1.0,
+    }
 
 
 def _full(config: ModelConfig) -> Mapping[str, Any]:
@@ -31,21 +35,23 @@ LAYER_PATTERNS: dict[str, dict[str, Changes]] = {"window_pattern": {"w": _window
 
 @functools.lru_cache
 def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
-    """The config of each layer: its letters' settings, and the defaults of the patterns."""
+    """The config of each layer: the model's, with the settings of the layer's letters, and with the
+    patterns themselves set to their defaults."""
     patterns = {name: getattr(config, name) for name in LAYER_PATTERNS if hasattr(config, name)}
     defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
-    found = []
+    configs = []
     for i in range(layers):
         changes: dict[str, Any] = {name: defaults[name] for name in patterns}
         for name, letters in patterns.items():
-            changes |= LAYER_PATTERNS[name][letters[i % len(letters)]](config)
-        found.append(dataclasses.replace(config, **changes))
-    return tuple(found)
+            letter = letters[i % len(letters)]
+            changes |= LAYER_PATTERNS[name][letter](config)
+        configs.append(dataclasses.replace(config, **changes))
+    return tuple(configs)
 
 
 class Repetition(NamedTuple):
-    """How the layers of a stack repeat: `lead` layers differ from the rest, which repeats after
-    each `period` layers."""
+    """How the layers of a stack repeat: after the first `lead` layers, their configs repeat every
+    `period` layers."""
 
     lead: int
     period: int
@@ -53,12 +59,12 @@ class Repetition(NamedTuple):
 
 @functools.lru_cache
 def repetition_of(configs: tuple[ModelConfig, ...]) -> Repetition:
-    """The smallest lead with which the configs repeat, and the smallest period behind it; without a
-    repetition no lead, and a period of all layers."""
+    """The smallest lead with which the configs repeat, and the smallest period after it. Without a
+    repetition the lead is 0 and the period has all layers."""
     depth = len(configs)
     for lead in range(depth):
-        rest = configs[lead:]
-        for period in range(1, len(rest)):
-            if all(rest[i] == rest[i % period] for i in range(len(rest))):
+        following = configs[lead:]
+        for period in range(1, len(following)):
+            if all(layer == following[i % period] for i, layer in enumerate(following)):
                 return Repetition(lead, period)
     return Repetition(0, depth)

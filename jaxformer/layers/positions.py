@@ -27,8 +27,8 @@ def sinusoids(
 
 
 def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "*each W"]:
-    """theta^(-2i/width), i < width/2: the angle of each pair from one position to the next. theta
-    is a number, or [..., 1]."""
+    """theta^(-2i/width), i < width/2: the angle by which each pair turns from one position to the
+    next. theta is a number, or an array [..., 1]."""
     return theta ** (-2 * jnp.arange(-(-width // 2), dtype=jnp.float32) / width)
 
 
@@ -74,13 +74,15 @@ def _linear(config: ModelConfig, positions: jax.Array, segments: Segments = None
 
 
 def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """The base is theta (s n / L - s + 1)^(W / (W - 2)), with s the factor, L the original length,
-    and n the length of the token's own segment in this call, at least L, whatever stands beside it.
-    Cached keys keep the base of their own call. [B, T, W], or [B, 1, W] without segments."""
+    """[B, T, W], or [B, 1, W] without segments: the base is theta (s n / L - s + 1)^(W / (W - 2)),
+    with s the factor, L the original length, and n the length of the token's segment in this call,
+    at least L. Other segments of the row have no effect. Cached keys keep the base of the call in
+    which they were computed."""
     original, width, s = config.original_length, config.rotated_width, config.rope_factor
     if segments is None:
         last = positions.max(axis=-1, keepdims=True)  # [B, 1]
-    else:  # [B, T, T]: the tokens of one segment, which a compiler fuses into the maximum
+    else:
+        # [B, T, T]: whether two tokens are of one segment, which XLA fuses into the maximum.
         together = segments[..., :, None] == segments[..., None, :]
         last = jnp.where(together, positions[..., None, :], 0).max(axis=-1)
     length = jnp.maximum(last + 1, original)[..., None]
@@ -89,9 +91,9 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
 
 
 def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """Frequencies of more than beta_fast rotations within the original length stay, those of fewer
-    than beta_slow are divided by the factor, and between them both are mixed, linearly in the index
-    of the pair (arXiv:2309.00071)."""
+    """Frequencies with more than beta_fast rotations within the original length are unchanged,
+    those with fewer than beta_slow are divided by the factor, and between these two bounds both are
+    mixed, linearly in the index of the pair (arXiv:2309.00071)."""
     width, original = config.rotated_width, config.original_length
     period = 2 * math.log(config.rope_theta)
 
@@ -110,8 +112,8 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
     plain = _plain(config, positions, segments)
     rotations = config.original_length * plain / (2 * math.pi)
     low, high = config.rope_low_frequency, config.rope_high_frequency
-    kept = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
-    return plain * kept + plain / config.rope_factor * (1 - kept)
+    unscaled = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
+    return plain * unscaled + plain / config.rope_factor * (1 - unscaled)
 
 
 FREQUENCIES: Table[Callable[..., jax.Array]] = Table(
@@ -127,7 +129,7 @@ def rotate(
     segments: Segments = None,
 ) -> Float[Array, "B T N H"]:
     """Queries or keys after RoPE, if the config has it: [B, T, N, H], [B, T] -> [B, T, N, H].
-    Without `segments` each row is one."""
+    Without `segments` each row is one segment."""
     if config.positions != "rope":
         return x
     frequencies = FREQUENCIES[config.rope_scaling](config, positions, segments)

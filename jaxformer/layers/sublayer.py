@@ -1,7 +1,8 @@
-"""What a sublayer of a block is: one row, which says everything that is asked of it.
+"""The row that defines a sublayer of a block.
 
-A block loops over rows, and what counts, plans or shows a model reads the same rows. Each file of a
-sublayer (`attention.py`, `ffn.py`) has its row at its end, and `block.py` the table of all.
+A block loops over rows, and the code that counts, plans or shows a model reads the same rows. Each
+file of a sublayer (`attention.py`, `ffn.py`) has its row at its end, and `block.py` the tables of
+all rows.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Sizes(NamedTuple):
         return self.rows * self.length
 
     def share(self, length: int) -> float:
-        """The part of an axis that one device has."""
+        """The length of an axis on one device."""
         return length / self.tensor if length % self.tensor == 0 else length
 
     def padded(self, width: int) -> int:
