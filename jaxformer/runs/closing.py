@@ -35,9 +35,12 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
         next_command=f'jaxformer sample {run.dir}{chat} --prompt "{prompt}"',
     )
-    several = jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language"
-    alone = ["There is no sample, which one process alone would write: see the command above."]
-    return "\n\n".join([*_profile(setup), end, *(alone if several else [])])
+    paragraphs = [*_profile(setup), end]
+    if jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language":
+        paragraphs.append(
+            "There is no sample, which one process alone would write: see the command above."
+        )
+    return "\n\n".join(paragraphs)
 
 
 def _figures(last: Evaluation) -> dict[str, str]:
@@ -63,9 +66,11 @@ def _profile(setup: RunSetup) -> list[str]:
     folder = profile_dir(run.dir)
     if not (folder / TABLE).is_file():
         return [f"run.profile={run.profile}: these steps were done before; nothing was traced."]
-    opened = f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'
-    table = read_text(folder / TABLE).strip()
-    return [table, f"{opened}\n  xprof --logdir {folder}"]
+    return [
+        read_text(folder / TABLE).strip(),
+        f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'
+        f"\n  xprof --logdir {folder}",
+    ]
 
 
 def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:

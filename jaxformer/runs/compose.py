@@ -117,8 +117,8 @@ def run_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
 
 
 def counted_specs(run: RunConfig, learned: tuple[str, ...] = ()) -> Specs:
-    """The table whose products a run computes: `run_specs`, but the weights that quantized ones
-    stand for."""
+    """The table whose products a run computes: `run_specs`, with the unquantized weights in place
+    of quantized ones."""
     adapter = dataclasses.replace(run.adapter, base="float32")
     return run_specs(dataclasses.replace(run, adapter=adapter), learned)
 

@@ -45,7 +45,7 @@ def check_kernel(
     name: str, config: ModelConfig, rows: int, length: int, source_length: int = 0
 ) -> str:
     """Compares the kernel with the reference, forward and backward, for each kind of attention of
-    the model, on the mesh in force; returns the largest errors in words.
+    the model, on the current mesh; returns the largest errors as text.
 
     Rows have `config.max_segments` texts and some padding; 0: one text that fills them. Raises
     RuntimeError where the errors exceed what the rounding of the dtype explains.
@@ -103,8 +103,8 @@ def _errors(
     element of the reference, and the largest gradient by keys and values of the first text that
     outputs of other texts and of padding have.
 
-    `arrays` and `segments` are those of `_case`; the arrays are placed as a step places them.
-    Scores have what the model's have: a scale, a cap, sinks, a bias.
+    `arrays` and `segments` are those of `_case`; the arrays are placed as in a step. Scores have
+    the scale, the cap, the sinks and the bias of the model.
     """
     arrays = [constrain(array, ("batch", "sequence", "heads", None)) for array in arrays]
     queries, keys = (
@@ -178,8 +178,8 @@ def _case(
 
 
 def _segments(rows: int, length: int, segments: int) -> np.ndarray | None:
-    """Texts of equal size, as many as MOST_SEGMENTS allows, and an eighth of padding; None for one
-    text that fills the row."""
+    """Segment ids [B, T] of texts of equal size, as many as MOST_SEGMENTS allows, and an eighth of
+    padding; None for one text that fills the row."""
     if not segments:
         return None
     number = min(segments, kernels.MOST_SEGMENTS)

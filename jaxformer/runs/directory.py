@@ -124,8 +124,8 @@ def _remove_empty(folder: Path, missing: list[Path]) -> None:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """`run`, with the settings of `LEFT_OPEN` that its directory names where it leaves the choice:
-    earlier versions began runs with 1 microbatch, cut at the end, without BOS, and with dropout."""
+    """`run`, where the settings of `LEFT_OPEN` that are "auto" are those of its directory: earlier
+    versions began runs with 1 microbatch, cut at the end, without BOS, and with dropout."""
     path = Path(run.run.dir) / "config.json"
     if not run.run.dir or not path.is_file():
         return run

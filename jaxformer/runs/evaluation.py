@@ -84,8 +84,8 @@ def corpus_of(
     new_labels: bool = False,
     log: Log = lambda line: None,
 ) -> data.Corpus:
-    """The data of a run as rows; for `labels` and `new_labels` see `data.prepare`, and for what is
-    raised."""
+    """The data of a run as rows. `labels`, `new_labels` and the errors are those of
+    `data.prepare`."""
     return data.prepare(
         run.data,
         run.tokenizer,

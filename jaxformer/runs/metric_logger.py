@@ -103,8 +103,8 @@ class MetricLogger:
 
 
 def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, whatever
-    else is minimized."""
+    """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, and
+    "objective" is what is minimized, if that is another quantity."""
     values = {name: float(value) for name, value in metrics.items()}
     if "nats" in values:
         values |= {"loss": values.pop("nats"), "objective": values["loss"]}

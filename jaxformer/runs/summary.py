@@ -53,8 +53,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
 
 
 def _parameters(setup: RunSetup) -> str:
-    """How many parameters a model has, a quantized one as those that it stands for, and how many of
-    them learn where that is not all."""
+    """How many parameters a model has, where a quantized matrix counts as the unquantized one, and
+    how many of them learn, if not all."""
     learned = setup.base.learned if setup.base is not None else ()
     parameters = f"{human_count(count(counted_specs(setup.run, learned)))} parameters"
     if not setup.target.frozen:
@@ -65,7 +65,7 @@ def _parameters(setup: RunSetup) -> str:
 
 
 def peak_text(platform: str, flops: float | None) -> str:
-    """What follows the name of a device. None is published for CPUs, so nothing is said of them."""
+    """The peak of a device, to follow its name; empty for CPUs, for which none is published."""
     if flops is not None:
         return f", peak {flops / 1e12:.3g} TFLOP/s each"
     return "" if platform == "cpu" else ", unknown peak (no MFU)"
@@ -104,7 +104,8 @@ def _data(setup: RunSetup) -> dict[str, str | list[str]]:
 
 
 def beginning_text(corpus: Corpus, bos: str) -> str:
-    """With which token documents begin, as data.bos=`bos` says; empty where with their text."""
+    """The token with which documents begin, as data.bos=`bos` says; empty if they begin with their
+    text."""
     stores = [store for store in corpus.stores["train"] if store.beginning]
     if not stores:
         return ""

@@ -24,15 +24,16 @@ class Change(NamedTuple):
 
 
 def smallest_changes(planned: PlannedRun) -> list[Change]:
-    """Up to `MOST_SHOWN` changes that fit, those of one setting before those of several; of one
-    combination of settings the smallest alone. Empty where none was found."""
+    """Up to `MOST_SHOWN` changes with which the run fits, those of one setting before those of
+    several; of each combination of settings only the smallest. Empty where none fits."""
     options = {name: values for name, values in _options(planned).items() if values}
     variants: dict[int, PlannedRun] = {}
     fitting: list[Change] = []
     for number in range(1, len(options) + 1):
         for names in itertools.combinations(options, number):
             if any(set(change.settings) <= set(names) for change in fitting):
-                continue  # fewer settings do
+                # Fewer settings are enough.
+                continue
             for values in itertools.product(*(options[name] for name in names)):
                 settings = dict(zip(names, values, strict=True))
                 peak = _peak(planned, settings, variants)
@@ -100,5 +101,5 @@ def changed(run: RunConfig, settings: dict[str, Any]) -> RunConfig:
 
 
 def shown(settings: dict[str, Any]) -> str:
-    """As arguments of the command line."""
+    """Settings as arguments of the command line."""
     return " ".join(f"--{name} {value}" for name, value in settings.items())

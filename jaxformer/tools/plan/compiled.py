@@ -1,5 +1,5 @@
-"""The real train step of a run, compiled by the real compiler for devices that are not here, and
-what that compiler says of it.
+"""The real train step of a run, compiled by the real compiler for devices that are not attached,
+and the report of that compiler.
 
 The work is done in a process of its own, `python -m jaxformer.tools.plan.compiled`: libtpu reads
 its environment when it is loaded, a compiler may end its process, and both write their warnings to
@@ -181,8 +181,8 @@ def compile_on(
 
 
 def reference_beside(run: RunConfig, state: Any) -> tuple[int, tuple[str, ...]]:
-    """The bytes of a device that hold the reference beside a step that does not read it, and what
-    to say of it; 0 and nothing without such a reference."""
+    """The bytes of a device that hold the reference beside a step that does not read it, and notes
+    on it; 0 and no notes without such a reference."""
     from jaxformer.runs.compose import compares_with_start
     from jaxformer.tools.plan.planned import tree_bytes
 
@@ -203,7 +203,7 @@ def too_large(error: Exception) -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what compiled, of those that are installed."""
+    """The versions of the packages of `COMPILERS` that are installed."""
     installed = {}
     for name in COMPILERS:
         try:

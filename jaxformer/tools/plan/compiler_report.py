@@ -1,4 +1,5 @@
-"""What a compiler says of one train step: memory, products, bytes and collectives of a device."""
+"""The report of a compiler on one train step: memory, products, bytes and collectives of a
+device."""
 
 import dataclasses
 import math
@@ -33,7 +34,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class CompiledReport:
-    """What a compiler says of one train step.
+    """The report of a compiler on one train step.
 
     `needed` and `capacity` are bytes of a device, the latter those that JAX takes of it. Where the
     compiler refuses a program that is too large, both are its own figures, and `memory` and

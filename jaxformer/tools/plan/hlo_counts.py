@@ -106,7 +106,7 @@ InstructionKey = tuple[str, str]
 
 @dataclass
 class _Total:
-    """Sums over a computation, of which `add` takes another one's, some times."""
+    """Sums over a computation. `add` adds those of another one, multiplied by a number."""
 
     products: Counter[str] = field(default_factory=Counter)
     kernels: int = 0
@@ -134,7 +134,7 @@ class _Total:
 
     @property
     def work(self) -> float:
-        """By which the branches of a conditional are compared."""
+        """The measure by which the branches of a conditional are compared."""
         return self.seconds or sum(self.products.values()) + self.kernels + self.bytes
 
 
@@ -181,7 +181,7 @@ class _Counter:
         return total, 1
 
     def instruction(self, computation: Computation, row: Instruction, total: _Total) -> None:
-        """Adds what an instruction is by itself."""
+        """Adds the counts of an instruction itself, without the computations that it calls."""
         if flops := product_flops(computation, row):
             total.products[operand_dtypes(computation, row)] += flops
         total.kernels += kernel_flops(computation, row)
@@ -239,7 +239,8 @@ def _group_size(row: Instruction) -> int:
 def _merged(
     collectives: dict[InstructionKey, tuple[str, CompiledCollective]],
 ) -> tuple[CompiledCollective, ...]:
-    """Those of one channel once, then equal ones together, the most bytes first.
+    """Collectives with those of one channel counted once, and equal ones added up, the most bytes
+    first.
 
     XLA's TPU compiler lets a collective run behind several fusions, and then it is in each of them.
     Those may be in a loop around which it starts and ends: it runs as often as the rarest of them.

@@ -12,9 +12,9 @@ from jaxformer.tools.plan.undivided import UndividedAxis, undivided_axes
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it starts.
+    """The figures of a run before it starts.
 
-    undivided: what the mesh would divide and does not.
+    undivided: the axes of parameters that the mesh would divide and does not.
     cache: bytes of the key-value cache of one row of model.max_length tokens, on one device.
     mfu: the most that the bound allows, None where a rate of the device is unknown.
     changes: the smallest changes of settings with which it fits; None where it fits as it is, or

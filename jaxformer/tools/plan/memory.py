@@ -32,9 +32,9 @@ class MemoryLine(NamedTuple):
 class MemoryPlan(NamedTuple):
     """The memory of one device in a step.
 
-    `held` are the arrays that are there from step to step; `stages` what each stage of a step adds
-    to them at its largest, of which the largest counts. `capacity` is what a program can use of the
-    device, None if it is unknown.
+    `held` are the arrays that stay from step to step; `stages` are the arrays that each stage of a
+    step adds to them at its largest, and the largest stage decides the peak. `capacity` is the
+    memory of the device that a program can use, None if it is unknown.
     """
 
     held: list[MemoryLine]
@@ -78,8 +78,9 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
 
 
 def _stages(planned: PlannedRun) -> dict[str, list[MemoryLine]]:
-    """What the largest moments of a step take besides what is held: the loss, after the forward
-    pass; the backward pass of each stack, after which what it stored is free; and the update."""
+    """The arrays of the largest moments of a step, besides those that stay: the loss, after the
+    forward pass; the backward pass of each stack, after which its activations are freed; and the
+    update."""
     stacks, edges = activations(planned), edge_bytes(planned)
     gradients = gradient_bytes(planned)
     tile, matrix = logits_bytes(planned, tile_length(planned))

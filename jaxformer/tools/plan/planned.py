@@ -1,5 +1,5 @@
-"""What a plan is made of: a run with every automatic choice made, on devices that need not be
-here."""
+"""The input of a plan: a run with every automatic choice made, on devices that need not be
+attached."""
 
 import dataclasses
 import math
@@ -106,7 +106,7 @@ class PlannedRun:
 
 
 def abstract_mesh(sizes: tuple[int, int, int], name: str) -> AbstractMesh:
-    """A mesh of devices of a row of `hardware.DEVICES`, which need not be here."""
+    """A mesh of devices of a row of `hardware.DEVICES`, which need not be attached."""
     device = device_named(name)
     abstract = AbstractDevice(name, num_cores=device.cores, platform=device.platform)
     kinds = (AxisType.Auto,) * 3

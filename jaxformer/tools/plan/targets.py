@@ -1,4 +1,4 @@
-"""Devices to compile for that are not here: TPU and GPU topologies by name."""
+"""Devices to compile for that are not attached: TPU and GPU topologies by name."""
 
 import contextlib
 import importlib.util
@@ -184,11 +184,11 @@ def require_compiler(platform: str) -> None:
 
 @contextlib.contextmanager
 def cudnn_of(target: Target) -> Iterator[None]:
-    """Answers for the target what JAX asks of an attached GPU when cuDNN attention is lowered: the
+    """States for the target what JAX reads of an attached GPU when cuDNN attention is lowered: the
     version of cuDNN, and the device's compute capability.
 
-    JAX has no public way to state them, so three private functions are replaced meanwhile. What
-    that does not prove: that cuDNN itself takes the graph, and how large its workspace is.
+    JAX has no public way to state them, so three private functions are replaced meanwhile. This
+    does not prove that cuDNN itself accepts the graph, nor how large its workspace is.
     """
     if target.platform != "gpu":
         yield

@@ -1,5 +1,5 @@
-"""What a mesh would divide and does not, because the number of its devices does not divide it: each
-of these devices then has all of it, and computes all of it."""
+"""Axes of parameters that a mesh would divide and does not, because the number of its devices does
+not divide their length: each of these devices then stores and computes all of them."""
 
 import math
 from typing import NamedTuple
