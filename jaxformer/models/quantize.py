@@ -51,9 +51,7 @@ def quantize(params: Params, kind: str) -> Params:
                 " so its output channels are not known: use to_int8 or to_nf4 of"
                 " jaxformer.adapters.quantized, which take the row of a weight."
             )
-        row = replace(
-            spec, shape=tuple(weight.shape), axes=("layers", *spec.axes), batch=("layers",)
-        )
+        row = replace(spec, shape=tuple(weight.shape), axes=("layers", *spec.axes))
         if not is_quantized(row):
             return weight
         found += 1

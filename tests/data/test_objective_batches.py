@@ -1,7 +1,6 @@
 """Every objective from settings to batches: the invariants that all hold, and one message for what
 cannot be learned."""
 
-import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,65 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import prepare
+from objective_runs import CASES, TEXT, prepared, run_of
 
-from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config.run import TokenizerConfig
 from jaxformer.data import Batches, NumpyBatch, RowBlocks, evaluation_batches
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
-
-
-def run_of(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
-    settings: Any = {"family": family, **(model or {})}
-    return RunConfig(model=ModelConfig(**settings), data=DataConfig(**data))
-
-
-TEXT = "<|endoftext|>".join(
-    f"the {index}th tale of the {'very ' * (index % 7)}old king and his hat" for index in range(200)
-)
-RECORDS = [
-    {
-        "source": f"ein Hut {i}",
-        "target": f"a hat {i}",
-        "text": f"hat {i} here",
-        "label": "ab"[i % 2],
-        "tags": ["A", "B", "A"],
-    }
-    for i in range(200)
-]
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "causal": ("decoder", {}, {}),
-    "causal best fit": ("decoder", {}, {"packing": "best_fit"}),
-    "mlm": ("encoder", {"next_sentence": True, "token_types": 2}, {}),
-    "mlm words": ("encoder", {}, {"mask_units": "words", "packing": "documents"}),
-    "mlm best fit": ("encoder", {}, {"packing": "best_fit"}),
-    "span_corruption": ("encoder_decoder", {}, {}),
-    "prefix": ("encoder_decoder", {}, {}),
-    "seq2seq": ("encoder_decoder", {}, {}),
-    "sft": ("decoder", {}, {}),
-    "classes": ("encoder", {"head": "classes", "token_types": 2}, {"pair_field": "target"}),
-    "classes of a decoder": ("decoder", {"head": "classes"}, {}),
-    "token_classification": ("encoder", {"head": "tags"}, {"label_field": "tags"}),
-}
-OF_RECORDS = ("seq2seq", "sft", "classes", "token_classification")
-
-
-def prepared(case: str, folder: Path, **changes: Any) -> tuple[RunConfig, Any]:
-    family, model, data = CASES[case]
-    objective = case.split()[0]
-    path = folder / ("data.jsonl" if objective in OF_RECORDS else "data.txt")
-    path.write_text(
-        "".join(json.dumps(r) + "\n" for r in RECORDS) if objective in OF_RECORDS else TEXT
-    )
-    data = {
-        "train": str(path),
-        "cache_dir": str(folder / "cache"),
-        "sequence_length": 32,
-        "prefetch": 0,
-    } | data
-    run = run_of(family, model, **data, objective=objective)
-    run = replace(run, tokenizer=TokenizerConfig(vocab_size=400), **changes)
-    return run, prepare(run)
 
 
 def same(left: NumpyBatch, right: NumpyBatch) -> bool:

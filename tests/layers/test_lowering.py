@@ -119,7 +119,7 @@ def test_the_step_lowers_with_cudnn_on_every_mesh():
     """cuDNN's calls are divided by JAX for devices that are there, so eight are forced."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     changes = {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    command = [sys.executable, HERE / "lower_cudnn.py"]
+    command = [sys.executable, HERE / "layers/lower_cudnn.py"]
     done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from objective_runs import CASES, prepared
 from products import slow_but
-from test_objective_batches import CASES, prepared
 
 from jaxformer.arrays.mesh import make_mesh, place_batch
 from jaxformer.config.model import ModelConfig

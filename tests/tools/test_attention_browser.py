@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import DESKTOP, PHONE, View, chromium
+from family_runs import page_data, printed, write_run
 from test_attention_page import HOSTILE
-from test_commands_families import page_data, printed, write_run
 from walked_page import LENS, MASKS, example
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,7 @@ from tiny_run import line, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.config.config_file import check
+from jaxformer.config.run import RunSettings
 from jaxformer.training.trace import (
     OTHER,
     SCOPES,
@@ -213,7 +214,7 @@ def test_a_union_of_intervals_counts_overlaps_once() -> None:
 
 @pytest.mark.parametrize("steps", ["0:3", "3:3", "ten", "5:", "1:2:3"])
 def test_steps_that_are_none_are_refused(steps: str) -> None:
-    run = jf.RunConfig(run=jf.config.RunSettings(profile=steps))
+    run = jf.RunConfig(run=RunSettings(profile=steps))
     with pytest.raises(jf.ConfigError, match=r"run.profile=.* names no steps"):
         check(run)
 
