@@ -25,8 +25,8 @@ def adapt(
     of a `PromptTuning` or a `PrefixTuning` beside them.
 
     Args:
-      params: those of a model, whose arrays are not copied; leaves may be quantized, or adapted
-        ones of `LoRA`.
+      params: those of a model, whose arrays are not copied; leaves may be quantized, or be those
+        of a `LoRA`.
       config: of the model; virtual tokens are for decoders and encoder-decoders.
       adapter: which weights, and how; or how many virtual tokens.
       key: of the initial values. With `LoRA` `forward` of the result equals that of `params`.
@@ -37,10 +37,9 @@ def adapt(
     target that fits no matrix, or a rank beyond the width of one.
     """
     if not isinstance(adapter, Adapter):
-        given = type(adapter).__name__
         raise ConfigError(
-            f"adapt: the adapter is a {given}: give a jf.LoRA(rank=..., alpha=...), a"
-            " jf.PromptTuning(tokens=...) or a jf.PrefixTuning(tokens=...)."
+            f"adapt: the adapter is a {type(adapter).__name__}: give a jf.LoRA(rank=...,"
+            " alpha=...), a jf.PromptTuning(tokens=...) or a jf.PrefixTuning(tokens=...)."
         )
     if key is None:
         raise ConfigError("adapt: there is no key: give jax.random.key(0), or another.")

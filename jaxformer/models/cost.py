@@ -17,9 +17,8 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 class Stack(NamedTuple):
-    """A stack of layers on rows of so many tokens: its name, the config of each layer, whether its
-    layers read an encoder's output of `source` tokens, and whether its tokens see those before
-    alone."""
+    """A stack of layers on rows of `tokens` tokens: its name, the config of each layer, whether its
+    layers read an encoder's output of `source` tokens, and whether its attention is causal."""
 
     name: str
     layers: tuple[ModelConfig, ...]
@@ -32,7 +31,7 @@ class Stack(NamedTuple):
         return sublayers_of(layer, self.cross)
 
     def keys(self, sublayer: Sublayer) -> int:
-        """The tokens that a sublayer attends to."""
+        """The number of tokens that a sublayer attends to."""
         return self.source if sublayer.reads_source else self.tokens
 
 
@@ -50,15 +49,16 @@ def stacks(config: ModelConfig, length: int, source_length: int = 0) -> list[Sta
 
 
 def score_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
-    """FLOPs a token, forward and backward, that no parameter has: those of attention scores and of
-    their products with the values, masked ones included. In an encoder-decoder the token is one of
-    the target, with its share of the source."""
+    """FLOPs per token, forward and backward, of the products without a parameter: attention scores
+    and their products with the values, masked ones included. In an encoder-decoder the token is one
+    of the target, with its share of the source."""
     total = 0.0
     for stack in stacks(config, length, source_length):
         for layer in stack.layers:
             for sublayer in stack.sublayers(layer).values():
                 total += sublayer.scores(layer, stack.keys(sublayer)) * (stack.tokens / length)
-    return 3 * total  # the backward pass has two products for each of the forward pass
+    # The backward pass has two products for each product of the forward pass.
+    return 3 * total
 
 
 def flops_per_token(
@@ -77,7 +77,8 @@ def flops_per_token(
     too. In an encoder-decoder the token is one of the target, with its share of the source.
     """
     source_length = source_length or length
-    share = source_length / length  # source tokens a target token
+    # Source tokens per target token.
+    share = source_length / length
     total = sum(matrix_flops(config, share, table or specs(config)).values())
     total += score_flops(config, length, source_length)
     if reference:
@@ -86,19 +87,20 @@ def flops_per_token(
 
 
 def matrix_flops(config: ModelConfig, share: float, table: Specs) -> dict[str, float]:
-    """The part of `flops_per_token` that is of each matrix of a table, by its path; that of a tied
-    output layer is the embedding's. `share` is the number of source tokens a token."""
-    found, leaves = {}, rows(table)
+    """The FLOPs in `flops_per_token` of each matrix of a table, by its path; those of a tied output
+    layer are at the path of the embedding. `share` is the number of source tokens per token."""
+    flops, leaves = {}, rows(table)
     for path, spec in leaves.items():
         if spec.is_matrix and not spec.lookup:
             passes = 1.0 if spec.trainable else 2 / 3
-            found[path] = 6 * passes * math.prod(spec.shape)
-            found[path] *= share if spec.reads == "source" else 1
+            flops[path] = 6 * passes * math.prod(spec.shape)
+            flops[path] *= share if spec.reads == "source" else 1
     if config.tied_head and config.output in ("language", "masked"):
-        embedding = leaves.get("embed.tokens")  # None where it is below an adapter
+        # With an adapter on the embedding, this path is not a leaf.
+        embedding = leaves.get("embed.tokens")
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
-        found["embed.tokens"] = 6 * passes * config.vocab_size * config.d_model
-    return found
+        flops["embed.tokens"] = 6 * passes * config.vocab_size * config.d_model
+    return flops
 
 
 def visible_pairs(length: int, window: int = 0, causal: bool = True) -> int:
@@ -108,5 +110,6 @@ def visible_pairs(length: int, window: int = 0, causal: bool = True) -> int:
     where the mask is not causal); 0: all.
     """
     reach = min(window or length, length)
-    one_side = reach * (reach + 1) // 2 + (length - reach) * reach  # with the query itself
+    # Queries before `reach` see 1, 2, ... keys, the others `reach` keys; the query itself counts.
+    one_side = reach * (reach + 1) // 2 + (length - reach) * reach
     return one_side if causal else 2 * one_side - length

@@ -42,22 +42,25 @@ def encode(
 ) -> Output:
     """The output of the encoder for the source: [B, S] -> [B, S, D]."""
     embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    own = params["encoder"]
-    tables = {"tokens": params["embed"]["tokens"]} | own.get("embed", {})
+    encoder = params["encoder"]
+    tables = {"tokens": params["embed"]["tokens"]} | encoder.get("embed", {})
     layout: TokenLayout = inputs.source_layout  # type: ignore[assignment]
     x = embed(tables, config, inputs.source, layout, None, embed_key)  # type: ignore[arg-type]
     mask = AttentionMask(layout, layout, causal=False)
-    return run_stack(own, config, x, mask, key=layers_key, request=request.within("encoder"))
+    return run_stack(encoder, config, x, mask, key=layers_key, request=request.within("encoder"))
 
 
 def remember(params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache) -> KVCache:
-    """The cache with each layer's keys and values of the source, encoded once."""
+    """The cache with each layer's keys and values of the source, which is encoded once."""
     if "virtual" in params:
         params, inputs = with_virtual(params, config, inputs, cache)
     x, layers = encode(params, config, inputs).x, layers_of(params["blocks"])
-    each = zip(layers, layer_configs(config, len(layers)), strict=True)
-    seen = tuple(keys_and_values(layer["cross"], own, x, None) for layer, own in each)
-    return replace(cache, source=seen, source_layout=inputs.source_layout)
+    configs = layer_configs(config, len(layers))
+    keys_values = [
+        keys_and_values(layer["cross"], layer_config, x, None)
+        for layer, layer_config in zip(layers, configs, strict=True)
+    ]
+    return replace(cache, source=tuple(keys_values), source_layout=inputs.source_layout)
 
 
 def hidden(
@@ -72,10 +75,10 @@ def hidden(
     source_key, embed_key, layers_key = (None,) * 3 if key is None else jax.random.split(key, 3)
     source_layout: Any = inputs.source_layout
     if cache is None:
-        encoded, _, heard = encode(params, config, inputs, source_key, request)
+        encoded, _, encoder_aux = encode(params, config, inputs, source_key, request)
     else:
         cache = cache.advance(inputs.layout)
-        encoded, heard, source_layout = None, Aux(), cache.source_layout
+        encoded, encoder_aux, source_layout = None, Aux(), cache.source_layout
     x = embed(params["embed"], config, inputs.tokens, inputs.layout, inputs.types, embed_key)
     to_source = AttentionMask(inputs.layout, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
@@ -84,4 +87,4 @@ def hidden(
     out = run_stack(
         params, config, x, mask, cache=cache, source=source, key=layers_key, request=request
     )
-    return out._replace(aux=merged((heard, out.aux)))
+    return out._replace(aux=merged((encoder_aux, out.aux)))

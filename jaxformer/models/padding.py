@@ -1,4 +1,4 @@
-"""A warning where rows look padded and nothing says so."""
+"""A warning for rows that look padded but have no segment ids."""
 
 import warnings
 from collections.abc import Mapping
@@ -7,16 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 
-LEAST_RUN = 3  # equal tokens at an edge; text rarely begins or ends so
+# Equal tokens at the edge of a row that count as padding; text rarely begins or ends like this.
+LEAST_RUN = 3
 
 
 def warn_of_padding(
     name: str, tokens: Any, segment_ids: Any, sides: str = "left right", level: int = 3
 ) -> None:
-    """Warns where one id stands in runs at the `sides` of rows [B, T] and nowhere else, and no
-    segment ids were given: its places are then tokens as all others. `name` is the argument of the
-    rows, and `level` the stacklevel of the warning. Under a transform of JAX nothing is known of
-    them, and nothing is said."""
+    """Warns if one token id occurs in runs at one of the `sides` of rows [B, T] and nowhere else,
+    and there are no segment ids, so that it is read as text. `name` is the argument of the rows,
+    and `level` the stacklevel of the warning. Under a transform of JAX the values of the rows are
+    not known, and there is no warning."""
     if segment_ids is not None or tokens is None or isinstance(tokens, jax.core.Tracer):
         return
     rows = np.asarray(tokens)
@@ -39,8 +40,8 @@ def warn_of_padding(
 
 
 def warn_of_padded_batch(batch: Mapping[str, Any], family: str) -> None:
-    """The same of a batch of a loss. Behind the text of a decoder, padding is harmless where its
-    weights are 0: no token before it sees it."""
+    """`warn_of_padding` for a batch of a loss. Padding after the text of a decoder is harmless if
+    its weights are 0, because no token before it sees it, and gets no warning."""
     tokens, weights = batch.get("tokens"), batch.get("weights")
     sides = "left right"
     if family != "encoder" and weights is not None and not isinstance(weights, jax.core.Tracer):

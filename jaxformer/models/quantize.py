@@ -24,26 +24,28 @@ def quantize(params: Params, kind: str) -> Params:
 
     `kind` is "int8" (`to_int8`: a scale for each output channel), "nf4" (`to_nf4`: blocks of 64) or
     "nf4_double" (whose scales have 8 bits too).
-    Embeddings, heads, norms and biases stay as they are, as in bitsandbytes. The leaves are used
-    wherever the arrays were; those of a mesh stay on it. Raises ConfigError for params that hold no
-    blocks of our models, leaves that are custom already, and numbers that are not finite.
+    Embeddings, heads, norms and biases stay as they are, as in bitsandbytes. A leaf is used
+    wherever its array was, and one of an array on a mesh stays on it. Raises ConfigError for params
+    without blocks of our models, for leaves that are custom already, and for numbers that are not
+    finite.
     """
     check_quantization(kind)
-    known, found = _block_rows(), 0
+    specs_of_block, n_quantized = _block_rows(), 0
 
     def leaf(path: Any, weight: Any) -> Any:
-        nonlocal found
+        nonlocal n_quantized
         name = dotted(path)
         names = name.split(".")
         if "blocks" not in names:
             return weight
-        spec = known.get(_within_block(names))
+        spec = specs_of_block.get(_within_block(names))
         if is_custom(weight):
             raise ConfigError(
                 f"quantize: {name} is a {type(weight).__name__} already: quantize the params before"
                 " a leaf replaces one of their arrays."
             )
-        if spec is None and weight.ndim <= 2:  # a vector of each layer, as of a norm of your own
+        # A vector [L, D] of each layer that our blocks lack, such as one of a user's own norm.
+        if spec is None and weight.ndim <= 2:
             return weight
         if spec is None or weight.ndim != len(spec.axes) + 1:
             raise ConfigError(
@@ -54,15 +56,15 @@ def quantize(params: Params, kind: str) -> Params:
         row = replace(spec, shape=tuple(weight.shape), axes=("layers", *spec.axes))
         if not is_quantized(row):
             return weight
-        found += 1
+        n_quantized += 1
         return quantized_leaf(name, weight, row, kind)
 
-    made = jax.tree.map_with_path(leaf, params, is_leaf=is_custom)
-    if not found:
+    quantized = jax.tree.map_with_path(leaf, params, is_leaf=is_custom)
+    if not n_quantized:
         raise ConfigError(
             "quantize: these params have no blocks; it takes those of jf.init or jf.load."
         )
-    return made  # type: ignore[no-any-return]
+    return quantized  # type: ignore[no-any-return]
 
 
 def check_quantization(kind: str) -> None:
@@ -73,7 +75,7 @@ def check_quantization(kind: str) -> None:
 
 
 def is_quantized(spec: Spec) -> bool:
-    """Whether the leaf of a row is one that `quantize` replaces: a matrix of a stack of blocks."""
+    """Whether `quantize` replaces the leaf of a row: the matrices of a stack of blocks."""
     return spec.is_matrix and not spec.lookup and spec.is_stacked
 
 
@@ -83,26 +85,27 @@ def quantized_leaf(path: str, weight: Any, spec: Spec, kind: str) -> Any:
     quantizer = QUANTIZERS[kind]
     if isinstance(weight, jax.core.Tracer):
         return quantizer.make(weight, spec)
-    weight, places = jnp.asarray(weight), None
+    weight, shardings = jnp.asarray(weight), None
     mesh: Any = weight.sharding.mesh if isinstance(weight.sharding, NamedSharding) else None
     if mesh is not None:
-        parts = quantizer.rows(spec).astype(weight.dtype)
-        places = map_specs(lambda _, row: parameter_sharding(mesh, row.shape, row.axes), parts)
+        specs = quantizer.rows(spec).astype(weight.dtype)
+        shardings = map_specs(lambda _, row: parameter_sharding(mesh, row.shape, row.axes), specs)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        made = jax.jit(lambda w: quantizer.make(w, spec), out_shardings=places)(weight)
-    scales = [part for part in jax.tree.leaves(made) if jnp.issubdtype(part.dtype, jnp.floating)]
-    if not all(bool(jnp.isfinite(part).all()) for part in scales):
+        leaf = jax.jit(lambda w: quantizer.make(w, spec), out_shardings=shardings)(weight)
+    # A scale is not finite where a number of its block or channel is not.
+    scales = [array for array in jax.tree.leaves(leaf) if jnp.issubdtype(array.dtype, jnp.floating)]
+    if not all(bool(jnp.isfinite(scale).all()) for scale in scales):
         raise ConfigError(
             f"quantize: {path} has numbers that are not finite, for which there is no code: load an"
             " earlier checkpoint, or download the weights again."
         )
-    return made
+    return leaf
 
 
 @functools.cache
 def _block_rows() -> dict[str, Spec]:
-    """The rows of one layer by their path in the block, with every matrix and every bias of one
-    that a block can have. Their axes are those of all models, their sizes those of none."""
+    """The rows of one layer by their path in the block, with every matrix and every bias that a
+    block can have. Only their axes are used, which are the same in all models."""
     return rows(block_specs(ModelConfig(activation="swiglu", bias="all"), cross=True))
 
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and what it computes again (`model.remat`).
+"""Which arrays a layer stores for its backward pass, and which it recomputes (`model.remat`).
 
 The points of a layer have names: the products of its matrices are named as their parameters, and
 "attention" is the output of the attention kernel with its log-sum-exp. On GPU and TPU norms,
@@ -23,7 +23,8 @@ from jaxformer.files import ConfigError
 
 # Fused kernels that give no names to their outputs: JAX's primitives of cuDNN and Pallas.
 FUSED = ("dot_product_attention_fwd_wrapper", "pallas_call")
-DEFAULT = ("q", "k", "v", "attention", "out")  # with `names`, where model.saved is empty
+# The points that `names` stores if model.saved is empty.
+DEFAULT = ("q", "k", "v", "attention", "out")
 
 
 def kept_points(config: ModelConfig) -> tuple[str, ...]:
@@ -35,8 +36,8 @@ def kept_points(config: ModelConfig) -> tuple[str, ...]:
 
 
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:
-    """The layer under the policy of its config. In a scan nothing has to keep the compiler from
-    merging the second computation with the first."""
+    """The layer under the policy of its config. Outside of a scan, the compiler must be kept from
+    merging the second computation with the first (`prevent_cse`)."""
     return jax.checkpoint(layer, policy=_policy(config), prevent_cse=not scanned)
 
 

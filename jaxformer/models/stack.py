@@ -2,7 +2,7 @@
 
 The parameters of the blocks are one tree of stacked leaves [L, ...]. If the tables of the layers
 differ by a pattern (`layers/pattern.py`), there is one such tree for each of the layers before the
-pattern and for each of its P positions, named "0", "1", ...: behind a lead of K layers, layer K + i
+pattern and for each of its P positions, named "0", "1", ...: after a lead of K layers, layer K + i
 is entry i // P of the tree K + i % P.
 """
 
@@ -48,7 +48,7 @@ def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
 def _blocks_specs(config: ModelConfig, layers: int, cross: bool) -> Specs:
     configs = layer_configs(config, layers)
     lead, period = repetition_of(configs)
-    tables = [block_specs(of_layer, cross) for of_layer in configs[: lead + period]]
+    tables = [block_specs(layer_config, cross) for layer_config in configs[: lead + period]]
     if all(_shapes(table) == _shapes(tables[0]) for table in tables):
         return stack(tables[0], layers)
     counts = [1] * lead + [len(configs[lead + p :: period]) for p in range(period)]
@@ -67,8 +67,8 @@ def stacks_of(blocks: Params) -> list[Params]:
 
 
 def _order(counts: list[int]) -> list[tuple[int, int]]:
-    """For each layer the stacked tree that holds it and its place there, from the numbers of layers
-    of the trees. The trees of one layer before a longer one lead; the others take turns."""
+    """For each layer the number of its stacked tree and its index there, from the numbers of layers
+    of the trees. The trees of one layer before a longer one are the lead; the others take turns."""
     depth = sum(counts)
     lead = next((p for p, count in enumerate(counts) if count > 1), 0)
     period = len(counts) - lead
@@ -77,7 +77,7 @@ def _order(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def layers_of(blocks: Params | list[Params]) -> list[Params]:
-    """The params of each layer, or the list of them that is given."""
+    """The params of each layer; a list of them is returned as it is."""
     if isinstance(blocks, list):
         return blocks
     stacks = [unstack(stacked) for stacked in stacks_of(blocks)]
@@ -120,7 +120,7 @@ def run_stack(
     key: jax.Array | None = None,
     request: Request = NOTHING,
 ) -> Output:
-    """[B, T, D] -> [B, T, D] in the compute dtype; a cache that is given is advanced already."""
+    """[B, T, D] -> [B, T, D] in the compute dtype. A cache has been advanced by the caller."""
     x = x.astype(compute_dtype(config))
     bias = None
     if config.positions in BIASED_SCORES:
@@ -164,15 +164,15 @@ def _unrolled(
     call: StackCall,
     cache: KVCache | None,
 ) -> Output:
-    layers, layer_caches, parts = layers_of(blocks), [], []
+    layers, layer_caches, auxes = layers_of(blocks), [], []
     configs = layer_configs(config, len(layers))
     for i, layer in enumerate(layers):
         layer_cache = None if cache is None else cache.layer_cache(i, call.mask.queries)
         run = layer_of(configs[i], call, call.request.at((i,)), layer_cache)
         x, layer_cache, aux = run(x, layer, i)
         layer_caches.append(layer_cache)
-        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
-    return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(parts))
+        auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
+    return Output(x, None if cache is None else cache.with_layers(layer_caches), merged(auxes))
 
 
 def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: StackCall) -> Output:
@@ -185,37 +185,38 @@ def _scanned(blocks: Params, config: ModelConfig, x: jax.Array, call: StackCall)
     lead, period = repetition_of(configs)
     times = (depth - lead) // period
     end = lead + times * period
-    parts: list[Aux] = []
+    auxes: list[Aux] = []
 
-    def one(i: int, x: jax.Array) -> jax.Array:
+    def run_layer(i: int, x: jax.Array) -> jax.Array:
         p, entry = order[i]
         run = layer_of(configs[i], call, call.request.at((i,)))
         x, _, aux = run(x, _entry(stacks[p], entry), i)
-        parts.append(replace(aux, captures=call.request.named(aux.captures, i)))
+        auxes.append(replace(aux, captures=call.request.named(aux.captures, i)))
         return x
 
     for i in range(lead):
-        x = one(i, x)
-    numbers = [range(lead + p, end, period) for p in range(period)]  # of each position's layers
+        x = run_layer(i, x)
+    # The numbers of the layers at each position of the pattern.
+    numbers = [range(lead + p, end, period) for p in range(period)]
 
     def body(x: jax.Array, items: list[tuple[Params, jax.Array]]) -> tuple[jax.Array, list[Aux]]:
-        auxes = []
+        auxes_of_period = []
         for p, (layer, i) in enumerate(items):
             run = layer_of(configs[lead + p], call, call.request.at(numbers[p], i), scanned=True)
             x, _, aux = run(x, layer, i)
-            auxes.append(aux)
-        return x, auxes
+            auxes_of_period.append(aux)
+        return x, auxes_of_period
 
-    traced = [jnp.arange(of.start, of.stop, of.step) for of in numbers]
-    layers = _periods(stacks, lead, period, times)
-    x, stacked = jax.lax.scan(body, x, list(zip(layers, traced, strict=True)))
-    for aux, of_position in zip(stacked, numbers, strict=True):
-        for i, layer in enumerate(of_position):
+    traced = [jnp.arange(layers.start, layers.stop, layers.step) for layers in numbers]
+    params = _periods(stacks, lead, period, times)
+    x, stacked = jax.lax.scan(body, x, list(zip(params, traced, strict=True)))
+    for aux, layers in zip(stacked, numbers, strict=True):
+        for i, layer in enumerate(layers):
             captures = call.request.named(aux.captures, layer)
-            parts.append(_entry(replace(aux, captures=captures), i))
+            auxes.append(_entry(replace(aux, captures=captures), i))
     for i in range(end, depth):
-        x = one(i, x)
-    return Output(x, None, merged(parts))
+        x = run_layer(i, x)
+    return Output(x, None, merged(auxes))
 
 
 def _periods(stacks: list[Params], lead: int, period: int, times: int) -> list[Params]:
@@ -228,4 +229,5 @@ def _periods(stacks: list[Params], lead: int, period: int, times: int) -> list[P
 
 
 def _entry(stacked: Any, i: int) -> Any:
+    """Entry `i` on the first axis of every leaf."""
     return jax.tree.map(lambda leaf: leaf[i], stacked)

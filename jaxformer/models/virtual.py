@@ -1,8 +1,8 @@
-"""How a model reads virtual tokens: those of prefix tuning, and of prompt tuning in a decoder, as
-keys and values before those of the tokens; a prompt in an encoder-decoder as tokens of the source.
+"""How a model reads virtual tokens. Those of prefix tuning, and of prompt tuning in a decoder, are
+keys and values before those of the tokens; a prompt in an encoder-decoder is tokens of the source.
 
-In a causal stack what a prompt becomes depends on the prompt alone, so its keys and values are the
-same for all rows and segments, and are computed once.
+In a causal stack the activations of a prompt depend on the prompt alone, so its keys and values are
+the same for all rows and segments, and are computed once.
 """
 
 from dataclasses import replace
@@ -35,8 +35,8 @@ def refuse_encoder(config: ModelConfig) -> None:
 
 
 def checked(params: Params, config: ModelConfig, specs: Specs) -> Params:
-    """Params without their virtual tokens. Raises ConfigError where these do not fit the model of
-    this table."""
+    """Params without their virtual tokens. Raises ConfigError if these do not fit the model whose
+    table is `specs`."""
     refuse_encoder(config)
     virtual, expected = params["virtual"], {}
     names = [*virtual] if isinstance(virtual, dict) else []
@@ -54,7 +54,7 @@ def checked(params: Params, config: ModelConfig, specs: Specs) -> Params:
 
 
 def _count(virtual: Any, axis: int) -> int:
-    """The number of virtual tokens, at least 1, as the first leaf has it."""
+    """The number of virtual tokens, the length of an axis of the first leaf, but at least 1."""
     shape = next((np.shape(leaf) for leaf in jax.tree.leaves(virtual)), ())
     return max(shape[axis], 1) if len(shape) >= -axis else 1
 
@@ -86,11 +86,11 @@ def with_virtual(
     cache: KVCache | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Params, Inputs]:
-    """The params and inputs that a family reads in the place of params with virtual tokens: layers
-    with a prefix, positions that begin behind it, or a source that begins with the prompt.
+    """The params and inputs that a family reads instead of params with virtual tokens: layers with
+    a prefix, positions that begin after it, or a source that begins with the prompt.
 
-    Raises ConfigError where learned positions do not reach as far; generation, which has a cache,
-    asks `context` before.
+    Raises ConfigError if there are not enough learned positions. With a cache this is not checked:
+    generation calls `context` before.
     """
     if cache is None:
         _check_context(params, config, inputs)
@@ -112,21 +112,24 @@ def with_virtual(
 
 
 def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
+    """Raises ConfigError for rows longer than the learned positions after the virtual tokens."""
     if config.positions != "learned":
         return
     for name, layout in (("tokens", inputs.layout), ("source", inputs.source_layout)):
-        if layout is None or not layout.ordered:  # none, or positions that the caller gives
+        # There is no source, or the caller passes positions.
+        if layout is None or not layout.ordered:
             continue
-        most, length = context(params, config, name == "source"), layout.positions.shape[1]
-        if length > most:
+        limit, length = context(params, config, name == "source"), layout.positions.shape[1]
+        if length > limit:
             raise ConfigError(
-                f"{name} has rows of {length}, and behind {config.max_length - most} virtual tokens"
-                f" the learned positions of model.max_length={config.max_length} reach {most}:"
-                " shorten the rows, or use fewer virtual tokens."
+                f"{name} has rows of {length}, and behind {config.max_length - limit} virtual"
+                f" tokens the learned positions of model.max_length={config.max_length} reach"
+                f" {limit}: shorten the rows, or use fewer virtual tokens."
             )
 
 
 def _behind(layout: TokenLayout, tokens: int) -> TokenLayout:
+    """The layout with its positions after those of `tokens` virtual tokens."""
     return replace(layout, positions=layout.positions + tokens, virtual=tokens)
 
 
@@ -135,42 +138,44 @@ def _inserted(blocks: Any, prefix: Any) -> Any:
     layers."""
     if isinstance(blocks, list):
         pairs = zip(blocks, layers_of(prefix), strict=True)
-        return [_inserted(layer, own) for layer, own in pairs]
-    if "attention" not in blocks:  # the positions of a pattern
-        return {name: _inserted(part, prefix[name]) for name, part in blocks.items()}
+        return [_inserted(layer, layer_prefix) for layer, layer_prefix in pairs]
+    # A model with a pattern of layers has stacked blocks for each position of the pattern.
+    if "attention" not in blocks:
+        return {name: _inserted(stacked, prefix[name]) for name, stacked in blocks.items()}
     return blocks | {"attention": blocks["attention"] | prefix}
 
 
 def prefix_of(
     params: Params, config: ModelConfig, prompt: jax.Array, key: jax.Array | None = None
 ) -> Params:
-    """The prefix of a decoder that a prompt [P, D] amounts to: its keys and values in each layer,
-    in the nesting of the blocks.
+    """The prefix of a decoder that is equivalent to a prompt [P, D]: its keys and values in each
+    layer, in the nesting of the blocks.
 
     The layers are run one by one, also where model.layer_loop is scan; a window is at least P.
     """
     tokens = len(prompt)
     window = max(config.window, tokens) if config.window else 0
     config = replace(config, window=window, attention_kernel="xla")
-    # The prompt is a table of tokens of its own, which is read from its first row to its last.
+    # The prompt replaces the table of tokens, and its rows are the tokens 0, 1, ..., P - 1.
     ids = jnp.arange(tokens, dtype=jnp.int32)[None]
-    own = params | {"embed": params["embed"] | {"tokens": prompt}}
+    with_prompt = params | {"embed": params["embed"] | {"tokens": prompt}}
     cache = empty_cache(config, 1, tokens, compute_dtype(config))
     heads = (None, None, "kv_heads", None)
-    k, v = (tuple(constrain(a, heads) for a in layers) for layers in (cache.k, cache.v))
+    k = tuple(constrain(layer, heads) for layer in cache.k)
+    v = tuple(constrain(layer, heads) for layer in cache.v)
     cache = replace(cache, k=k, v=v)
     inputs = Inputs(ids, layout_of(ids, None, None))
-    key = None if key is None else jax.random.fold_in(key, tokens)  # not that of the tokens
-    read: KVCache = decoder.hidden(own, config, inputs, cache, key).cache
-    layers = [
-        {"prefix_k": k[0], "prefix_v": v[0]} for k, v in zip(read.k, read.v, strict=True)
-    ]  # [P, K, H] and [P, K, W] each
+    # The dropout of the prompt has another key than that of the tokens.
+    key = None if key is None else jax.random.fold_in(key, tokens)
+    filled: KVCache = decoder.hidden(with_prompt, config, inputs, cache, key).cache
+    # The cache has one row: [1, P, K, H] and [1, P, K, W] of each layer.
+    layers = [{"prefix_k": k[0], "prefix_v": v[0]} for k, v in zip(filled.k, filled.v, strict=True)]
     return stacked_as(params["blocks"], layers)
 
 
 def for_decoding(params: Params, config: ModelConfig) -> Params:
-    """The virtual tokens as the decode loop reads them: the prefix of each layer of the decoder,
-    where it has one, in the dtype of the products. The source was read before."""
+    """The virtual tokens as the decode loop reads them: the prefix of each layer of the decoder, if
+    it has one, in the dtype of the products. Those of the encoder were read with the source."""
     virtual, below = params["virtual"], without_virtual(params)
     if "prompt" in virtual and config.family != "encoder_decoder":
         virtual = {"decoder": prefix_of(below, config, virtual["prompt"])}
@@ -182,7 +187,7 @@ def for_decoding(params: Params, config: ModelConfig) -> Params:
 
 @struct.dataclass
 class PromptedTable:
-    """The table of tokens [V, D] before a prompt [P, D] of ids -P .. -1."""
+    """The table of tokens [V, D], of ids 0 .. V - 1, with a prompt [P, D], of ids -P .. -1."""
 
     weight: Weight
     prompt: jax.Array
@@ -193,9 +198,9 @@ class PromptedTable:
 
     def lookup(self, index: jax.Array, to: Axes) -> jax.Array:
         """As `params.lookup` of a table with both."""
-        found = lookup(self.weight, jnp.maximum(index, 0), to)
-        own = lookup(self.prompt, jnp.minimum(index, -1) + len(self.prompt), to)
-        return jnp.where(index[..., None] < 0, own.astype(found.dtype), found)
+        token_rows = lookup(self.weight, jnp.maximum(index, 0), to)
+        prompt_rows = lookup(self.prompt, jnp.minimum(index, -1) + len(self.prompt), to)
+        return jnp.where(index[..., None] < 0, prompt_rows.astype(token_rows.dtype), token_rows)
 
     def contract(self, equation: str, x: jax.Array, *, to: Axes | None, dtype: Any) -> jax.Array:
         """As `params.contract` of the table of tokens."""
@@ -208,40 +213,47 @@ class PromptedTable:
 def _with_prompt(
     params: Params, config: ModelConfig, inputs: Inputs, prompt: jax.Array
 ) -> tuple[Params, Inputs]:
-    """An encoder-decoder whose source begins with the prompt, once for each segment that a row may
-    have: n P tokens before the S of each row. Copies for segments that a row has not are
-    padding."""
+    """The params and inputs of an encoder-decoder whose source begins with the prompt: each row has
+    a copy of the P tokens of the prompt for each of the n segments that a row may have, and then
+    its S tokens. Copies for segments that a row does not have are padding."""
     source, layout = inputs.source, inputs.source_layout
-    if source is None or layout is None:  # a later call of generation
+    # In later calls of generation the source is in the cache.
+    if source is None or layout is None:
         return params, inputs
     tokens, rows = len(prompt), layout.positions.shape[0]
     segments = _segments_of_source(config, layout.segments)
-    places = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
-    positions, ids = (
-        constrain(jnp.broadcast_to(of, (rows, len(places))), ("batch", "sequence"))
-        for of in (places, places - tokens)
-    )
-    numbers = None
+    in_prompt = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), segments)  # [n P]
+
+    def for_all_rows(values: jax.Array) -> jax.Array:
+        """[n P] -> [B, n P]"""
+        repeated = jnp.broadcast_to(values, (rows, len(in_prompt)))
+        return constrain(repeated, ("batch", "sequence"))
+
+    prompt_ids = in_prompt - tokens  # [n P], of -P .. -1
+    positions, ids = for_all_rows(in_prompt), for_all_rows(prompt_ids)
+    segment_ids = None
     if layout.segments is not None:
-        known = jnp.arange(1, segments + 1, dtype=jnp.int32)  # [n]
-        present = (layout.segments[:, :, None] == known).any(1)  # [B, n]
-        numbers = jnp.repeat(jnp.where(present, known, 0), tokens, axis=1)
-        numbers = jnp.concatenate([numbers, layout.segments], axis=1)
-    before = TokenLayout(
+        numbers = jnp.arange(1, segments + 1, dtype=jnp.int32)  # [n]
+        present = (layout.segments[:, :, None] == numbers).any(1)  # [B, n]
+        prompt_segments = jnp.repeat(jnp.where(present, numbers, 0), tokens, axis=1)  # [B, n P]
+        segment_ids = jnp.concatenate([prompt_segments, layout.segments], axis=1)  # [B, n P + S]
+    with_prompt = TokenLayout(
         jnp.concatenate([positions, layout.positions + tokens], axis=1),
-        numbers,
-        ordered=layout.ordered and numbers is None,  # else gaps are between a prompt and its text
+        segment_ids,
+        # With segments, the prompt of one segment is not next to its text.
+        ordered=layout.ordered and segment_ids is None,
     )
     source = jnp.concatenate([ids, source], axis=1)
     table = {"tokens": PromptedTable(params["embed"]["tokens"], prompt)}
     encoder = params["encoder"]
     encoder = encoder | {"embed": encoder.get("embed", {}) | table}
-    return params | {"encoder": encoder}, replace(inputs, source=source, source_layout=before)
+    inputs = replace(inputs, source=source, source_layout=with_prompt)
+    return params | {"encoder": encoder}, inputs
 
 
 def _segments_of_source(config: ModelConfig, segments: jax.Array | None) -> int:
-    """The most segments that a row of a source may have, static. Raises ConfigError where that is
-    not known."""
+    """The static maximum of the number of segments in a row of a source. Raises ConfigError if it
+    is not known."""
     if segments is None:
         return 1
     if not isinstance(segments, jax.core.Tracer):
