@@ -1,17 +1,18 @@
 """Cross-entropy of hidden states and an output layer, as sums over tokens, which only the train
 step divides, or over each row.
 
-Few logits are computed at once, for every transform. Many are computed one tile of positions at a
-time, of all rows, so that the logits of all tokens are never in memory together:
+If there are few logits, all are computed at once, which every transform supports. Otherwise they
+are computed in tiles of positions, each for all rows, so that the logits of all tokens are never in
+memory together:
 
             positions 0 ... T
     row 0   [tile 0 | tile 1 | tile 2]
     row 1   [       |        |       ]
 
-The sum over all tokens is one scalar, so its gradients by the hidden states and the output layer
-are made in the same pass, where the logits of a tile [B, tile, V] are at hand, and the backward
-pass only scales them. The sums over rows have a slope for each row, which only the backward pass
-knows: it computes the tiles a second time, with their gradients.
+The sum over all tokens is one scalar. Its gradients by the hidden states and the output layer are
+computed in the forward pass, from the logits [B, tile, V] of each tile, and the backward pass only
+scales them. For the sums over rows, the backward pass has a factor for each row, so it computes the
+tiles a second time, with their gradients.
 """
 
 import functools
@@ -36,19 +37,21 @@ from jaxformer.arrays.sharding import (
 from jaxformer.layers.head import logits_of_rows
 from jaxformer.losses.logits import Extras, gathered, logits_gradient, summed, sums_of_logits
 
-DENSE_LOGITS = 2**23  # up to this many on a device are computed at once
-# Beyond that, the tokens of a tile on each device: enough that the products of a tile take longer
-# than adding its gradient of the matrix to the total, and few enough for its logits.
+# Up to this number of logits on a device, all are computed at once.
+DENSE_LOGITS = 2**23
+# Above it, the tokens of a tile on each device: enough that the products of a tile take longer than
+# adding its gradient of the matrix to the total, and few enough that its logits take little memory.
 TILE_ROWS = {"cpu": 512}
 TILE_ROWS_ELSEWHERE = 8192
-TILE_LOGITS = 2**27  # half a GiB in float32
+# At most this number of logits of a tile on each device, half a GiB in float32.
+TILE_LOGITS = 2**27
 
 HeadBias = jax.Array | None
 ObjectiveAndNats = tuple[jax.Array, jax.Array]
 
 
 class TokenRows(NamedTuple):
-    """What belongs to each row: x [B, T, D], targets and weights [B, T]."""
+    """The arrays with rows: x [B, T, D], targets and weights [B, T]."""
 
     x: jax.Array
     targets: jax.Array
@@ -65,8 +68,8 @@ class TokenRows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the objective by x [B, T, D], by each leaf of the head (None: it does not
-    learn) and by the bias [V]; all None in a pass without gradients."""
+    """The gradients of the objective by x [B, T, D], by each leaf of the head (None for one that
+    does not learn) and by the bias [V]; all are None in a pass without gradients."""
 
     x: Any = None
     head: Any = None
@@ -127,8 +130,10 @@ def tile_length(rows: int, length: int, vocab: int) -> int:
     if rows * length * vocab <= DENSE_LOGITS * devices:
         return 0
     rows_of_tile = min(TILE_ROWS.get(platform(), TILE_ROWS_ELSEWHERE), TILE_LOGITS // vocab)
-    most = max(rows_of_tile * devices // rows, 1)
-    return -(-length // -(-length // most))
+    longest = max(rows_of_tile * devices // rows, 1)
+    # As few tiles as this length allows, and then the length that divides the positions evenly.
+    tiles = -(-length // longest)
+    return -(-length // tiles)
 
 
 def _sums(
@@ -168,8 +173,8 @@ def _tiled(
 def _forward(
     rows: Any, head: Any, bias: Any, extras: Extras, tile: int, by_row: bool
 ) -> tuple[ObjectiveAndNats, Any]:
-    # Only the leaves that something is differentiated by: an output layer that does not learn, as
-    # below an adapter, has no gradient.
+    # Only the leaves by which the loss is differentiated: an output layer that does not learn, such
+    # as that of a model with an adapter, has no gradient.
     learning = jax.tree.map(lambda leaf: leaf.value if leaf.perturbed else None, head)
     rows, head, bias = custom_vjp_primal_tree_values((rows, head, bias))
     if by_row:
@@ -181,8 +186,10 @@ def _forward(
 def _backward(
     extras: Extras, tile: int, by_row: bool, saved: Any, slopes: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    slope = slopes[0]  # nats has no gradient
-    if isinstance(slope, SymbolicZero):  # the objective is not used
+    # The slope of nats is not used: it has no gradient.
+    slope = slopes[0]
+    # Nothing that is differentiated uses the objective.
+    if isinstance(slope, SymbolicZero):
         slope = jnp.zeros(slope.shape, slope.dtype)
     if by_row:
         # With g_b the slope of row b, the gradient of sum g_b objective_b is that of the sum over
@@ -193,7 +200,8 @@ def _backward(
         slope = jnp.float32(1)
     else:
         gradients, learning, bias = saved
-    primals = (gradients.x, learning, bias)  # for their dtypes
+    # Each gradient gets the dtype of its primal.
+    primals = (gradients.x, learning, bias)
     d_x, d_head, d_bias = jax.tree.map(
         lambda gradient, primal: (slope * gradient).astype(primal.dtype), tuple(gradients), primals
     )
@@ -206,8 +214,8 @@ _tiled.defvjp(_forward, _backward, symbolic_zeros=True)
 def _sums_and_gradients(
     rows: TokenRows, head: Any, bias: HeadBias, learning: Any, extras: Extras, tile: int
 ) -> tuple[ObjectiveAndNats, Gradients]:
-    """The sums over all tokens, and the gradients of the objective, from one set of logits per
-    tile. `learning` is the head with None for each leaf that does not learn."""
+    """The sums over all tokens and the gradients of the objective; the logits of each tile are
+    computed once for both. `learning` is the head with None for each leaf that does not learn."""
     target_logits = _target_logits()
     if not is_custom(head):
         head = head.astype(rows.x.dtype)
@@ -236,8 +244,8 @@ def _sums_and_gradients(
 
 
 def _logits_and_pull(x: jax.Array, head: Any, learning: Any) -> tuple[jax.Array, Any]:
-    """The logits of a tile without bias, and the function from their gradient to those of x and, in
-    float32, of the leaves that learn."""
+    """The logits of a tile without bias, and the function from their gradient to the gradients of x
+    and, in float32, of the leaves that learn."""
     if not is_custom(head) and learning is not None:
         return logits_of_rows(x, head), functools.partial(_pull_of_matrix, x, head)
 
@@ -256,8 +264,8 @@ def _logits_and_pull(x: jax.Array, head: Any, learning: Any) -> tuple[jax.Array,
 def _pull_of_matrix(
     x: jax.Array, matrix: jax.Array, d_logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Products of operands in x's dtype, 16 bits or 32, of which that over the tokens is float32:
-    [B, tile, D], [V, D], [B, tile, V] -> [B, tile, D], [V, D]."""
+    """The gradients of x and of the matrix: [B, tile, D], [V, D], [B, tile, V] -> [B, tile, D],
+    [V, D]. The operands have x's dtype, 16 bits or 32; the sum over tokens is float32."""
     d_x = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
     flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (x, d_logits))
     over_tokens, dtype = (((0,), (0,)), ((), ())), jnp.float32
@@ -265,7 +273,8 @@ def _pull_of_matrix(
 
 
 def _target_logits() -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A gather, unless the mesh in force splits the vocabulary."""
+    """How the logits of targets are taken: by a gather, or by a sum if the mesh in force splits the
+    vocabulary."""
     sizes = free_axes()
     split = explicit_axes() or any(sizes.get(name, 1) > 1 for name in PARAMETERS["vocab"])
     return summed if split else gathered
@@ -276,8 +285,8 @@ def _by_device(
 ) -> Any:
     """`run(rows, head, bias)` -> (sums, gradients), by each device for the rows that it has.
 
-    So the head is gathered once, and its gradients are added up over the devices once, not in every
-    tile.
+    In this way the head is gathered once, and its gradients are summed over the devices once, not
+    in every tile.
     """
     sizes = free_axes()
     axes = tuple(name for name in ACTIVATION_RULES["batch"] if sizes.get(name, 1) > 1)
@@ -285,7 +294,7 @@ def _by_device(
     if explicit_axes() or devices == 1 or rows.x.shape[0] % devices:
         return run(rows, head, bias)
 
-    # The gradient of the matrix [V, D] goes to where the parameter is, which is split along D.
+    # The gradient of the matrix [V, D] is divided as the parameter is, along D.
     columns = tuple(axis for axis in axes if axis in PARAMETERS["embed"])
     fits = columns and not is_custom(head) and head.shape[1] % sizes[columns[0]] == 0
 
@@ -293,8 +302,9 @@ def _by_device(
         sums, (d_x, d_head, d_bias) = run(rows, head, bias)
         if fits and d_head is not None:
             shard = jax.lax.psum_scatter(d_head, columns[0], scatter_dimension=1, tiled=True)
-            # The step goes on when the sum is made, and not with the gradient of all columns in
-            # memory until its end; some TPU topologies sum all of it and slice the sum.
+            # The barrier makes the step wait for the sum, so that the gradient of all columns is
+            # not in memory until the end of the step; on some TPU topologies all columns are
+            # summed, and the sum is sliced.
             d_x, shard = jax.lax.optimization_barrier((d_x, shard))
             d_head = jax.lax.psum(shard, tuple(axis for axis in axes if axis not in columns))
         else:
@@ -303,11 +313,11 @@ def _by_device(
         return sums, Gradients(d_x, d_head, jax.lax.psum(d_bias, axes))
 
     replicated, split = PartitionSpec(), PartitionSpec(axes)
-    of_matrix = PartitionSpec(None, columns) if fits else replicated
+    matrix_split = PartitionSpec(None, columns) if fits else replicated
     return jax.shard_map(
         of_device,
         in_specs=(split, replicated, replicated),
-        out_specs=(split if by_row else replicated, Gradients(split, of_matrix, replicated)),
+        out_specs=(split if by_row else replicated, Gradients(split, matrix_split, replicated)),
         axis_names=set(axes),
         check_vma=False,
     )(rows, head, bias)

@@ -50,8 +50,9 @@ def head_loss(
         # Added to the sum over tokens; the weights are the tokens that a pair of sentences counts.
         targets, weights = batch["next_sentence"], batch["next_sentence_weights"]
         objective += cross_entropy(rows, matrix, targets, weights, bias=bias)[0]
+    # Their means are to be added to the mean over tokens, which is this sum over `weight`.
     for total, count in aux.losses.values():
-        objective += weight * total / count  # so that their means are added to the mean over tokens
+        objective += weight * total / count
     sums = {"loss": (objective, weight), **aux.losses, **aux.metrics}
     if label_smoothing or z_loss or config.next_sentence or aux.losses:
         sums["nats"] = (nats, weight)
@@ -59,7 +60,8 @@ def head_loss(
 
 
 def accuracy(params: Params, config: ModelConfig, batch: Batch) -> Sums:
-    """ "accuracy" of the most likely class, and "next_sentence_accuracy" of pairs of sentences."""
+    """The sums of "accuracy", that of the most likely class, and in a model with that head of
+    "next_sentence_accuracy", that of pairs of sentences."""
     inputs = inputs_of(batch)
     x = hidden(params, config, inputs).x
     right = jnp.argmax(head(params, config, x, inputs.layout), axis=-1) == batch["targets"]

@@ -21,7 +21,7 @@ from jaxformer.files import ConfigError
 
 
 class Extras(NamedTuple):
-    """Options of a cross-entropy; 0 is without."""
+    """Options of a cross-entropy; each is off where it is 0."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -29,8 +29,9 @@ class Extras(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """p as powers exp(-log_total): powers = exp(l - top) [..., V], lse [..., 1], log_total =
-    lse - top [..., 1], and the derivative of the soft cap [..., V], None without one."""
+    """The probabilities p = powers exp(-log_total), with powers = exp(l - top) [..., V], lse
+    [..., 1] and log_total = lse - top [..., 1], and the derivative of the soft cap [..., V], None
+    without one."""
 
     powers: jax.Array
     lse: jax.Array
@@ -68,8 +69,8 @@ def softmax_cross_entropy(
 
 
 def summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logits of the targets [..., 1] by a sum, which a vocabulary that is sharded over devices
-    and a gradient of any mode take well."""
+    """The logits of the targets [..., 1] by a sum, which supports a vocabulary that is sharded over
+    devices, and gradients of every mode."""
     is_target = _is_target(targets, logits.shape[-1])
     return jnp.sum(jnp.where(is_target, logits, 0), axis=-1, keepdims=True)
 

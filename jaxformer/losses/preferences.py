@@ -28,16 +28,16 @@ from jaxformer.training.step import Batch, Sums
 # The arrays of a batch with the log-probabilities of the reference, [B] float32 each.
 REFERENCE_ARRAYS = ("reference_chosen", "reference_rejected")
 MODEL_ARRAYS = ("tokens", "segment_ids", "positions", "token_types")
-# Mean log-probabilities above it are taken as this, so that the odds of a certain text are finite.
+# Mean log-probabilities are cut off at this value, so that the odds of a certain text are finite.
 CERTAIN = -1e-6
 
 ReferenceOf = Callable[[Params], Params]
 
 
 class PairScores(NamedTuple):
-    """The completions of a batch, float32 [B, 2], chosen first: the sum of the log-probabilities of
-    their tokens, and the number of these (both 0 in a row that only fills a batch); and what the
-    layers returned."""
+    """The scores of the completions of a batch, float32 [B, 2], chosen first: the sum of the
+    log-probabilities of their tokens, and the number of these tokens (both 0 in a row that only
+    fills a batch); and the `Aux` of the layers."""
 
     log_probs: Float[Array, "B 2"]
     lengths: Float[Array, "B 2"]
@@ -52,11 +52,12 @@ class PairScores(NamedTuple):
 def pairs_of(
     params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None = None
 ) -> PairScores:
-    """The completions of a batch of pairs under a model; a key turns dropout on."""
+    """The scores of a batch of pairs under a model; a key turns dropout on."""
     targets, weights = jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
     pairs, _, length = targets.shape
 
-    def sequences(array: Any) -> jax.Array:  # [B, 2, T] -> [2 B, T], which keeps rows on a device
+    def sequences(array: Any) -> jax.Array:
+        """[B, 2, T] -> [2 B, T], in an order in which rows stay on their device."""
         return jnp.asarray(array).reshape(2 * pairs, length)
 
     inputs = inputs_of({name: sequences(batch[name]) for name in MODEL_ARRAYS if name in batch})
@@ -81,8 +82,9 @@ def reference_log_probs(params: Params, config: ModelConfig, batch: Batch) -> di
     `batch | jf.reference_log_probs(reference, config, batch)`. A pure function without dropout, to
     be jitted with `static_argnums=1`.
     """
-    found = pairs_of(params, config, batch).log_probs
-    return dict(zip(REFERENCE_ARRAYS, (found[:, 0], found[:, 1]), strict=True))
+    log_probs = pairs_of(params, config, batch).log_probs
+    chosen, rejected = log_probs[:, 0], log_probs[:, 1]
+    return dict(zip(REFERENCE_ARRAYS, (chosen, rejected), strict=True))
 
 
 def dpo_loss(
@@ -119,8 +121,8 @@ def ipo_loss(
     pairs.
 
     loss = (h_chosen - h_rejected - 1 / (2 beta))^2, h = (log pi(y|x) - log pi_ref(y|x)) / |y|. As
-    in TRL, h is a mean over the tokens of a completion, not a sum, which the authors of IPO have
-    confirmed to TRL's. The reference is that of `dpo_loss`.
+    in TRL, h is a mean over the tokens of a completion, not a sum; the authors of IPO confirmed
+    this to the developers of TRL. The reference is that of `dpo_loss`.
     """
     pairs, reference = _with_reference(params, config, batch, key, reference_of)
     ratios = pairs.log_probs - reference
@@ -172,8 +174,8 @@ def simpo_loss(
 def log_odds(log_probs: jax.Array) -> jax.Array:
     """log(p / (1 - p)) of log p < 0, of any shape, finite for p = 1 too."""
     log_p = jnp.minimum(log_probs, CERTAIN)
-    # log(1 - p) by the function that does not cancel; the other one reads the limit, so that its
-    # gradient is finite.
+    # log(1 - p) by whichever of the two functions is free of cancellation. The other one reads the
+    # limit, so that its gradient is finite.
     limit = -math.log(2)
     near = log_p > limit
     small = jnp.log1p(-jnp.exp(jnp.where(near, limit, log_p)))
@@ -193,10 +195,10 @@ def _with_reference(
     key: jax.Array | None,
     reference_of: ReferenceOf | None,
 ) -> tuple[PairScores, jax.Array]:
-    """The completions under the model, and their log-probabilities [B, 2] under the reference."""
+    """The scores under the model, and the log-probabilities [B, 2] under the reference."""
     if all(name in batch for name in REFERENCE_ARRAYS):
-        given = [jnp.asarray(batch[name], jnp.float32) for name in REFERENCE_ARRAYS]
-        reference = jnp.stack(given, axis=-1)
+        columns = [jnp.asarray(batch[name], jnp.float32) for name in REFERENCE_ARRAYS]
+        reference = jnp.stack(columns, axis=-1)
     elif reference_of is not None:
         frozen = jax.lax.stop_gradient(reference_of(params))
         reference = pairs_of(frozen, config, batch).log_probs
@@ -212,19 +214,20 @@ def _with_reference(
 def _sums(
     pairs: PairScores, each: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
 ) -> Sums:
-    """What is minimized and what is logged beside it, sums over pairs, whose number is the weight.
+    """The loss and the metrics as sums over pairs, whose weight is the number of pairs. `each` has
+    the loss [B] of each pair.
 
     reward_margin is that of the rewards [B, 2], chosen minus rejected, and reward_accuracy how
     often it is positive; log_prob_chosen and log_prob_rejected are sums over the tokens of a
     completion.
-    With a reference, kl is the mean over the tokens of chosen completions of log pi - log pi_ref:
-    an estimate of the KL divergence as far as the model would write these, which may be negative.
+    With a reference, kl is the mean of log pi - log pi_ref over the tokens of chosen completions.
+    It would be the KL divergence if the model had generated these, and may be negative.
     """
     real = (pairs.lengths.max(axis=-1) > 0).astype(jnp.float32)
     count, margin = real.sum(), _margin(rewards)
     objective = (real * each).sum()
-    for total, own in pairs.aux.losses.values():
-        objective += count * total / own
+    for total, weight in pairs.aux.losses.values():
+        objective += count * total / weight
     figures = {
         "reward_margin": margin,
         "reward_accuracy": margin > 0,
