@@ -1,4 +1,4 @@
-"""train.deterministic: the same program gives the same bits on a GPU, as it does elsewhere."""
+"""train.deterministic: bitwise equal results of the same program on a GPU, as on other devices."""
 
 import os
 
@@ -10,7 +10,7 @@ FLAG = f"{OPTION}=true"
 
 def require_deterministic() -> None:
     """Adds the flag of deterministic operations to XLA_FLAGS, which XLA reads when its backend
-    starts. Devices that are no GPU do not heed it.
+    starts. It has no effect on other devices than GPUs.
 
     Raises ConfigError where XLA_FLAGS turns it off, and where a GPU has been started without it.
     """
@@ -34,7 +34,9 @@ def require_deterministic() -> None:
 
 
 def _gpu_has_started() -> bool:
-    import jax  # which a command that plans does not need
-    from jax._src.xla_bridge import backends_are_initialized  # there is no public name
+    """Whether JAX has initialized a GPU in this process."""
+    # Imported here, because commands that only plan do not need JAX. The second is not public.
+    import jax
+    from jax._src.xla_bridge import backends_are_initialized
 
     return backends_are_initialized() and jax.default_backend() == "gpu"

@@ -12,7 +12,8 @@ from jaxformer.training.state import mesh_of, on_mesh
 from jaxformer.training.step import Batch, Loss, checked_sums
 
 Totals = dict[str, tuple[float, float]]
-AHEAD = 2  # batches that are computed while the sums of one are waited for
+# The number of batches that are started before the sums of an earlier one are waited for.
+AHEAD = 2
 
 
 def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
@@ -24,21 +25,25 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
     program = jax.jit(lambda params, batch: checked_sums(sums(params, batch, None)))
 
     def totals(params: Any, batches: Iterable[Batch]) -> Totals:
-        mesh, found = mesh_of(params), []
+        mesh = mesh_of(params)
+        sums_of_batches: list[Any] = []
         for number, batch in enumerate(batches):
-            if request := current():
+            request = current()
+            if request:
                 request.heed(number)
             placed = place_batch(batch, mesh)
             with on_mesh(mesh):
-                found.append(program(params, placed))
-            if len(found) > AHEAD:
-                jax.block_until_ready(found[-AHEAD - 1])
+                sums_of_batches.append(program(params, placed))
+            if len(sums_of_batches) > AHEAD:
+                jax.block_until_ready(sums_of_batches[-AHEAD - 1])
+        if not sums_of_batches:
+            return {}
         result = {}
-        for name in found[0] if found else ():
-            each = [one[name] for one in found]
+        for name in sums_of_batches[0]:
+            entries = [batch_sums[name] for batch_sums in sums_of_batches]
             result[name] = (
-                math.fsum(float(total) for total, _ in each),
-                math.fsum(float(weight) for _, weight in each),
+                math.fsum(float(total) for total, _ in entries),
+                math.fsum(float(weight) for _, weight in entries),
             )
         return result
 
@@ -49,12 +54,15 @@ def make_evaluate(sums: Loss, batches: Iterable[Batch]) -> Callable[[Any], dict[
     """The `evaluate` of `fit`: the means of `sums` over held-out batches, {"val_loss": ..., ...}.
 
     `sums` is a loss, or another function (params, batch, None) -> {name: (sum, weight)} with a
-    "loss"; `batches` is read anew at each call, so give a list or another object that can be.
+    "loss". `batches` is iterated over at each call, so it must be a list or another object that can
+    be iterated over repeatedly.
     """
     totals = make_totals(sums)
 
     def evaluate(params: Any) -> dict[str, float]:
-        found = totals(params, batches).items()
-        return {f"val_{name}": total / (weight or 1) for name, (total, weight) in found}
+        sums_by_name = totals(params, batches)
+        return {
+            f"val_{name}": total / (weight or 1) for name, (total, weight) in sums_by_name.items()
+        }
 
     return evaluate

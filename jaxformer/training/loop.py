@@ -1,5 +1,5 @@
-"""The loop: steps, metrics read one step late, evaluations and checkpoints on the way, for any step
-over any batches."""
+"""The training loop, for any step and any batches: steps, metrics that are read one step late,
+evaluations and checkpoints."""
 
 import contextlib
 import math
@@ -129,8 +129,8 @@ def fit(
 
 
 class _Saving:
-    """When the state is saved, and what a signal has to do with it; nothing where there are no
-    checkpoints. Signals are noted until `stack` ends, which waits for the last save."""
+    """The saves of a run, at their steps and after a signal; without checkpoints there are none.
+    Signals are noted until `stack` ends, which waits for the last save."""
 
     def __init__(
         self, checkpoints: Checkpoints | None, stack: contextlib.ExitStack, steps: int
@@ -165,7 +165,7 @@ class _Saving:
 
     @contextlib.contextmanager
     def abandoned_on_signal(self) -> Iterator[None]:
-        """An evaluation, which a signal ends between two batches: then it is `abandoned`."""
+        """For an evaluation, which a signal ends between two batches: `abandoned` is then True."""
         try:
             yield
         except Stopped:
@@ -248,8 +248,9 @@ class _Reader:
         self.tell(step, state, {**metrics, "step_seconds": seconds})
 
     def _skips(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        asked = [hook.skips for hook in self._hooks if hasattr(hook, "skips")]
-        return any(skips(step, state, metrics) for skips in asked)
+        return any(
+            hook.skips(step, state, metrics) for hook in self._hooks if hasattr(hook, "skips")
+        )
 
     def tell(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         for hook in self._hooks:
@@ -257,13 +258,14 @@ class _Reader:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done here does not count as time of a step."""
+        """The time in this context does not count as time of a step."""
         begin = time.perf_counter()
         yield
         self._since += time.perf_counter() - begin
 
 
-CHECKED = {"loss": "loss", "grad_norm": "gradient norm"}  # the metrics that have to be finite
+# The metrics that have to be finite, and their names in messages.
+CHECKED = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 def is_finite(metrics: Mapping[str, Any]) -> bool:
@@ -272,9 +274,11 @@ def is_finite(metrics: Mapping[str, Any]) -> bool:
 
 
 def diverged(step: int, state: TrainState, metrics: Mapping[str, Any], why: str = "") -> Diverged:
-    """The error of a step that is not finite; `why` it ends the run, where that is not all."""
-    found = (f"{said} {float(metrics[name])}" for name, said in CHECKED.items() if name in metrics)
-    return Diverged(f"step {step}: {', '.join(found)}{why}. {REMEDY}", step, state)
+    """The error of a step that is not finite; `why` is added to the message as a further reason."""
+    values = [
+        f"{label} {float(metrics[name])}" for name, label in CHECKED.items() if name in metrics
+    ]
+    return Diverged(f"step {step}: {', '.join(values)}{why}. {REMEDY}", step, state)
 
 
 REMEDY = (

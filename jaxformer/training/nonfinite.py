@@ -13,20 +13,24 @@ class SkipSteps:
 
     state = jf.fit(step, state, batches, steps=100, hooks=[jf.SkipSteps(limit=10)])
 
-    `skipped` counts these steps, from the number given on. Raises Diverged at the first one that is
-    more than `limit`.
+    `skipped` counts these steps, from its initial value on. Raises Diverged at the first one beyond
+    `limit`.
     """
 
     def __init__(self, limit: int = 10, skipped: int = 0) -> None:
         self.limit, self.skipped = limit, skipped
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        """Steps that are finite need nothing."""
+        """Does nothing: only steps that are not finite matter."""
 
     def skips(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> bool:
         """Counts a step that is not finite."""
         if self.skipped >= self.limit:
-            why = f", and {self.skipped} steps were skipped before, which is the limit"
-            raise diverged(step, state, metrics, why)
+            raise diverged(
+                step,
+                state,
+                metrics,
+                f", and {self.skipped} steps were skipped before, which is the limit",
+            )
         self.skipped += 1
         return True

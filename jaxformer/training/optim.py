@@ -1,4 +1,4 @@
-"""Optimizers and schedules from optax, by name; the table of specs says which leaves decay."""
+"""Optimizers and schedules from optax, by name. The table of specs decides which leaves decay."""
 
 import math
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def schedule_text(config: OptimizerConfig, steps: int) -> str:
-    """What the learning rate does in the `steps` of a run, in words."""
+    """A description of the learning rate during the `steps` of a run."""
     schedule, peak, warmup = make_schedule(config, steps), config.learning_rate, config.warmup_steps
     last = float(schedule(steps - 1))
     if warmup >= steps:
@@ -54,7 +54,7 @@ def schedule_text(config: OptimizerConfig, steps: int) -> str:
             f" reaches its peak, {peak:.3g}"
         )
     rise = f"warm-up of {warmup:,} steps to {peak:.3g}" if warmup else f"{peak:.3g}"
-    again = f", rising again after step {config.decay_steps:,}" * bool(config.rewarm_steps)
+    again = f", rising again after step {config.decay_steps:,}" if config.rewarm_steps else ""
     return f"{rise}, then {config.schedule}{again}; {last:.3g} in the last step"
 
 
@@ -136,7 +136,8 @@ def _muon(c: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
         return MuonDimensionNumbers(shared, tuple(i for i in axes if i not in shared))
 
     table = map_specs(numbers, specs)
-    return muon(  # at a rate of -1 it gives the direction itself
+    # At a learning rate of -1 the update is the direction itself.
+    return muon(
         -1.0,
         beta=c.b1,
         adam_b1=c.b1,

@@ -17,7 +17,7 @@ from jaxformer.training.state import TrainState
 from jaxformer.training.trace import SCOPES, newest_trace, operations, places_of, time_table
 
 TABLE, MEMORY = "table.md", "memory.prof"
-# What the allocator of a GPU or a TPU reports, and in words.
+# The statistics of the allocator of a GPU or a TPU, and their names in the table.
 ALLOCATOR = {
     "peak_bytes_in_use": "peak of the allocator",
     "peak_bytes_reserved": "peak reserved by the allocator",
@@ -59,7 +59,8 @@ class Profile:
         self.steps = step_range(steps, "steps")
         self.directory, self.table = Path(directory), ""
         self._step, self._scopes, self._program = step, tuple(scopes), program
-        self._number = -1  # of the last step that was begun; -1: none was seen
+        # The number of the last step that was begun; -1 before the first.
+        self._number = -1
         self._programs: dict[int, Any] = {}
         self._began: float | None = None
 
@@ -85,20 +86,22 @@ class Profile:
         jax.block_until_ready(state)
         self.directory.mkdir(parents=True, exist_ok=True)
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # which slows the steps down
+        # The tracer of Python code would slow the steps down.
+        options.python_tracer_level = 0
         jax.profiler.start_trace(str(self.directory), profiler_options=options)
         self._first, self._began = self._number, time.perf_counter()
 
     def _note_program(self, state: TrainState, batch: Any) -> None:
-        found = self._step if self._program is None else self._program()
-        if not hasattr(found, "as_text"):
-            found = found.lower(state, batch).compile() if hasattr(found, "lower") else None
-        if found is not None:
-            self._programs[id(found)] = found
+        """Keeps the compiled program of a step, for its scopes; a step may have none."""
+        program = self._step if self._program is None else self._program()
+        if not hasattr(program, "as_text"):
+            program = program.lower(state, batch).compile() if hasattr(program, "lower") else None
+        if program is not None:
+            self._programs[id(program)] = program
 
     def close(self, sizes: dict[str, int] | None = None) -> None:
-        """Ends a trace that is running, and writes what it says. `fit` needs it only where it ends
-        or fails before the last step to trace."""
+        """Ends a trace that is running, and writes its table. After `fit` a call is needed only if
+        that ended or failed before the last step to trace."""
         if self._began is None:
             return
         seconds, self._began = time.perf_counter() - self._began, None
@@ -122,12 +125,13 @@ class Profile:
 
 
 def _bytes_by_kind(state: TrainState, batch: Any) -> dict[str, int]:
-    """Bytes on a device of what a step is given."""
+    """The bytes on one device of the arguments of a step, by kind."""
     groups = {"parameters": state.params, "optimizer state": state.optimizer, "batch": batch}
     return {name: sum(map(_bytes, jax.tree.leaves(tree))) for name, tree in groups.items()}
 
 
 def _bytes(array: Any) -> int:
+    """The bytes of an array on one device."""
     shape = array.shape
     if isinstance(array, jax.Array):
         shape = array.sharding.shard_shape(array.shape)

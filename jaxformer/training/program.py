@@ -1,4 +1,4 @@
-"""The program of a train step: what it takes, donates and gives back."""
+"""The compiled program of a train step: its arguments, donated arrays and results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,8 @@ from jaxformer.training.state import (
     split_frozen,
 )
 
-PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # the names that lowering knows
+# Platforms by the names that lowering uses.
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 Metrics = dict[str, jax.Array]
 
@@ -36,8 +37,8 @@ class Step:
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The state after one more step, and its metrics. Of the state given all but the leaves
-        that do not learn is donated: use the one that comes back."""
+        """The state after one more step, and its metrics. `state` is donated, except for the leaves
+        that do not learn: use the returned one."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._advance(state, batch)
         with on_mesh(mesh_of(state)):
@@ -108,7 +109,7 @@ def _called(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Me
 
 
 def _apart(state: TrainState) -> tuple[TrainState, Params]:
-    """A state without the leaves that do not learn, and these."""
+    """A state without the leaves that do not learn, and these leaves."""
     learned, still = split_frozen(state.params, state.frozen)
     return replace(state, params=learned), still
 

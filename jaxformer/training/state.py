@@ -71,8 +71,8 @@ def init_state(
         params = init_params(tree, jax.random.key(seed))
         return TrainState(jnp.int32(0), params, optimizer.init(learning(params, frozen)), frozen)
 
-    places = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
-    program = jax.jit(draw, out_shardings=places, compiler_options=compiler_options(mesh))
+    shardings = None if mesh is None else state_shardings(tree, optimizer, mesh, frozen)
+    program = jax.jit(draw, out_shardings=shardings, compiler_options=compiler_options(mesh))
     return program()  # type: ignore[no-any-return]
 
 
@@ -82,36 +82,37 @@ def _copied(
     mesh: AnyMesh | None,
     frozen: tuple[str, ...],
 ) -> TrainState:
-    """The state before the first step of params that stay as they are: those that learn are
-    copied."""
+    """The state before the first step, with the values of `params`; leaves that learn are copied
+    from it."""
 
     def copy(learned: Params) -> TrainState:
         learned = jax.tree.map(jnp.array, learned)
         return TrainState(jnp.int32(0), learned, optimizer.init(learned), frozen)
 
-    def place(leaf: Any, where: Sharding) -> jax.Array:
-        return place_array(jnp.asarray(leaf), where)
+    def placed(leaf: Any, sharding: Sharding) -> jax.Array:
+        return place_array(jnp.asarray(leaf), sharding)
 
-    places = state_shardings(params, optimizer, mesh, frozen)
-    learned, others = split_frozen(params, frozen)
-    moving, still = split_frozen(places.params, frozen)
-    places = replace(places, params=moving)
-    state = jax.jit(copy, out_shardings=places, compiler_options=compiler_options(mesh))(learned)
-    whole = merged(state.params, jax.tree.map(place, others, still), frozen)
-    return replace(state, params=whole)
+    shardings = state_shardings(params, optimizer, mesh, frozen)
+    learned, still = split_frozen(params, frozen)
+    learned_shardings, still_shardings = split_frozen(shardings.params, frozen)
+    shardings = replace(shardings, params=learned_shardings)
+    program = jax.jit(copy, out_shardings=shardings, compiler_options=compiler_options(mesh))
+    state = program(learned)
+    still = jax.tree.map(placed, still, still_shardings)
+    return replace(state, params=merged(state.params, still, frozen))
 
 
 def state_of(
     params: Params, optimizer: optax.GradientTransformation, target: TrainState
 ) -> TrainState:
-    """The state before the first step of params that are in their places, which are not copied: a
-    step takes them. `target` is the state as shapes and shardings."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, (target.step, target.optimizer))
+    """The state before the first step, with `params`, which are placed already and not copied: a
+    step donates them. `target` is the state as shapes and shardings."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (target.step, target.optimizer))
 
     def start(params: Params) -> Any:
         return jnp.int32(0), optimizer.init(learning(params, target.frozen))
 
-    step, moments = jax.jit(start, out_shardings=places)(params)
+    step, moments = jax.jit(start, out_shardings=shardings)(params)
     return TrainState(step, params, moments, target.frozen)
 
 
@@ -124,7 +125,7 @@ def abstract_state(
     """`init_state` as shapes, dtypes and shardings, with no array made."""
     frozen = frozen_paths(tree, trainable)
     return jax.tree.map(  # type: ignore[no-any-return]
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         _shapes(tree, optimizer, frozen),
         state_shardings(tree, optimizer, mesh, frozen),
     )
@@ -139,45 +140,48 @@ def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
     """The dotted paths of the leaves that do not learn, in the order of the tree."""
     leaves = jax.tree.leaves_with_path(tree)
     if trainable is None:
-        nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_frozen)
-        return tuple(
-            dotted(path + inside)
-            for path, node in nodes
-            if _is_frozen(node)
-            for inside, _ in jax.tree.leaves_with_path(node)
-        )
+        paths: list[str] = []
+        for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_frozen):
+            if _is_frozen(node):
+                for path_in_node, _ in jax.tree.leaves_with_path(node):
+                    paths.append(dotted(path + path_in_node))
+        return tuple(paths)
     if callable(trainable):
         return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
 
-    def spread(keep: Any, branch: Any) -> Any:
-        return jax.tree.map(lambda _: bool(keep), branch)
+    def spread(learns: Any, branch: Any) -> Any:
+        return jax.tree.map(lambda _: bool(learns), branch)
 
     try:
-        kept = jax.tree.leaves(jax.tree.map(spread, trainable, tree))
+        flags = jax.tree.leaves(jax.tree.map(spread, trainable, tree))
     except ValueError as error:
         raise ConfigError(
             "trainable does not fit the parameters: give a pytree of bools of their structure, in"
             f" which one bool may stand for a whole branch, or a function of (path, leaf). {error}"
         ) from error
-    return tuple(dotted(path) for (path, _), keep in zip(leaves, kept, strict=True) if not keep)
+    return tuple(
+        dotted(path) for (path, _), learns in zip(leaves, flags, strict=True) if not learns
+    )
 
 
 def _is_frozen(node: Any) -> bool:
-    """Whether a row, or a custom leaf with all its parts, says that it does not learn."""
+    """Whether a row, or a custom leaf with all its arrays, has `trainable` False."""
     return not getattr(node, "trainable", True)
 
 
 def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Params]:
-    """`params` with None for the leaves that do not learn, and with None for those that do;
-    `merged` of both is the whole."""
+    """`params` with None for the leaves that do not learn, and `params` with None for those that
+    do; `merged` combines both."""
     if not frozen:
         return params, {}
     leaves, structure = jax.tree.flatten_with_path(params)
-    still = set(frozen)
-    found = [(leaf, dotted(path) in still) for path, leaf in leaves]
-    learned = [None if at_rest else leaf for leaf, at_rest in found]
-    others = [leaf if at_rest else None for leaf, at_rest in found]
-    return jax.tree.unflatten(structure, learned), jax.tree.unflatten(structure, others)
+    frozen_set = set(frozen)
+    learned, still = [], []
+    for path, leaf in leaves:
+        is_still = dotted(path) in frozen_set
+        learned.append(None if is_still else leaf)
+        still.append(leaf if is_still else None)
+    return jax.tree.unflatten(structure, learned), jax.tree.unflatten(structure, still)
 
 
 def learning(params: Params, frozen: tuple[str, ...]) -> Params:
@@ -189,13 +193,12 @@ def merged(learned: Params, params: Params, frozen: tuple[str, ...]) -> Params:
     """`params` with the leaves that learn taken from `learned`, of which the others are None."""
     if not frozen:
         return learned
-    whole: Params = jax.tree.map(
+    return jax.tree.map(  # type: ignore[no-any-return]
         lambda new, old: old if new is None else new,
         learned,
         params,
         is_leaf=lambda leaf: leaf is None,
     )
-    return whole
 
 
 def state_shardings(
@@ -204,33 +207,33 @@ def state_shardings(
     mesh: AnyMesh | None,
     frozen: tuple[str, ...],
 ) -> TrainState:
-    """A sharding per leaf: a moment has that of the parameter whose path ends its own path, and all
-    else is replicated."""
+    """The sharding of each leaf. A moment has that of the parameter with whose path its own path
+    ends; all others are replicated."""
     shapes = _shapes(tree, optimizer, frozen)
     leaves = jax.tree.leaves_with_path(tree)
-    table = {path: (tuple(leaf.shape), _place(leaf, mesh)) for path, leaf in leaves}
+    table = {path: (tuple(leaf.shape), _sharding_of(leaf, mesh)) for path, leaf in leaves}
     if mesh is not None:
-        whole: Sharding = replicated(mesh)
+        everywhere: Sharding = replicated(mesh)
     else:
-        whole = _replicated_like(place for _, place in table.values())
+        everywhere = _replicated_like(sharding for _, sharding in table.values())
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
+    def sharding_at(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Sharding:
         for start in range(len(path) + 1):
-            shape, sharding = table.get(path[start:], (None, whole))
+            shape, sharding = table.get(path[start:], (None, everywhere))
             if shape == leaf.shape:
                 return sharding
-        return whole
+        return everywhere
 
-    return jax.tree.map_with_path(place, shapes)  # type: ignore[no-any-return]
+    return jax.tree.map_with_path(sharding_at, shapes)  # type: ignore[no-any-return]
 
 
-def _place(leaf: Any, mesh: AnyMesh | None) -> Sharding:
+def _sharding_of(leaf: Any, mesh: AnyMesh | None) -> Sharding:
     """The sharding of a parameter: by the names of its axes, or as it is, or replicated."""
     if isinstance(leaf, Spec):
         return _default() if mesh is None else parameter_sharding(mesh, leaf.shape, leaf.axes)
-    here = getattr(leaf, "sharding", None) or _default()
-    if mesh is None or (isinstance(here, NamedSharding) and here.mesh == mesh):
-        return here
+    current = getattr(leaf, "sharding", None) or _default()
+    if mesh is None or (isinstance(current, NamedSharding) and current.mesh == mesh):
+        return current
     return replicated(mesh)
 
 
@@ -240,16 +243,18 @@ def _default() -> Sharding:
 
 def _replicated_like(shardings: Iterator[Sharding]) -> Sharding:
     """Replicated on the devices of the parameters."""
-    found = next((place for place in shardings if isinstance(place, NamedSharding)), None)
-    return NamedSharding(found.mesh, PartitionSpec()) if found is not None else _default()
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return _default()
 
 
 def mesh_of(state: Any) -> AnyMesh | None:
     """The mesh of the arrays of a state; None without one, or while they are traced."""
     for leaf in jax.tree.leaves(state):
-        place = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        if isinstance(place, NamedSharding) and not place.mesh.empty:
-            return place.mesh
+        sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            return sharding.mesh
     return None
 
 
@@ -265,7 +270,9 @@ def on_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
 def _shapes(
     tree: Any, optimizer: optax.GradientTransformation, frozen: tuple[str, ...]
 ) -> TrainState:
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:  # of a row of a table, or an array
+    """The state as shapes and dtypes, from the rows of a table or from arrays."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
 
     def start(params: Params) -> TrainState:

@@ -17,7 +17,8 @@ from jaxformer.files import ConfigError
 from jaxformer.training.program import Metrics, Step
 from jaxformer.training.state import Trainable, TrainState, frozen_paths, learning, merged
 
-REPLICA = "data"  # the mesh axis whose devices have the same params and different rows
+# The mesh axis whose devices have the same params and different rows.
+REPLICA = "data"
 
 Batch = dict[str, Any]
 
@@ -41,8 +42,8 @@ def make_step(
     schedules: Mapping[str, optax.Schedule] | None = None,
     rowwise: bool = False,
 ) -> Step:
-    """The step of a loss and an optimizer: `state, metrics = step(state, batch)`, jitted, the state
-    donated, but for the leaves that do not learn.
+    """The step of a loss and an optimizer: `state, metrics = step(state, batch)`. It is jitted, and
+    the state is donated, except for the leaves that do not learn.
 
     Args:
       loss: (params, batch, key) -> {"loss": (sum, weight), ...}, a pure function. The gradient is
@@ -60,8 +61,8 @@ def make_step(
           the key. Then each replica of the mesh adds up the gradients of its own rows over all
           microbatches, and they are reduced over replicas once a step.
 
-    Where the loss or the norm of the gradient is not finite, parameters and optimizer keep their
-    values, and only the number of the step goes on: the state never holds what such a step gives.
+    If the loss or the norm of the gradient is not finite, parameters and optimizer keep their
+    values, and only the number of the step increases.
 
     Metrics are float32 scalars: each entry of the loss as sum / weight, grad_norm (before any
     clipping of the optimizer), and the schedules. Raises ConfigError where the batch cannot be
@@ -78,8 +79,8 @@ def make_step(
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(grads, state.optimizer, learned)
-            moments = _kept_unless(finite, moments, state.optimizer)
-            learned = _kept_unless(finite, optax.apply_updates(learned, updates), learned)
+            moments = _updated_if(finite, moments, state.optimizer)
+            learned = _updated_if(finite, optax.apply_updates(learned, updates), learned)
             params = merged(learned, state.params, state.frozen)
         metrics = {**means, "grad_norm": norm}
         metrics |= {name: schedule(state.step) for name, schedule in (schedules or {}).items()}
@@ -89,10 +90,10 @@ def make_step(
     return Step(advance)
 
 
-def _kept_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where a step is finite, else `old`: a select that is fused with the update and needs
-    no copy. On a CPU a branch, which copies, since there a select changes how the update is
-    rounded."""
+def _updated_if(finite: jax.Array, new: Any, old: Any) -> Any:
+    """`new` if a step is finite, else `old`, by a select, which is fused with the update and needs
+    no copy. On a CPU it is a branch, which copies, because a select would change how the update is
+    rounded there."""
 
     def branch(finite: jax.Array, new: Any, old: Any) -> Any:
         return jax.lax.cond(finite, lambda new, old: new, lambda new, old: old, new, old)
@@ -128,16 +129,16 @@ def gradients(
     def accumulated(params: Params, batch: Batch, key: jax.Array) -> tuple[Params, ScalarSums]:
         def add(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             piece, i = item
-            found = sums_of(params, piece, jax.random.fold_in(key, i))
-            return jax.tree.map(jnp.add, total, found), None
+            grads_and_sums = sums_of(params, piece, jax.random.fold_in(key, i))
+            return jax.tree.map(jnp.add, total, grads_and_sums), None
 
         # [B, ...] -> [M, B / M, ...], in which piece m holds rows m, m + M, ...
         split = jax.tree.map(
             lambda a: a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1), batch
         )
         shapes = jax.eval_shape(sums_of, params, jax.tree.map(lambda a: a[0], split), key)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        total, _ = jax.lax.scan(add, nothing, (split, jnp.arange(microbatches)))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        total, _ = jax.lax.scan(add, zeros, (split, jnp.arange(microbatches)))
         return total  # type: ignore[no-any-return]
 
     if microbatches == 1:
@@ -153,7 +154,8 @@ def gradients(
 
 
 def _replicas_divide(batch: Batch, microbatches: int) -> bool:
-    """Whether the mesh in force has replicas, each with as many rows for every microbatch."""
+    """Whether the mesh in force has replicas, and every microbatch has the same number of rows on
+    each of them."""
     replicas = free_axes().get(REPLICA, 1)
     rows = {len(array) for array in jax.tree.leaves(batch)}
     divide = all(length % (replicas * microbatches) == 0 for length in rows)
@@ -161,12 +163,12 @@ def _replicas_divide(batch: Batch, microbatches: int) -> bool:
 
 
 def _by_replica(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(params, batch, key)` by each replica on its own rows, its sums added up in the end."""
-    whole = PartitionSpec()
+    """`run(params, batch, key)` by each replica on its own rows; its sums are then added up."""
+    replicated = PartitionSpec()
     return jax.shard_map(
         lambda params, batch, key: jax.lax.psum(run(params, batch, key), REPLICA),
-        in_specs=(whole, PartitionSpec(REPLICA), whole),
-        out_specs=whole,
+        in_specs=(replicated, PartitionSpec(REPLICA), replicated),
+        out_specs=replicated,
         axis_names={REPLICA},
         check_vma=False,
     )
@@ -175,30 +177,34 @@ def _by_replica(run: Callable[..., Any]) -> Callable[..., Any]:
 def checked_sums(sums: Any) -> ScalarSums:
     """The result of a loss as float32 scalars. Raises ConfigError unless it is a table of (sum,
     weight) with a "loss"."""
-    form = "{'loss': (sum, weight), ...}, each a scalar"
     if not isinstance(sums, Mapping) or "loss" not in sums:
-        found = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
-        raise ConfigError(f"the loss returned {found}, and must return {form}.")
-    scalars = {}
+        returned = f"keys {sorted(sums)}" if isinstance(sums, Mapping) else type(sums).__name__
+        raise ConfigError(
+            f"the loss returned {returned}, and must return {{'loss': (sum, weight), ...}}, each a"
+            " scalar."
+        )
+    scalars: ScalarSums = {}
     for name, entry in sums.items():
-        found = type(entry).__name__
-        if isinstance(entry, (tuple, list)):
-            found = str([list(jnp.shape(part)) for part in entry])
-        if found != "[[], []]":
+        is_sequence = isinstance(entry, (tuple, list))
+        shapes = [list(jnp.shape(number)) for number in entry] if is_sequence else None
+        if shapes != [[], []]:
             raise ConfigError(
-                f"the loss returned {name!r} as {found}, and must return {form}: sum over the"
+                f"the loss returned {name!r} as {shapes if is_sequence else type(entry).__name__},"
+                " and must return {'loss': (sum, weight), ...}, each a scalar: sum over the"
                 " examples."
             )
-        scalars[name] = tuple(jnp.asarray(part, jnp.float32) for part in entry)
-    return scalars  # type: ignore[return-value]
+        total, weight = entry
+        scalars[name] = jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)
+    return scalars
 
 
 def _divisor(weight: jax.Array) -> jax.Array:
-    """The weight, or 1 where it is 0: a batch of nothing but padding has a loss of 0."""
+    """The weight, or 1 where it is 0, so that a batch with only padding has a loss of 0."""
     return jnp.where(weight > 0, weight, 1)
 
 
 def _require_divisible(batch: Any, microbatches: int) -> None:
+    """Raises ConfigError for an array whose rows the microbatches do not divide."""
     for path, array in jax.tree.leaves_with_path(batch):
         if array.ndim == 0 or array.shape[0] % microbatches:
             raise ConfigError(
@@ -209,9 +215,11 @@ def _require_divisible(batch: Any, microbatches: int) -> None:
 
 
 def _require_same(asked: tuple[str, ...], frozen: tuple[str, ...]) -> None:
-    apart = sorted({*asked} ^ {*frozen})
-    if apart:
+    """Raises ConfigError if the leaves that do not learn differ between a step and its state."""
+    different = sorted({*asked} ^ {*frozen})
+    if different:
         raise ConfigError(
             "trainable of make_step and of init_state differ at"
-            f" {', '.join(apart[:5])}{', ...' * (len(apart) > 5)}: give both the same."
+            f" {', '.join(different[:5])}{', ...' if len(different) > 5 else ''}: give both the"
+            " same."
         )
