@@ -44,7 +44,7 @@ def mesh_shape(
     if replicas * fsdp * tensor != devices:
         raise ConfigError(
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit {devices}"
-            f" device{'s' * (devices != 1)} ({platform}): the three must multiply"
+            f" device{'' if devices == 1 else 's'} ({platform}): the three must multiply"
             f" to {devices}; mesh.data=0 takes what is left."
         )
     return replicas, fsdp, tensor

@@ -78,8 +78,9 @@ def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -
             f"x has the shape {list(x.shape)}, and a layer reads [batch, length, d_model] with"
             f" model.d_model={config.d_model}: reshape it, or change model.d_model."
         )
-    index = (None if each is None else jnp.asarray(each) for each in (positions, segment_ids))
-    layout = layout_of(x[..., 0], *index)
+    positions = None if positions is None else jnp.asarray(positions)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    layout = layout_of(x[..., 0], positions, segment_ids)
     mask = AttentionMask(layout, layout, causal=config.family == "decoder")
     if config.positions not in BIASED_SCORES:
         return mask

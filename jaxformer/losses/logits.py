@@ -62,10 +62,11 @@ def softmax_cross_entropy(
             f"{'' if weights is None else f' and weights {list(weights.shape)}'}: give a"
             f" target, and a weight, for each row of logits: {list(rows)}."
         )
-    each = jnp.ones(rows) if weights is None else jnp.asarray(weights, jnp.float32)
+    weights = jnp.ones(rows) if weights is None else jnp.asarray(weights, jnp.float32)
     options = Extras(*map(float, Extras(**extras)))
-    total, _, _ = sums_of_logits(logits.astype(jnp.float32), jnp.asarray(targets), each, options)
-    return total, jnp.sum(each)
+    logits, targets = logits.astype(jnp.float32), jnp.asarray(targets)
+    total, _, _ = sums_of_logits(logits, targets, weights, options)
+    return total, jnp.sum(weights)
 
 
 def summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -113,9 +114,9 @@ def sums_of_logits(
     if extras.z_loss:
         objective = objective + extras.z_loss * jnp.square(lse)
     cap_slope = 1 - jnp.square(logits / extras.soft_cap) if extras.soft_cap else None
-    each, axes = weights[..., None], (1, 2) if by_row else None
+    weights, axes = weights[..., None], (1, 2) if by_row else None
     softmax = Softmax(powers, lse, log_total, cap_slope)
-    return jnp.sum(each * objective, axes), jnp.sum(each * nats, axes), softmax
+    return jnp.sum(weights * objective, axes), jnp.sum(weights * nats, axes), softmax
 
 
 def logits_gradient(
@@ -127,9 +128,10 @@ def logits_gradient(
     smoothed onehot.
     """
     smoothing, z_loss, _ = extras
-    vocab, each = softmax.powers.shape[-1], weights[..., None]
-    onehot = jnp.where(_is_target(targets, vocab), each * (1 - smoothing), 0)
-    of_targets = onehot + each * (smoothing / vocab)
-    of_lse = each * (1 + 2 * z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
-    gradient = softmax.powers * of_lse - of_targets
+    vocab, weights = softmax.powers.shape[-1], weights[..., None]
+    onehot = jnp.where(_is_target(targets, vocab), weights * (1 - smoothing), 0)
+    smoothed = onehot + weights * (smoothing / vocab)
+    # The factor of the powers: that of p and 2 z lse p, divided by the sum of the powers.
+    scale = weights * (1 + 2 * z_loss * softmax.lse) * jnp.exp(-softmax.log_total)
+    gradient = softmax.powers * scale - smoothed
     return gradient if softmax.cap_slope is None else gradient * softmax.cap_slope

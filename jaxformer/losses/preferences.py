@@ -127,8 +127,8 @@ def ipo_loss(
     pairs, reference = _with_reference(params, config, batch, key, reference_of)
     ratios = pairs.log_probs - reference
     means = ratios / jnp.maximum(pairs.lengths, 1)
-    each = jnp.square(_margin(means) - 1 / (2 * beta))
-    return _sums(pairs, each, beta * ratios, reference)
+    losses = jnp.square(_margin(means) - 1 / (2 * beta))
+    return _sums(pairs, losses, beta * ratios, reference)
 
 
 def orpo_loss(
@@ -147,8 +147,8 @@ def orpo_loss(
     the completion alone, as in the paper; TRL's includes the prompt.
     """
     pairs = pairs_of(params, config, batch, key)
-    each = -pairs.means[:, 0] - beta * jax.nn.log_sigmoid(_margin(log_odds(pairs.means)))
-    return _sums(pairs, each, beta * pairs.means)
+    losses = -pairs.means[:, 0] - beta * jax.nn.log_sigmoid(_margin(log_odds(pairs.means)))
+    return _sums(pairs, losses, beta * pairs.means)
 
 
 def simpo_loss(
@@ -167,8 +167,8 @@ def simpo_loss(
     the tokens of a completion and gamma = `margin` beta the target margin of the rewards beta m.
     """
     pairs = pairs_of(params, config, batch, key)
-    each = -jax.nn.log_sigmoid(beta * (_margin(pairs.means) - margin))
-    return _sums(pairs, each, beta * pairs.means)
+    losses = -jax.nn.log_sigmoid(beta * (_margin(pairs.means) - margin))
+    return _sums(pairs, losses, beta * pairs.means)
 
 
 def log_odds(log_probs: jax.Array) -> jax.Array:
@@ -183,9 +183,9 @@ def log_odds(log_probs: jax.Array) -> jax.Array:
     return log_p - jnp.where(near, large, small)
 
 
-def _margin(of_sides: jax.Array) -> jax.Array:
+def _margin(values: jax.Array) -> jax.Array:
     """Chosen minus rejected: [B, 2] -> [B]."""
-    return of_sides[:, 0] - of_sides[:, 1]
+    return values[:, 0] - values[:, 1]
 
 
 def _with_reference(
@@ -212,10 +212,10 @@ def _with_reference(
 
 
 def _sums(
-    pairs: PairScores, each: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
+    pairs: PairScores, losses: jax.Array, rewards: jax.Array, reference: jax.Array | None = None
 ) -> Sums:
-    """The loss and the metrics as sums over pairs, whose weight is the number of pairs. `each` has
-    the loss [B] of each pair.
+    """The loss and the metrics as sums over pairs, from the losses [B] of the pairs; the weight is
+    the number of pairs.
 
     reward_margin is that of the rewards [B, 2], chosen minus rejected, and reward_accuracy how
     often it is positive; log_prob_chosen and log_prob_rejected are sums over the tokens of a
@@ -225,7 +225,7 @@ def _sums(
     """
     real = (pairs.lengths.max(axis=-1) > 0).astype(jnp.float32)
     count, margin = real.sum(), _margin(rewards)
-    objective = (real * each).sum()
+    objective = (real * losses).sum()
     for total, weight in pairs.aux.losses.values():
         objective += count * total / weight
     figures = {

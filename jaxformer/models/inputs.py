@@ -24,10 +24,17 @@ class Inputs:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Inputs:
-    """The inputs in a batch: tokens, and those that it has of the other names below."""
-    names = ("tokens", "positions", "segment_ids", "token_types", "source", "source_segment_ids")
-    arrays: Any = (None if a is None else jnp.asarray(a) for a in map(batch.get, names))
-    tokens, positions, segments, types, source, source_segments = arrays
+    """The inputs in a batch: tokens, and the others of the names below that it has."""
+
+    def array(name: str) -> Any:
+        return jnp.asarray(batch[name]) if batch.get(name) is not None else None
+
+    tokens, positions, segments = array("tokens"), array("positions"), array("segment_ids")
+    types, source, source_segments = (
+        array("token_types"),
+        array("source"),
+        array("source_segment_ids"),
+    )
     source_layout = None if source is None else layout_of(source, None, source_segments)
     return Inputs(tokens, layout_of(tokens, positions, segments), types, source, source_layout)
 
@@ -54,8 +61,10 @@ def _wrong_shapes(config: ModelConfig, batch: Mapping[str, Any]) -> Iterator[str
     for name, like in (like_tokens | {"source_segment_ids": source}).items():
         array = batch.get(name)
         if array is not None and (like is None or array.shape != like.shape):
-            shape = "a source" if like is None else list(like.shape)
-            yield f"{name} has shape {list(array.shape)}, and belongs to {shape}."
+            yield (
+                f"{name} has shape {list(array.shape)}, and belongs to"
+                f" {'a source' if like is None else list(like.shape)}."
+            )
 
 
 def _wrong_inputs(config: ModelConfig, batch: Mapping[str, Any]) -> Iterator[str]:

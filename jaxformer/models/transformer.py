@@ -36,7 +36,8 @@ def specs(config: ModelConfig) -> Specs:
     return {name: rows for name, rows in table.items() if rows}
 
 
-_table = functools.lru_cache(specs)  # only read
+# The cached tables are shared, so they must only be read.
+_table = functools.lru_cache(specs)
 
 
 def check_model(params: Params, config: ModelConfig) -> None:

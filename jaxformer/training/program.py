@@ -93,7 +93,8 @@ class CompiledStep:
     """(state, batch) -> (state, metrics), as `Step`, compiled for one shape of these; `as_text`,
     `memory_analysis` and `cost_analysis` are those of its `jax.stages.Compiled`."""
 
-    def __init__(self, program: Any) -> None:  # a jax.stages.Compiled
+    def __init__(self, program: Any) -> None:
+        # A `jax.stages.Compiled`.
         self._program = program
         self.as_text, self.memory_analysis = program.as_text, program.memory_analysis
         self.cost_analysis = program.cost_analysis
