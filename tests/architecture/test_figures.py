@@ -357,3 +357,24 @@ def test_the_script_lists_what_a_measure_counts(write: Write) -> None:
     command = [sys.executable, str(script), "--root", str(package.root), "--list", "words"]
     output = subprocess.check_output(command, text=True)
     assert output == "assigned names that say nothing: 100.00 %\n    jaxformer/a.py:1 part\n"
+
+
+# Commands are modules named as they are typed.
+COMMANDS = {"attention", "evaluate", "tokenizer", "train"}
+
+
+def test_the_figures_of_this_package_hold() -> None:
+    """Those that are reached may not be lost, and the others may not grow."""
+    package = Package.read(Path(__file__).parents[2])
+    words = figures.saying_nothing(package)
+    assert len(words) < 0.005 * len(figures.assigned_names(package)), words
+    short = figures.files_of_size(package, 0, 59)
+    families = figures.files_of_size(package, 0, 59, folder="interop")
+    assert len(short) - len(families) <= 15, short
+    assert not figures.files_of_size(package, 451, 1_000_000)
+    assert {*figures.repeated_file_names(package)} <= COMMANDS
+    assert not figures.cycles(package) and not figures.long_functions(package)
+    assert len(figures.functions_of_many_arguments(package)) <= 15
+    assert len(figures.functions_taking(package, "RunConfig")) <= 66
+    assert len(figures.functions_taking(package, "RunSetup")) <= 44
+    assert len(figures.lazy_imports(package)) <= 180
