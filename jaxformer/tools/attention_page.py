@@ -116,7 +116,7 @@ def attention_figure(
 
 
 def _read(name: str) -> str:
-    return files("jaxformer.report").joinpath(name).read_text(encoding="utf-8")
+    return files("jaxformer.tools").joinpath("pages", name).read_text(encoding="utf-8")
 
 
 def _axes(maps: Maps) -> set[str]:

@@ -226,7 +226,7 @@ def comparison_page(
         config={"displaylogo": False, "responsive": True},
     )
     content = {"title": html.escape(title), "curves": curves, "table": _table(columns, rows)}
-    page = files("jaxformer.report").joinpath("comparison.html").read_text("utf-8")
+    page = files("jaxformer.tools").joinpath("pages", "comparison.html").read_text("utf-8")
     return re.sub("{{(.+?)}}", lambda slot: content[slot[1]], page)
 
 
