@@ -6,11 +6,11 @@ import json
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 
 import pytest
+from figures import FIT, FORWARD
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
@@ -27,57 +27,6 @@ HEAVY = (
     "tensorboardX",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)]
-
-
-def code_lines(path: Path) -> set[int]:
-    """Numbers of the lines that hold code: neither blank nor a comment alone."""
-    nothing = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENCODING,
-    }
-    with path.open("rb") as file:
-        spans = [
-            t
-            for t in tokenize.tokenize(file.readline)
-            if t.type not in nothing and t.type != tokenize.ENDMARKER
-        ]
-    return {number for span in spans for number in range(span.start[0], span.end[0] + 1)}
-
-
-def docstring_lines(node: Function) -> range:
-    first = node.body[0]
-    is_text = (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    )
-    return range(first.lineno, (first.end_lineno or first.lineno) + 1) if is_text else range(0)
-
-
-def test_the_tail_is_bounded() -> None:
-    """No file has more than 450 lines, no function more than 50 lines of code or 8 arguments."""
-    found = []
-    for path in FILES:
-        length, code = len(path.read_text().splitlines()), code_lines(path)
-        found += [f"{path}: {length} lines"] * (length > 450)
-        for node in functions(path):
-            lines = set(range(node.lineno, (node.end_lineno or node.lineno) + 1)) & code - set(
-                docstring_lines(node)
-            )
-            arguments = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
-            found += [f"{path}:{node.lineno} {node.name}: {len(lines)} lines of code"] * (
-                len(lines) > 50
-            )
-            found += [f"{path}:{node.lineno} {node.name}: {arguments} arguments"] * (arguments > 8)
-    assert not found, "\n".join(found)
 
 
 def test_data_tokenizer_and_report_know_neither_a_run_nor_a_model() -> None:
@@ -240,22 +189,6 @@ def reach_after(code: str) -> int:
     return sum(
         len(Path(file).read_text().splitlines()) for file in json.loads(out.splitlines()[-1])
     )
-
-
-FIT = """
-import jax, optax, tempfile, jaxformer as jf
-def loss(params, batch, key): return {"loss": ((params * batch).sum(), batch.size)}
-optimizer = optax.sgd(0.1)
-checkpoints = jf.Checkpoints(tempfile.mkdtemp())
-state = jf.init_state(jax.numpy.ones(3), optimizer)
-batches = [jax.numpy.ones((2, 3))]
-jf.fit(jf.make_step(loss, optimizer), state, batches, steps=1, checkpoints=checkpoints)
-"""
-FORWARD = """
-import jax, jaxformer as jf
-config = jf.ModelConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
-jf.forward(jf.init(config, jax.random.key(0)), config, jax.numpy.zeros((1, 4), int))
-"""
 
 
 TRAIN = """

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from corpora import prepare
-from test_architecture import code_lines, docstring_lines, functions
+from figures import code_lines, docstring_lines, lines_spanned
+from package_source import Module
 
 import jaxformer as jf
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
@@ -55,10 +56,10 @@ def test_there_is_an_adapter_for_each_function_of_the_course_and_each_is_short(
 ) -> None:
     names = {f"run_{name}" for name in INTERFACE} | {"get_adamw_cls", "get_tokenizer"}
     assert {name for name in vars(adapters) if name.startswith(("run_", "get_"))} == names
-    code = code_lines(FILE)
-    for node in functions(FILE):
-        body = {line for part in node.body for line in range(part.lineno, part.end_lineno + 1)}
-        assert len(body & code - set(docstring_lines(node))) <= 20, node.name
+    file = Module("adapters", FILE)
+    for node in file.functions:
+        body = set().union(*map(lines_spanned, node.body))
+        assert len(body & code_lines(file) - docstring_lines(node)) <= 20, node.name
 
 
 def test_adapters_take_only_what_is_public() -> None:
