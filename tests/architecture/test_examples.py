@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_architecture import Function, code_lines, docstring_lines
+from figures import code_lines, docstring_lines
+from package_source import Module
 
 import jaxformer as jf
 from jaxformer.config.config_file import read_config
@@ -21,15 +22,12 @@ from jaxformer.config.config_file import read_config
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
-def docstrings(path):
-    """Numbers of the lines of all docstrings."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return {
-        line
-        for node in nodes
-        if isinstance(node, (ast.Module, ast.ClassDef, Function))
-        for line in docstring_lines(node)
-    }
+def length_of(path: Path) -> int:
+    """Lines of code, without docstrings."""
+    file = Module(path.stem, path)
+    texts = [node for node in ast.walk(file.tree) if isinstance(node, ast.Module | ast.ClassDef)]
+    docstrings = set().union(*map(docstring_lines, [*texts, *file.functions]))
+    return len(code_lines(file) - docstrings)
 
 
 def example(name):
@@ -44,7 +42,7 @@ def example(name):
 @pytest.mark.parametrize("name, most", [("own_loss", 40), ("own_model", 40)])
 def test_an_example_is_short_trains_and_is_resumed_bitwise(name, most, tmp_path, monkeypatch):
     module = example(name)
-    assert len(code_lines(FOLDER / f"{name}.py") - docstrings(FOLDER / f"{name}.py")) < most
+    assert length_of(FOLDER / f"{name}.py") < most
     whole = module.main(str(tmp_path / "whole"))
     fit = jf.fit
 
