@@ -314,5 +314,5 @@ assert float(jnp.abs(weights - even).max()) < 0.1
 # that never hold all T x S scores (`blocked`), or by the fused kernels of cuDNN and Pallas. They
 # have to give the numbers of this page, which
 # `tests/layers/test_kernels.py::test_the_blocked_kernel_equals_the_plain_one_forward_and_backward`
-# checks for outputs and gradients. A whole decoder in this style, in 120 lines, is
+# checks for outputs and gradients. A whole decoder in this style, in 150 lines, is
 # `examples/one_page.py`.

@@ -30,8 +30,8 @@ ON_CHIP = re.compile(r"\b[vs]mem\b|shared memory", re.IGNORECASE)
 
 class OutOfMemory(RuntimeError):
     """A device has not enough memory for a run. The message says what the run was doing, how many
-    bytes it asked for, how many the device has, and which settings need less; existing checkpoints
-    are untouched.
+    bytes it asked for and how many the device has; existing checkpoints are untouched. For the
+    error of a run, `jaxformer.tools.remedies.advice` names the settings that need less.
 
     `place` is what the run was doing. `needed` is the number of bytes that it needs at once,
     `asked` that of an allocation that failed, `available` that of the device, each None where

@@ -94,7 +94,7 @@ class Sublayer(NamedTuple):
     stored: Callable[[ModelConfig, Sizes], list[StoredArray]]
     gradients: tuple[str, ...]
     formula: Callable[[ModelConfig], tuple[str, ...]]
-    scores: Callable[[ModelConfig, float], float] = lambda config, keys: 0.0
+    scores: Callable[[ModelConfig, int | float], int | float] = lambda config, keys: 0.0
     draws: bool = False
     reads_source: bool = False
     capture: str = ""
