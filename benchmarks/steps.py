@@ -13,13 +13,11 @@ from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import make_mesh, place_batch
 from jaxformer.config.run import RunConfig
-from jaxformer.models.transformer import specs as model_specs
 from jaxformer.report import MetricsLog
 from jaxformer.runs import train_run as loop
-from jaxformer.runs.compose import abstract_run, assumed_segments, with_kernel
 from jaxformer.runs.device import prove_kernel
+from jaxformer.runs.resolve import resolve_without_data
 from jaxformer.runs.setup import RunSetup, make_setup
-from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import Batch
 
@@ -58,19 +56,17 @@ def _state(setup: RunSetup) -> TrainState:
 def ready_on_random_tokens(run: RunConfig) -> tuple[Ready, str]:
     """The jitted step of a run with one batch of random tokens, and the kernel in words."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    step, _, shapes = abstract_run(run, mesh)
-    _, kernel = with_kernel(run, assumed_segments(run, shapes))
-    specs = model_specs(run.model)
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.optimizer, run.train.steps), specs)
+    resolved, shapes = resolve_without_data(run, mesh)
+    specs, optimizer = resolved.specs, resolved.optimizer
     arrays = place_batch(random_batch(shapes, run), mesh)
     found = Ready(
         mesh=mesh,
-        step=step,
+        step=resolved.step,
         state=lambda: init_state(specs, optimizer, mesh=mesh, seed=run.run.seed),
         batch=lambda i: arrays,
         tokens_per_step=run.train.batch_size * run.data.sequence_length,
     )
-    return found, kernel
+    return found, resolved.kernel
 
 
 def random_batch(shapes: Mapping[str, Any], run: RunConfig) -> dict[str, np.ndarray]:
@@ -119,9 +115,8 @@ def random_segments(rng: np.random.Generator, shape: tuple[int, int], packed: bo
 def kernel_holds(run: RunConfig) -> str:
     """Which attention kernel serves the run, and its error beside float32."""
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    segments = assumed_segments(run, abstract_run(run, mesh).batch)
-    chosen, reason = with_kernel(run, segments)
-    return f"{reason}. {prove_kernel(chosen, mesh)}".strip()
+    resolved, _ = resolve_without_data(run, mesh)
+    return f"{resolved.kernel}. {prove_kernel(resolved)}".strip()
 
 
 def stamp_steps(stamps: dict[int, float]) -> None:

@@ -18,7 +18,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.transformer import specs as specs_of
-from jaxformer.runs.compose import run_specs
+from jaxformer.runs.resolve import run_specs
 from jaxformer.training.optim import make_optimizer, make_schedule
 from jaxformer.training.state import abstract_state, init_state
 
@@ -130,7 +130,10 @@ def train(run, mesh, first=None):
     placement, and the first state on the host. `first` is one to begin with; it is drawn if None,
     which takes as long to compile as half a step."""
     with jax.set_mesh(mesh):
-        specs, schedule = run_specs(run), make_schedule(run.optimizer, run.train.steps)
+        specs, schedule = (
+            run_specs(run.model, run.adapter),
+            make_schedule(run.optimizer, run.train.steps),
+        )
         optimizer = make_optimizer(run.optimizer, schedule, specs)
         if first is None:
             state = init_state(specs, optimizer, mesh=mesh, seed=run.run.seed)
@@ -164,7 +167,7 @@ def explicit_axes_trace(run):
     """Names what fails to trace under explicit axes: a placement that is nowhere said is an error
     there."""
     mesh = make_mesh(2, 2, 2, explicit=True)
-    specs, batch = run_specs(run), batch_of(run.model)
+    specs, batch = run_specs(run.model, run.adapter), batch_of(run.model)
 
     def nats(params, batch):
         found = head_loss(params, run.model, batch)

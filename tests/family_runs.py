@@ -57,7 +57,9 @@ def write_run(folder: Path, name: str, tokenizer: Tokenizer = TOKENIZER) -> Path
     config = jf.ModelConfig(**(SHAPE | RUNS[name]))
     run = replace(base, run=replace(base.run, dir=str(folder)), model=config, data=data)
     folder.mkdir()
-    claim(run, tokenizer, check_data(run, tokenizer, {}, LABELS if config.n_classes else ()))
+    labels = LABELS if config.n_classes else ()
+    record = check_data(run.run.dir, {"tokenizer": tokenizer.fingerprint()}, labels, {})
+    claim(run, tokenizer, record)
     params = strong(jf.init(config, jax.random.key(0)), size=0.3)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(TrainState(jnp.int32(1), params, {}), 1)

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
-from jaxformer.config.run import RunConfig
+from jaxformer.config.train import MeshConfig
 from jaxformer.files import ConfigError
 
 
@@ -38,6 +38,9 @@ def run(argv: Sequence[str]) -> int:
     args, config = parse_with_config(PlanArguments, "jaxformer plan", argv, weights=False)
     if args.tokens < 0:
         raise ConfigError(f"--tokens {args.tokens}: give a number of tokens, at least 1.")
+    from jaxformer.runs.config import origin_of
+    from jaxformer.runs.loading import lacks_weights
+    from jaxformer.tools.plan.compiled import compiled_report
     from jaxformer.tools.plan.make import make_plan
     from jaxformer.tools.plan.planned import planned_run
     from jaxformer.tools.plan.report import plan_numbers, plan_text
@@ -47,11 +50,17 @@ def run(argv: Sequence[str]) -> int:
         target = parse_target(args.compile)
         name, devices = target.kind, args.devices or target.size
     else:
-        name, devices = device_of(args.device, args.devices, config)
+        name, devices = device_of(args.device, args.devices, config.mesh)
     planned = planned_run(config, name, devices)
-    plan = make_plan(replace(planned, notes=planned.notes + _notes_on_base(config)))
+    base = config.run.init_from
+    if base and origin_of(Path(config.run.dir), Path(base)) == Path(base) and lacks_weights(base):
+        note = f"the model is that of config.json in {base}, which has no weights; a run needs them"
+        planned = replace(planned, notes=(*planned.notes, note))
+    plan = make_plan(planned)
     tokens = args.tokens or config.train.steps * plan.planned.tokens_per_step
-    compiled = _compiled(config, args.compile, plan.planned.packed) if args.compile else None
+    compiled = None
+    if args.compile:
+        compiled = compiled_report(config, args.compile, plan.planned.packed)
     if args.json:
         numbers = plan_numbers(plan, tokens)
         if compiled is not None:
@@ -64,21 +73,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _notes_on_base(config: RunConfig) -> tuple[str, ...]:
-    """A sentence where the model of run.init_from has no weights."""
-    base = config.run.init_from
-    from jaxformer.runs.config import origin_of
-
-    if not base or origin_of(Path(config.run.dir), Path(base)) != Path(base):
-        return ()
-    from jaxformer.runs.loading import lacks_weights
-
-    if not lacks_weights(base):
-        return ()
-    return (f"the model is that of config.json in {base}, which has no weights; a run needs them",)
-
-
-def device_of(name: str, devices: int, config: RunConfig) -> tuple[str, int]:
+def device_of(name: str, devices: int, mesh: MeshConfig) -> tuple[str, int]:
     """The name and number of the devices: as asked, or those of this machine where they are
     accelerators of the table, or a cpu."""
     if name:
@@ -89,13 +84,5 @@ def device_of(name: str, devices: int, config: RunConfig) -> tuple[str, int]:
     from jaxformer.arrays.hardware import name_of
 
     live = name_of(jax.devices()[0].device_kind) or "cpu"
-    mesh = config.mesh
     stated = mesh.data * mesh.fsdp * mesh.tensor
     return live, devices or (0 if stated or live == "cpu" else jax.device_count())
-
-
-def _compiled(config: RunConfig, target: str, packed: bool) -> Any:
-    """The report of the compiler for a target."""
-    from jaxformer.tools.plan.compiled import compiled_report
-
-    return compiled_report(config, target, packed)

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.arguments import ConfigArguments, parse_with_config
@@ -27,15 +27,14 @@ class ShapesArguments(ConfigArguments):
 
 def run(argv: Sequence[str]) -> int:
     args, config = parse_with_config(ShapesArguments, "jaxformer shapes", argv, weights=False)
-    from jaxformer.runs.compose import encoded_length
+    from jaxformer.runs.resolve import encoded_length, with_assumed_sizes
     from jaxformer.tools.model_shapes import SYMBOLS, shapes_of
-    from jaxformer.tools.plan.planned import with_known_sizes
 
-    config, notes = with_known_sizes(config)
+    model, notes = with_assumed_sizes(config.model)
     if config.adapter.kind != "none":
         notes += (f"the model is shown without its adapter ({config.adapter.kind})",)
-    source = encoded_length(replace(config, adapter=AdapterConfig()), 1)
-    rows = shapes_of(config.model, config.train.batch_size, config.data.sequence_length, source)
+    source = encoded_length(model, config.data, AdapterConfig(), 1)
+    rows = shapes_of(model, config.train.batch_size, config.data.sequence_length, source)
     for note in notes:
         print(f"note: {note}.", file=sys.stderr)
     total = {

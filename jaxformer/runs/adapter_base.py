@@ -28,6 +28,21 @@ class Base(NamedTuple):
     record: dict[str, Any]
     sentence: str
 
+    def first_params(self, specs: Specs, target: TrainState, seed: int) -> Params:
+        """The params of the adapted model before the first step, placed as those of the state
+        `target`. Those of the base that learn are copied, because a step donates its state."""
+        params = jax.tree.map(
+            lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
+            filled(specs, self.params, jax.random.key(seed)),
+            target.params,
+        )
+        learned, still = split_frozen(params, target.frozen)
+        return merged(jax.tree.map(jnp.copy, learned), still, target.frozen)
+
+    def below(self, specs: Specs, target: TrainState) -> TrainState:
+        """`target`, a state as shapes, with the arrays of the base in place of its leaves."""
+        return replace(target, params=over_base(specs, target.params, self.params))
+
 
 def read_base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Base:
     """The model of run.init_from, below the adapter of a run. Raises ConfigError if it is not the
@@ -47,20 +62,3 @@ def read_base(run: RunConfig, mesh: Mesh, labels: tuple[str, ...]) -> Base:
     base_path = str(Path(run.run.init_from).absolute())
     record = {"base": base_fingerprint, "base_path": base_path, "learned": list(learned)}
     return Base(start.params, learned, record, start.sentence(run.run.init_from))
-
-
-def first_params(table: Specs, base: Params, target: TrainState, seed: int) -> Params:
-    """The params of an adapted model before the first step, placed as those of the state `target`.
-    Those of the base that learn are copied, because a step donates its state."""
-    params = jax.tree.map(
-        lambda leaf, target_leaf: place_array(leaf, target_leaf.sharding),
-        filled(table, base, jax.random.key(seed)),
-        target.params,
-    )
-    learned, still = split_frozen(params, target.frozen)
-    return merged(jax.tree.map(jnp.copy, learned), still, target.frozen)
-
-
-def with_base(table: Specs, target: TrainState, base: Params) -> TrainState:
-    """`target`, a state as shapes, with the arrays of the base in place of its leaves."""
-    return replace(target, params=over_base(table, target.params, base))

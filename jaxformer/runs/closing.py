@@ -1,6 +1,7 @@
 """The end of a run: its loss curve, its last evaluation, and a sample of what the model writes."""
 
 import warnings
+from pathlib import Path
 
 import jax
 
@@ -35,7 +36,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
         next_command=f'jaxformer sample {run.dir}{chat} --prompt "{prompt}"',
     )
-    paragraphs = [*_profile(setup), end]
+    paragraphs = [*_profile(run.profile, profile_dir(run.dir)), end]
     if jax.process_count() > 1 and run.sample_tokens and setup.run.model.output == "language":
         paragraphs.append(
             "There is no sample, which one process alone would write: see the command above."
@@ -56,16 +57,16 @@ def _figures(last: Evaluation) -> dict[str, str]:
     return {}
 
 
-def _profile(setup: RunSetup) -> list[str]:
-    """The table of the steps that run.profile traced, and how their trace is opened."""
-    run = setup.run.run
-    if not run.profile:
+def _profile(steps: str, folder: Path) -> list[str]:
+    """The table of the `steps` that run.profile traced into a folder, and how their trace is
+    opened."""
+    if not steps:
         return []
+    # Imported here, because only such a run needs it.
     from jaxformer.training.profile import TABLE
 
-    folder = profile_dir(run.dir)
     if not (folder / TABLE).is_file():
-        return [f"run.profile={run.profile}: these steps were done before; nothing was traced."]
+        return [f"run.profile={steps}: these steps were done before; nothing was traced."]
     return [
         read_text(folder / TABLE).strip(),
         f'The trace is in {folder}; pip install "jaxformer[profile]", and open it with'

@@ -16,7 +16,7 @@ from jaxformer.config.config_file import (
     with_vocabulary,
 )
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.run import RunConfig
+from jaxformer.config.run import RunConfig, TokenizerConfig
 from jaxformer.files import ConfigError
 
 # Model settings that a new run does not take from the model it starts from.
@@ -104,18 +104,18 @@ def with_base(
         raise ConfigError(
             f"{error}\nThe config sets these on top of the model of run.init_from={str(base)!r}."
         ) from error
-    return with_tokenizer_of(origin, dataclasses.replace(config, model=model))
+    tokenizer = with_tokenizer_of(origin, config.tokenizer)
+    return dataclasses.replace(config, model=model, tokenizer=tokenizer)
 
 
-def with_tokenizer_of(origin: Path, config: RunConfig) -> RunConfig:
-    """`config` with the tokenizer of a model directory if it names none."""
+def with_tokenizer_of(origin: Path, settings: TokenizerConfig) -> TokenizerConfig:
+    """`settings` with the tokenizer of a model directory if they name none."""
     from jaxformer.tokenizer.metadata import tokenizer_file
 
-    if config.tokenizer.path:
-        return config
+    if settings.path:
+        return settings
     if (origin / "adapter_config.json").is_file():
         from jaxformer.runs.loading import text_directory
 
         origin = text_directory(origin)
-    tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_file(origin)))
-    return dataclasses.replace(config, tokenizer=tokenizer)
+    return dataclasses.replace(settings, path=str(tokenizer_file(origin)))

@@ -8,17 +8,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxformer.arrays.sharding import ACTIVATION_RULES, constrain
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
-from jaxformer.config.run import RunConfig
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.masks import AttentionMask, Scoring, layout_of
 from jaxformer.models.stack import compute_dtype
-from jaxformer.runs.compose import encoded_length
+from jaxformer.runs.resolve import Resolved
 from jaxformer.training.state import compiler_options, on_mesh
 
 # The check of a kernel takes fewer rows and heads where its float32 scores would exceed this.
@@ -27,17 +25,16 @@ REFERENCE_BYTES = 2**30
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
 
-def prove_kernel(run: RunConfig, mesh: Mesh) -> str:
-    """Checks the kernel that `with_kernel` selected on the mesh and the shapes of the run. Returns
-    a sentence about it, empty for the reference. Raises RuntimeError if the kernel is wrong."""
-    name = run.model.attention_kernel
+def prove_kernel(resolved: Resolved) -> str:
+    """Checks the kernel that a run takes, on its mesh and its shapes. Returns a sentence about it,
+    empty for the reference. Raises RuntimeError if the kernel is wrong."""
+    model, train, length = resolved.model, resolved.run.train, resolved.length
+    name = model.attention_kernel
     if name == "xla":
         return ""
-    rows = run.train.batch_size // run.train.n_microbatches
-    length = run.data.sequence_length
-    with on_mesh(mesh):
-        source = encoded_length(run, run.model.max_segments)
-        errors = check_kernel(name, run.model, rows, length, source)
+    rows = train.batch_size // train.n_microbatches
+    with on_mesh(resolved.mesh):
+        errors = check_kernel(name, model, rows, length, resolved.source_length)
     return f"The attention kernel {name} was checked against float32 on rows of {length}: {errors}."
 
 

@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.arrays.params import dotted, rows
+from jaxformer.arrays.params import Params, Specs, dotted, rows
 from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Log
 from jaxformer.files import first_of
 from jaxformer.layers.capture import Request
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
-from jaxformer.runs.compose import run_loss
 from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, roll_back, shift
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
-from jaxformer.training.step import gradients
+from jaxformer.training.step import Batch, gradients
 
 SHOWN = 6
 
@@ -34,12 +34,13 @@ def diagnosis(setup: RunSetup, error: Diverged) -> str:
     if error.state is None:
         return _indented(lines)
     batch = setup.placed(ShiftedBatches(setup.batches, rollbacks)[step])
+    params = error.state.params
     try:
         with on_mesh(mesh_of(error.state)):
-            bad = _bad_leaves(setup, jax.device_get(_are_finite(setup, error.state.params)))
+            bad = _bad_leaves(jax.device_get(_are_finite(setup.specs, params)))
             if bad:
                 lines.append(f"parameters that are not finite: {bad}")
-            lines.append(_activations(setup, error.state, batch, step))
+            lines.append(_activations(setup.model, setup.run.train.n_microbatches, params, batch))
             lines.append(_gradients(setup, error.state, batch, step))
     except Exception as again:
         # The error that is examined must not be hidden by another one.
@@ -52,9 +53,9 @@ def _indented(lines: list[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-def _are_finite(setup: RunSetup, tree: Any) -> Any:
+def _are_finite(specs: Specs, tree: Any) -> Any:
     """For each leaf whether it is finite: a scalar, or of a stack of layers [L]."""
-    stacked = {path for path, spec in rows(setup.specs).items() if spec.is_stacked}
+    stacked = {path for path, spec in rows(specs).items() if spec.is_stacked}
 
     def finite(path: Any, leaf: jax.Array) -> jax.Array:
         inside = range(int(dotted(path) in stacked), leaf.ndim)
@@ -63,7 +64,7 @@ def _are_finite(setup: RunSetup, tree: Any) -> Any:
     return jax.tree.map_with_path(finite, tree)
 
 
-def _bad_leaves(setup: RunSetup, finite: Any) -> str:
+def _bad_leaves(finite: Any) -> str:
     """The leaves that are not finite, each with its layers (of its own stack, counted from 0)."""
     descriptions = []
     for path, value in jax.tree.leaves_with_path(finite):
@@ -74,16 +75,15 @@ def _bad_leaves(setup: RunSetup, finite: Any) -> str:
     return first_of(descriptions, SHOWN, between="; ")
 
 
-def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
-    run = setup.run
-    pieces = run.train.n_microbatches
+def _activations(model: ModelConfig, pieces: int, params: Params, batch: Batch) -> str:
+    """The first activation that is not finite, of a batch in so many microbatches."""
 
     @jax.jit
     def finite(params: Any, piece: Any) -> dict[str, jax.Array]:
         request = Request(("residual",))
         # A pair [B, 2, T] is two sequences.
         flat = {name: a.reshape(-1, a.shape[-1]) for name, a in piece.items() if a.ndim > 1}
-        _, _, aux = hidden(params, run.model, inputs_of(flat), request=request)
+        _, _, aux = hidden(params, model, inputs_of(flat), request=request)
         return {name: jnp.isfinite(value).all() for name, value in aux.captures.items()}
 
     def layer(name: str) -> tuple[bool, int]:
@@ -94,7 +94,7 @@ def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> s
     bad = set[str]()
     for piece in range(pieces):
         microbatch = jax.tree.map(lambda a, m=piece: a[m::pieces], batch)
-        are_finite = finite(state.params, microbatch)
+        are_finite = finite(params, microbatch)
         bad |= {name for name, is_finite in are_finite.items() if not is_finite}
     if not bad:
         return "activations: all layers are finite (without dropout)"
@@ -102,17 +102,16 @@ def _activations(setup: RunSetup, state: TrainState, batch: Any, step: int) -> s
     return f"activations: {first} is the first that is not finite, of {len(bad)}"
 
 
-def _gradients(setup: RunSetup, state: TrainState, batch: Any, step: int) -> str:
-    run, objective = setup.run, setup.corpus.task.name
+def _gradients(setup: RunSetup, state: TrainState, batch: Batch, step: int) -> str:
+    """The leaves of the gradient of a step that are not finite."""
 
     @jax.jit
-    def finite(state: TrainState, batch: Any) -> Any:
-        key = jax.random.fold_in(jax.random.key(run.run.seed), step)
-        loss = run_loss(run, objective)
-        grads, _ = gradients(loss, state, batch, key, run.train.n_microbatches)
-        return _are_finite(setup, grads)
+    def finite(state: TrainState, batch: Batch) -> Any:
+        key = jax.random.fold_in(jax.random.key(setup.run.run.seed), step)
+        grads, _ = gradients(setup.loss, state, batch, key, setup.run.train.n_microbatches)
+        return _are_finite(setup.specs, grads)
 
-    bad = _bad_leaves(setup, jax.device_get(finite(state, batch)))
+    bad = _bad_leaves(jax.device_get(finite(state, batch)))
     if bad:
         return f"gradients that are not finite: {bad}"
     return (

@@ -39,22 +39,21 @@ FILES_OF_A_RUN = (
 
 
 @contextlib.contextmanager
-def lock(run: RunConfig) -> Iterator[None]:
-    """Creates the run directory where it is missing, and locks it. One that is still empty
-    afterwards is removed.
+def lock(run_dir: str, restart: bool) -> Iterator[None]:
+    """Creates the run directory where it is missing, and locks it; with `restart` what it holds is
+    moved away. One that is still empty afterwards is removed.
 
     Of several processes of one run, the first one locks it for all. Raises ConfigError if another
-    run holds the lock, or the directory cannot be written or belongs to another config.
+    run holds the lock, or the directory cannot be written or has lost its checkpoints.
     """
-    if not run.run.dir:
+    if not run_dir:
         raise ConfigError("run.dir is empty: name the directory of the run, for example runs/mine.")
+    folder, name = Path(run_dir), f"run.dir={run_dir!r}"
     if jax.process_index():
-        if not run.run.restart:
-            require_no_links(Path(run.run.dir))
-            check_config(run)
+        if not restart:
+            require_no_links(folder)
         yield
         return
-    folder, name = Path(run.run.dir), f"run.dir={run.run.dir!r}"
     require_savable(folder.absolute())
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -72,10 +71,9 @@ def lock(run: RunConfig) -> Iterator[None]:
                 f"{name} is in use by another process: wait for it, or choose another run.dir."
             ) from error
         try:
-            if run.run.restart:
+            if restart:
                 move_away(folder)
             require_no_links(folder)
-            check_config(run)
             if (folder / "metrics.jsonl").is_file() and not any(folder.glob("checkpoints/*")):
                 require_checkpoints(folder)
             yield
@@ -160,24 +158,22 @@ def check_config(run: RunConfig) -> None:
 
 
 def check_data(
-    run: RunConfig,
-    tokenizer: Tokenizer,
-    texts: dict[str, str],
-    labels: tuple[str, ...],
-    base: Mapping[str, Any] | None = None,
+    run_dir: str, fingerprints: Mapping[str, str], labels: tuple[str, ...], base: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What data.json holds: the fingerprints of tokenizer and text, and the id of the run, which is
     drawn when the run is begun.
 
-    `texts` maps each split to its fingerprint; `labels` are the names of its classes, if any;
-    `base` is the record of the model below an adapter, which was compared before.
+    `fingerprints` are those of the tokenizer and of each split; `labels` are the names of its
+    classes, if any; `base` is the record of the model below an adapter, which was compared before.
     Raises ConfigError if the text or the tokenizer has changed since the run was begun.
     """
-    path, named = Path(run.run.dir) / "data.json", {"labels": list(labels)} if labels else {}
-    now: dict[str, Any] = {"tokenizer": tokenizer.fingerprint(), **texts, **named}
+    path = Path(run_dir) / "data.json"
+    now: dict[str, Any] = {**fingerprints}
+    if labels:
+        now["labels"] = list(labels)
     before = read_object(path) if path.is_file() else now
     run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
-    run_entries |= {name: before.get(name, value) for name, value in (base or {}).items()}
+    run_entries |= {name: before.get(name, value) for name, value in base.items()}
     changed = [
         name
         for name in {**before, **now}
@@ -185,11 +181,10 @@ def check_data(
     ]
     if changed:
         raise ConfigError(
-            f"run.dir={run.run.dir!r} was begun with other text ({', '.join(changed)} changed), so"
+            f"run.dir={run_dir!r} was begun with other text ({', '.join(changed)} changed), so"
             " it cannot be continued exactly; nothing was changed. Restore the text, or choose"
             " another run.dir."
         )
-    check_config(run)
     return now | run_entries
 
 
@@ -211,17 +206,17 @@ def profile_dir(run_dir: str) -> Path:
     return Path(run_dir) / "profile"
 
 
-def is_begun(run: RunConfig) -> bool:
+def is_begun(run_dir: str) -> bool:
     """Whether the run directory belongs to the config of an earlier command."""
-    return (Path(run.run.dir) / "config.json").is_file()
+    return (Path(run_dir) / "config.json").is_file()
 
 
-def release(run: RunConfig) -> None:
+def release(run_dir: str) -> None:
     """Takes back what `claim` wrote, so that the directory may be begun with another config. Only
     for the command that claimed it, before there is a checkpoint."""
     if jax.process_index():
         return
-    folder = Path(run.run.dir)
+    folder = Path(run_dir)
     for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)
 

@@ -13,33 +13,26 @@ from jaxformer.arrays.params import Params, Spec, dotted, init_params, is_custom
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
+from jaxformer.models.adapt import quantization_of
 from jaxformer.models.transformer import specs as model_specs
-from jaxformer.runs.config import OWN, origin_of, with_tokenizer_of
-from jaxformer.runs.directory import is_begun
+from jaxformer.runs.config import OWN
+from jaxformer.runs.loading import labels_of, load_base, run_of
 
 HEADS = ("head", "pooler", "next_sentence")
 LeafShapes = dict[str, tuple[int, ...]]
 
 
-def check_base(run: RunConfig) -> RunConfig:
-    """A run with run.init_from, with the tokenizer of that model if it names none. Raises
-    ConfigError where its model does not fit.
+def check_base(model: ModelConfig, base: str) -> None:
+    """Raises ConfigError where a model does not fit that of run.init_from, in the directory `base`.
 
     A model setting that differs from the base takes effect if the parameters keep their shapes (a
     longer context, another window), and is refused by name otherwise.
     """
-    from jaxformer.runs.loading import run_of
-
-    base = Path(run.run.init_from)
-    origin = origin_of(Path(run.run.dir), base)
-    run = with_tokenizer_of(origin, run)
-    if origin != base:
-        return run
     base_model = run_of(base).model
-    model = dataclasses.replace(run.model, vocab_size=run.model.vocab_size or base_model.vocab_size)
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or base_model.vocab_size)
     trunk, base_trunk = trunk_of(model), trunk_of(base_model)
     if trunk == base_trunk:
-        return run
+        return
     names = [entry.name for entry in dataclasses.fields(model) if entry.name not in OWN]
     differing = [name for name in names if getattr(model, name) != getattr(base_model, name)]
     lines = list(filter(None, (_reason(name, model, base_model) for name in differing)))
@@ -48,23 +41,18 @@ def check_base(run: RunConfig) -> RunConfig:
         lines = [f"{path}: {base_trunk.get(path)} in the base" for path in paths]
     reasons = "\n  ".join(lines[:8])
     raise ConfigError(
-        f"the parameters of run.init_from={str(base)!r} do not fit this model:\n  {reasons}\n"
+        f"the parameters of run.init_from={base!r} do not fit this model:\n  {reasons}\n"
         "Remove these settings from the config and the command line, so that those of the base are"
         " used (configs/finetune.py sets none), or train without run.init_from."
     )
 
 
-def labels_before(run: RunConfig) -> tuple[str, ...]:
-    """The labels that a run with run.init_from goes on with: those of its directory if it was
-    begun, else those of the base. Empty where the base has another head, or the run no labels."""
-    from jaxformer.runs.loading import labels_of, run_of
-
-    if run.model.output not in ("classes", "tags"):
+def labels_before(output: str, origin: Path) -> tuple[str, ...]:
+    """The labels that a run goes on with: those of the model directory `origin`. Empty where that
+    has another head than `output`, or this has no labels."""
+    if output not in ("classes", "tags") or run_of(origin).model.output != output:
         return ()
-    if is_begun(run) and not run.run.restart:
-        return labels_of(run.run.dir)
-    base = run.run.init_from
-    return labels_of(base) if run_of(base).model.output == run.model.output else ()
+    return labels_of(origin)
 
 
 def trunk_of(model: ModelConfig) -> LeafShapes:
@@ -124,9 +112,6 @@ def warm_start(run: RunConfig, mesh: Mesh | None = None, labels: tuple[str, ...]
     if `labels` begin with its labels; rows for further labels are new. Raises ConfigError if a leaf
     outside of the heads does not fit.
     """
-    from jaxformer.models.adapt import quantization_of
-    from jaxformer.runs.loading import load_base
-
     base = load_base(run.run.init_from, mesh, quantization_of(run.adapter))
     table, base_leaves = model_specs(run.model), _leaves(base.params)
     specs = rows(table)

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.train import TrainConfig
 from jaxformer.report import MetricsLog, ProgressBar, read_metrics
 from jaxformer.report.metrics import FILE
@@ -14,9 +13,6 @@ from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import is_finite
 from jaxformer.training.state import TrainState
-
-if TYPE_CHECKING:
-    from jaxformer.report.trackers import Tracker
 
 SKIPPED_STEPS = "skipped_steps"
 
@@ -43,14 +39,6 @@ def is_evaluated(step: int, train: TrainConfig) -> bool:
     """Whether a run is evaluated after a step."""
     on_the_way = step > 0 and train.eval_every > 0 and step % train.eval_every == 0
     return on_the_way or step == train.steps
-
-
-def tracker_of(run: RunConfig, step: int) -> "Tracker":
-    """The tracker of a run that continues after `step`. Raises ConfigError where it cannot be
-    started."""
-    from jaxformer.report.trackers import chosen_tracker
-
-    return chosen_tracker(run.run.tracker)(Path(run.run.dir), step, flat(run))
 
 
 class MetricLogger:

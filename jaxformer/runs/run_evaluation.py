@@ -10,7 +10,6 @@ from jaxformer import data
 from jaxformer.config.adapter import Quantization
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.files import ConfigError
-from jaxformer.runs.compose import check_start, compares_with_start, preference_options
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -20,7 +19,8 @@ from jaxformer.runs.evaluation import (
     own_cache,
     unwatched,
 )
-from jaxformer.runs.objectives import objective_of, task_of
+from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of
+from jaxformer.runs.resolve import check_start, keeps_start, preference_options
 from jaxformer.tokenizer.metadata import tokenizer_file
 
 
@@ -53,12 +53,13 @@ def evaluate_run(
     rows = run.train.batch_size // run.train.n_microbatches
     heldout = data.evaluation_batches(corpus.validation, run.data, rows)
     batches: Iterable[Any] = watch(heldout, len(heldout))
-    if compares_with_start(run):
+    row = OBJECTIVES[corpus.task.name]
+    if keeps_start(row, run.adapter):
         from jaxformer.runs.reference import Reference
 
-        check_start(run)
+        check_start(corpus.task.name, run.adapter, run.run.init_from)
         batches = map(Reference(run.run.init_from, model.config, path), batches)
-    config, options = model.config, preference_options(run, corpus.task.name)
+    config, options = model.config, preference_options(row, run.train, run.adapter)
     if "virtual" in model.params and not config.max_segments:
         # Each segment may have a prompt.
         segments = corpus.validation.most_segments() or 0

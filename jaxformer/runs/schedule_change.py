@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from jaxformer.config.config_file import read_config
-from jaxformer.config.run import RunConfig
-from jaxformer.config.settings import Log
+from jaxformer.config.run import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.training.optim import make_schedule
 
@@ -12,49 +11,42 @@ from jaxformer.training.optim import make_schedule
 JUMP = 0.01
 
 
-def check_schedule(run: RunConfig, saved: int, log: Log) -> None:
-    """Says how the schedule of a run has changed whose newest checkpoint is of step `saved`, as
-    `changed_schedule` does."""
-    begun = (Path(run.run.dir) / "config.json").is_file()
-    text = changed_schedule(run, saved) if begun and saved < run.train.steps else ""
-    if text:
-        log(text)
-
-
-def changed_schedule(run: RunConfig, step: int) -> str:
-    """A sentence about the learning rate of a run that continues after `step` steps with another
-    schedule than its directory was last started with; empty where it is the same.
+def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step: int) -> str:
+    """A sentence about the learning rate of a run that continues after `step` of its `steps` with
+    another schedule than its directory was last started with; empty where it is the same.
 
     Raises ConfigError where the rate would jump at the next step, and no setting of the optimizer
     says so: the schedule follows train.steps alone.
     """
-    planned = read_config(Path(run.run.dir) / "config.json")
-    if (planned.optimizer, planned.train.steps) == (run.optimizer, run.train.steps):
+    path = Path(run_dir) / "config.json"
+    if not path.is_file() or step >= steps:
+        return ""
+    planned = read_config(path)
+    if (planned.optimizer, planned.train.steps) == (optimizer, steps):
         return ""
     before = make_schedule(planned.optimizer, planned.train.steps)
-    now = make_schedule(run.optimizer, run.train.steps)
-    ends = {planned.train.steps, run.train.steps, planned.optimizer.decay_steps, step + 1}
+    now = make_schedule(optimizer, steps)
+    ends = {planned.train.steps, steps, planned.optimizer.decay_steps, step + 1}
     seen = {step, *(end - 1 for end in ends if end > step)}
     if all(float(before(at)) == float(now(at)) for at in seen):
         return ""
     then, rate = float(before(step)), float(now(step))
     change = (
         f"the learning rate of step {step + 1} is {rate:.3g}, and was planned to be {then:.3g}"
-        f" (train.steps={planned.train.steps} before, {run.train.steps} now)"
+        f" (train.steps={planned.train.steps} before, {steps} now)"
     )
-    optimizer = run.optimizer
     if abs(rate - then) <= JUMP * max(rate, then) or optimizer.decay_steps:
         return f"The schedule has changed: {change}."
     end = planned.optimizer.decay_steps or planned.train.steps
-    tail = max(min(optimizer.warmup_steps, (run.train.steps - end) // 2), 1)
+    tail = max(min(optimizer.warmup_steps, (steps - end) // 2), 1)
     offers = [f"--optimizer.decay_steps {end}: the schedule as it was planned"]
-    if run.train.steps > end:
+    if steps > end:
         offers[0] += ", and its final rate after that"
         offers.append(
             f"--optimizer.decay_steps {end} --optimizer.rewarm_steps {tail}: after step {end} the"
             f" rate rises again to {optimizer.learning_rate:.3g} and decays until train.steps"
         )
-    offers.append(f"--optimizer.decay_steps {run.train.steps}: the new schedule, with that jump")
+    offers.append(f"--optimizer.decay_steps {steps}: the new schedule, with that jump")
     choices = "\n  ".join(offers)
     raise ConfigError(
         f"the schedule follows train.steps, so {change}; nothing was changed. Choose one of these:"

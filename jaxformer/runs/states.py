@@ -5,6 +5,7 @@ import jax
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.config.settings import Log
+from jaxformer.runs.schedule_change import changed_schedule
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.state import TrainState, init_state, state_of
 
@@ -20,12 +21,13 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
         keep_every=train.keep_every,
         keep_best=train.keep_best,
         run=setup.identity,
-        without=unsaved(setup),
+        without=setup.unsaved,
     )
-    if steps := checkpoints.steps():
-        from jaxformer.runs.schedule_change import check_schedule
-
-        check_schedule(setup.run, steps[-1], log)
+    saved, run = checkpoints.steps(), setup.run
+    if saved:
+        change = changed_schedule(run.run.dir, run.optimizer, train.steps, saved[-1])
+        if change:
+            log(change)
     return checkpoints
 
 
@@ -38,9 +40,7 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
             state = init_state(setup.specs, setup.optimizer, mesh=setup.mesh, seed=seed)
             return jax.block_until_ready(state)  # type: ignore[no-any-return]
         if setup.base is not None:
-            from jaxformer.runs.adapter_base import first_params
-
-            params = first_params(setup.specs, setup.base.params, target, seed)
+            params = setup.base.first_params(setup.specs, target, seed)
             log(setup.base.sentence)
         else:
             from jaxformer.runs.init_from import warm_start
@@ -55,24 +55,5 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
 def restored(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> TrainState | None:
     """The state of the newest checkpoint of a run that can be read; None if there are none. Raises
     ConfigError as `Checkpoints.restore` does."""
-    state: TrainState | None = checkpoints.restore(with_base_of(setup, setup.target), log)
+    state: TrainState | None = checkpoints.restore(setup.target_over_base, log)
     return state
-
-
-def with_base_of(setup: RunSetup, target: TrainState) -> TrainState:
-    """A state as shapes, in which the leaves below an adapter are arrays; `target` without one."""
-    if setup.base is None:
-        return target
-    from jaxformer.runs.adapter_base import with_base
-
-    return with_base(setup.specs, target, setup.base.params)
-
-
-def unsaved(setup: RunSetup) -> list[str]:
-    """The paths of the leaves of a state that its checkpoints do not hold: those below an
-    adapter."""
-    if setup.base is None:
-        return []
-    from jaxformer.adapters.adapted_params import base_paths
-
-    return [f"params.{path}" for path in base_paths(setup.specs)]

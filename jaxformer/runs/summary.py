@@ -10,7 +10,6 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.data import Corpus
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
-from jaxformer.runs.compose import counted_specs, drops_out
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.optim import decay_groups, schedule_text
 from jaxformer.training.state import split_frozen
@@ -55,8 +54,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
 def _parameters(setup: RunSetup) -> str:
     """How many parameters a model has, where a quantized matrix counts as the unquantized one, and
     how many of them learn, if not all."""
-    learned = setup.base.learned if setup.base is not None else ()
-    parameters = f"{human_count(count(counted_specs(setup.run, learned)))} parameters"
+    parameters = f"{human_count(count(setup.counted_specs))} parameters"
     if not setup.target.frozen:
         return parameters
     learning, _ = split_frozen(setup.target.params, setup.target.frozen)
@@ -116,11 +114,11 @@ def beginning_text(corpus: Corpus, bos: str) -> str:
 def _dropout(setup: RunSetup) -> dict[str, str]:
     """A line where the settings ask for a dropout that the objective leaves out."""
     asked = setup.asked
-    if drops_out(asked) or not (asked.model.dropout or asked.adapter.dropout):
+    if setup.drops_out or not (asked.model.dropout or asked.adapter.dropout):
         return {}
     stated = {"model.dropout": asked.model.dropout, "adapter.dropout": asked.adapter.dropout}
     named = " and ".join(f"{name}={value:g}" for name, value in stated.items() if value)
-    objective = setup.corpus.task.name
+    objective = setup.task.name
     return {
         "dropout": f"none: data.objective={objective} does not apply {named};"
         " train.preference_dropout=on does"

@@ -25,8 +25,7 @@ from jaxformer.config.run import RunConfig, flat
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
 from jaxformer.report import MetricsLog, ProgressBar, banner, human_bytes, human_time, read_metrics
-from jaxformer.runs.compose import preference_options, with_reference
-from jaxformer.runs.directory import claim, is_begun, lock, profile_dir, release
+from jaxformer.runs.directory import check_config, claim, is_begun, lock, profile_dir, release
 from jaxformer.runs.evaluation import (
     Evaluation,
     Watch,
@@ -34,7 +33,8 @@ from jaxformer.runs.evaluation import (
     make_evaluation,
     unwatched,
 )
-from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_before, tracker_of
+from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_before
+from jaxformer.runs.resolve import with_reference
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import checkpoints_of, first_state, restored
@@ -110,8 +110,11 @@ def _train(run: RunConfig, begin: float) -> Result:
         def open_directory() -> bool:
             # Raises before anything is written.
             chosen_tracker(run.run.tracker)
-            stack.enter_context(lock(run))
-            return is_begun(run)
+            stack.enter_context(lock(run.run.dir, run.run.restart))
+            # What a run holds that is begun anew is moved away, by the first process for all.
+            if not run.run.restart:
+                check_config(run)
+            return is_begun(run.run.dir)
 
         begun = together(open_directory)
         setup = _same_run(together(lambda: make_setup(run, log)))
@@ -152,7 +155,7 @@ def _of_run(
     checkpoints.wait()
     saved = max(checkpoints.steps(), default=None)
     if saved is None and not begun:
-        release(setup.run)
+        release(setup.run.run.dir)
     return RunOutOfMemory(error, setup, saved, begun)
 
 
@@ -182,7 +185,12 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
             program = thread.submit(lambda: compile_step(setup, log))
             if platform(setup.mesh) != "cpu":
                 program.result()
-            _prove_kernel(setup, log)
+            # The kernel "xla" is what the others are compared with.
+            if setup.model.attention_kernel != "xla":
+                from jaxformer.runs.device import prove_kernel
+
+                with memory_of("the check of the attention kernel"):
+                    log(prove_kernel(setup))
             return program
 
         # The newest checkpoint may prove unreadable, and then there are steps left.
@@ -206,16 +214,6 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
         return state, program.result()
 
 
-def _prove_kernel(setup: RunSetup, log: Log) -> None:
-    """Checks the attention kernel, unless it is what kernels are compared with."""
-    if setup.run.model.attention_kernel == "xla":
-        return
-    from jaxformer.runs.device import prove_kernel
-
-    with memory_of("the check of the attention kernel"):
-        log(prove_kernel(setup.run, setup.mesh))
-
-
 class CountedStep:
     """The compiled step, which counts the steps that are done; `fit` calls it."""
 
@@ -228,15 +226,14 @@ class CountedStep:
 
 
 @contextlib.contextmanager
-def traced(setup: RunSetup, step: CountedStep) -> Iterator[Advance]:
-    """The step, which traces the steps of run.profile into the run directory."""
-    run = setup.run.run
-    if not run.profile:
+def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
+    """The step, which traces the `steps` that run.profile names into a folder."""
+    if not steps:
         yield step
         return
     from jaxformer.training.profile import Profile
 
-    profile = Profile(step, run.profile, profile_dir(run.dir), program=lambda: step.program)
+    profile = Profile(step, steps, folder, program=lambda: step.program)
     try:
         yield profile
     finally:
@@ -264,8 +261,10 @@ def _steps(
 
     `began` is the `time.monotonic()` from which the log counts its seconds.
     """
-    settings, first, shown = setup.run.train, int(state.step), setup.run.run.progress
-    before, hooks = logged_before(setup.run.run.dir, first), list[Hook]()
+    from jaxformer.report.trackers import chosen_tracker
+
+    settings, first, run = setup.run.train, int(state.step), setup.run.run
+    before, hooks = logged_before(run.dir, first), list[Hook]()
     if settings.on_nan == "skip":
         from jaxformer.training.nonfinite import SkipSteps
 
@@ -273,9 +272,10 @@ def _steps(
     if jax.process_index():
         step = CountedStep(program, first)
         return _fit(setup, state, step, checkpoints, before.evaluation, hooks, unwatched), {}
+    tracker = chosen_tracker(run.tracker)(Path(run.dir), first, flat(setup.run))
     with (
-        ProgressBar(settings.steps, first, shown) as progress,
-        MetricsLog(setup.run.run.dir, first, began, tracker_of(setup.run, first)) as metrics_log,
+        ProgressBar(settings.steps, first, run.progress) as progress,
+        MetricsLog(run.dir, first, began, tracker) as metrics_log,
     ):
         step = CountedStep(program, first)
         logger = MetricLogger(setup, first, metrics_log, progress, before)
@@ -296,11 +296,9 @@ def _fit(
 ) -> TrainState:
     """`fit`. The evaluation of the first state, where it is due and not made `before` because a
     signal cut it short, is made first."""
-    settings, heldout = setup.run.train, setup.heldout
+    settings, run, heldout = setup.run.train, setup.run.run, setup.heldout
     token_bytes = bytes_of_targets(setup.corpus)
-    objective = setup.corpus.task.name
-    options = preference_options(setup.run, objective)
-    evaluation = make_evaluation(objective, setup.run.model, token_bytes, options)
+    evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, setup.loss_options)
     batches = batches_of(setup)
     if setup.reference:
         batches = setup.reference.scored(batches)
@@ -318,7 +316,10 @@ def _fit(
             first_evaluation = evaluate(state.params)
         for hook in hooks:
             hook(step.done, state, first_evaluation)
-    with memory_of(lambda: f"step {step.done}"), traced(setup, step) as advance:
+    with (
+        memory_of(lambda: f"step {step.done}"),
+        traced(run.profile, profile_dir(run.dir), step) as advance,
+    ):
         return fit(
             advance,
             state,
@@ -336,7 +337,8 @@ def compile_step(setup: RunSetup, log: Log) -> Any:
     runs."""
     begin = time.perf_counter()
     batch = place_batch(setup.batches[0], setup.mesh)
-    batch = with_reference(batch, setup.run, setup.mesh)
+    if setup.has_reference:
+        batch = with_reference(batch, setup.run.train.batch_size, setup.mesh)
     with memory_of("compiling the step"):
         compiled = setup.step.lower(setup.target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from jax.sharding import Mesh
+
 from jaxformer.arrays.hardware import DEVICES, name_of
 from jaxformer.arrays.mesh import batch_devices
 from jaxformer.arrays.out_of_memory import Shortage
@@ -13,7 +15,7 @@ from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import VOLATILE
 from jaxformer.files import ConfigError
 from jaxformer.report import human_bytes
-from jaxformer.runs.compose import with_kernel
+from jaxformer.runs.resolve import resolve
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.train_run import RunOutOfMemory
 from jaxformer.tools.plan.make import Plan, make_plan
@@ -54,7 +56,7 @@ def remedies_of(setup: RunSetup, shortage: Shortage, planned: Plan | None) -> li
     is_step = shortage.place.startswith(("compiling", "step"))
     if planned and is_step and planned.changes:
         return [_planned_remedy(change.settings, change.peak) for change in planned.changes]
-    remedies = _state_remedies(setup)
+    remedies = _state_remedies(setup.mesh)
     if is_step or "evaluation" in shortage.place:
         remedies += _batch_remedies(setup, is_step)
     return remedies
@@ -67,11 +69,11 @@ def _planned_remedy(settings: dict[str, Any], peak: float) -> Remedy:
     return Remedy(settings, f"{human_bytes(peak)} of a device (estimate)")
 
 
-def _state_remedies(setup: RunSetup) -> list[Remedy]:
+def _state_remedies(mesh: Mesh) -> list[Remedy]:
     """Remedies for the memory of parameters and optimizer state."""
-    if setup.mesh.shape["data"] == 1:
+    if mesh.shape["data"] == 1:
         return []
-    sizes = {"mesh.data": 1, "mesh.fsdp": batch_devices(setup.mesh)}
+    sizes = {"mesh.data": 1, "mesh.fsdp": batch_devices(mesh)}
     return [Remedy(sizes, "parameters and optimizer state split over all devices")]
 
 
@@ -102,8 +104,7 @@ def _supports(setup: RunSetup, kernel: Any) -> bool:
     """Whether the run can take an attention kernel by name."""
     model = dataclasses.replace(setup.run.model, attention_kernel=kernel)
     try:
-        run = dataclasses.replace(setup.run, model=model)
-        with_kernel(run, model.max_segments, setup.mesh)
+        resolve(dataclasses.replace(setup.run, model=model), setup.mesh, model.max_segments)
     except ConfigError:
         return False
     return True
@@ -136,7 +137,7 @@ def plan_of(setup: RunSetup) -> Plan | None:
     if name is None or DEVICES[name].memory is None:
         return None
     with contextlib.suppress(ConfigError):
-        packed = setup.run.model.max_segments > 0
+        packed = setup.model.max_segments > 0
         return make_plan(planned_run(setup.run, name, setup.mesh.size, packed))
     return None
 

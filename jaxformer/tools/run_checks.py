@@ -26,6 +26,7 @@ from jaxformer.runs.metric_logger import as_logged
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
+from jaxformer.training.state import TrainState
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -52,8 +53,14 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("problem", "settings and data", str(error))
         return
-    yield Finding("ok", "settings and data", _data_sentence(setup))
-    yield disk(setup)
+    tokens, steps = setup.corpus.train.tokens, setup.run.train.steps
+    yield Finding(
+        "ok",
+        "settings and data",
+        f"{setup.task.name}, {tokens:,} tokens to train on, {steps:,} steps of"
+        f" {setup.tokens_per_step:,} tokens",
+    )
+    yield disk(setup.target, run.run.dir, run.train.keep_checkpoints + 1)
     yield from kernel(setup)
     yield from dry_run(setup)
 
@@ -136,21 +143,12 @@ def existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def _data_sentence(setup: RunSetup) -> str:
-    train, run = setup.corpus.train, setup.run
-    return (
-        f"{setup.corpus.task.name}, {train.tokens:,} tokens to train on, {run.train.steps:,} steps"
-        f" of {setup.tokens_per_step:,} tokens"
-    )
-
-
-def disk(setup: RunSetup) -> Finding:
-    """Whether the checkpoints that are kept, and the one that is being written, fit the disk."""
-    run = setup.run
-    leaves = jax.tree.leaves(setup.target)
+def disk(target: TrainState, run_dir: str, count: int) -> Finding:
+    """Whether `count` checkpoints of a state, those that are kept and the one that is being
+    written, fit the disk of a run directory."""
+    leaves = jax.tree.leaves(target)
     state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    folder = existing(Path(run.run.dir))
-    count = run.train.keep_checkpoints + 1
+    folder = existing(Path(run_dir))
     needed, free = count * state_bytes, shutil.disk_usage(folder).free
     text = (
         f"{count} checkpoints of {human_bytes(state_bytes)} need {human_bytes(needed)}, and"
@@ -169,7 +167,7 @@ def kernel(setup: RunSetup) -> Iterator[Finding]:
     """The attention kernel, and its errors against float32."""
     try:
         with memory_of("the check of the attention kernel"):
-            proof = prove_kernel(setup.run, setup.mesh)
+            proof = prove_kernel(setup)
     except (RuntimeError, ConfigError) as error:
         yield Finding("problem", "attention", str(error))
         return

@@ -28,13 +28,11 @@ from jaxformer.losses.logits import gathered
 from jaxformer.models.inputs import inputs_of
 from jaxformer.models.transformer import hidden
 from jaxformer.report import read_metrics
-from jaxformer.runs.compose import is_rowwise, run_loss
 from jaxformer.runs.evaluation import own_cache
 from jaxformer.runs.metric_logger import as_logged
-from jaxformer.runs.objectives import OBJECTIVES
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
-from jaxformer.runs.states import first_state, unsaved, with_base_of
+from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
 from jaxformer.training.deterministic import require_deterministic
 from jaxformer.training.program import Metrics
@@ -128,8 +126,8 @@ def replay(
 def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     """The newest state of the run from before a step: from a checkpoint, or the first one."""
     folder = Path(setup.run.run.dir).absolute()
-    target, unsaved_paths = flat_leaves(with_base_of(setup, setup.target)), set(unsaved(setup))
-    saved_leaves = {path: leaf for path, leaf in target.items() if path not in unsaved_paths}
+    target = flat_leaves(setup.target_over_base)
+    saved_leaves = {path: leaf for path, leaf in target.items() if path not in setup.unsaved}
     for saved in reversed([number for number in saved_steps(folder) if number < step]):
         try:
             leaves = read_checkpoint(
@@ -152,14 +150,12 @@ def _layered(specs: Specs) -> set[str]:
 def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str, list[float]]:
     """The Euclidean norm of the gradient of a step by leaf, for a leaf of several layers of each.
     The gradient is the one before it is clipped."""
-    run, objective = setup.run, setup.corpus.task.name
-    loss, pieces = run_loss(run, objective), run.train.n_microbatches
-    rowwise = is_rowwise(run, objective)
+    loss, pieces, seed = setup.loss, setup.run.train.n_microbatches, setup.run.run.seed
     layered = _layered(setup.specs)
 
     def norms_of(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
-        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)
-        grads, _ = gradients(loss, state, batch, key, pieces, rowwise)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        grads, _ = gradients(loss, state, batch, key, pieces, setup.is_rowwise)
         norms = {}
         for path, leaf in flat_leaves(grads).items():
             squares = jnp.square(leaf.astype(jnp.float32))
@@ -175,7 +171,7 @@ def gradient_norms(setup: RunSetup, state: TrainState, batch: Batch) -> dict[str
 def _nats(setup: RunSetup, state: TrainState, batch: Batch) -> np.ndarray | None:
     """The cross-entropy of each target of a batch, with the dropout of the step."""
     run = setup.run
-    if OBJECTIVES[setup.corpus.task.name].loss is not head_loss:
+    if setup.objective.loss is not head_loss:
         return None
     pieces, nats = run.train.n_microbatches, np.zeros(batch["targets"].shape, np.float32)
     key = jax.random.fold_in(jax.random.key(run.run.seed), state.step)

@@ -234,7 +234,7 @@ with jf.Checkpoints(sys.argv[1]) as checkpoints:
         "jaxformer.training",
         "jaxformer.runs.train_run",
         "jaxformer.runs.setup",
-        "jaxformer.runs.compose",
+        "jaxformer.runs.resolve",
         "jaxformer.data",
         "jaxformer.losses",
     )

@@ -22,9 +22,9 @@ from test_lowering import FAMILIES, SIZES, a_run  # noqa: E402
 
 from jaxformer.arrays.mesh import make_mesh  # noqa: E402
 from jaxformer.layers.kernels import HOPPER  # noqa: E402
-from jaxformer.runs import compose as abstract  # noqa: E402
+from jaxformer.runs import resolve  # noqa: E402
 
-abstract._capability = lambda mesh: HOPPER
+resolve._capability = lambda mesh: HOPPER
 
 
 def main() -> None:
@@ -33,7 +33,9 @@ def main() -> None:
         sizes = SIZES[name]
         count = sizes[0] * sizes[1] * sizes[2]
         mesh = make_mesh(*sizes, devices=jax.devices()[:count])
-        step, state, batch = abstract.abstract_run(a_run(family, "cudnn"), mesh, packed)
+        run = a_run(family, "cudnn")
+        resolved, batch = resolve.resolve_without_data(run, mesh, packed)
+        step, state = resolved.step, resolved.target
         text = step.lower(state, batch, lowering_platforms=("cuda",)).as_text()
         report[f"{family}, packed {packed}, {name}"] = len(re.findall(r"@__cudnn\$fmha", text))
     json.dump(report, sys.stdout)

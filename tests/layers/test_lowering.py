@@ -18,7 +18,7 @@ from jaxformer.arrays.mesh import MESH_AXES
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
-from jaxformer.runs.compose import abstract_run
+from jaxformer.runs.resolve import resolve_without_data
 
 HERE = Path(__file__).parents[1]
 FAMILIES = ("decoder", "encoder", "encoder_decoder")
@@ -71,11 +71,16 @@ def test_the_steps_hold_every_pair_packed_and_not():
         assert found == {(x, y, not packed) for x, y, packed in found}
 
 
+def lowered(run, mesh, packed=None):
+    """The program of the step of a run."""
+    resolved, batch = resolve_without_data(run, mesh, packed)
+    return resolved.step.lower(resolved.target, batch).as_text()
+
+
 @pytest.mark.parametrize("sizes, platform, kernel, family, packed", covering(STEPS))
 def test_the_step_lowers_on_every_mesh(sizes, platform, kernel, family, packed):
     mesh = mesh_of(platform, SIZES[sizes])
-    step, state, batch = abstract_run(a_run(family, kernel), mesh, packed)
-    text = step.lower(state, batch).as_text()
+    text = lowered(a_run(family, kernel), mesh, packed)
     assert f"num_partitions = {mesh.size}" in text
     assert CALLS.get(kernel, "") in text
 
@@ -88,8 +93,7 @@ def test_dropout_stores_no_array_of_all_weights(platform, family):
         run = a_run(family, kernel)
         model = dataclasses.replace(run.model, dropout=0.1, max_length=384)
         run = dataclasses.replace(run, model=model, data=DataConfig(sequence_length=384))
-        step, state, batch = abstract_run(run, mesh_of(platform, (2, 2, 2)))
-        return step.lower(state, batch).as_text()
+        return lowered(run, mesh_of(platform, (2, 2, 2)))
 
     assert "x384x384x" in step_with("xla")
     assert "x384x384x" not in step_with("auto")
@@ -99,8 +103,7 @@ def test_dropout_stores_no_array_of_all_weights(platform, family):
 def calls(platform, kernel, remat):
     """How often a step runs the kernel."""
     mesh = mesh_of(platform, (2, 2, 2))
-    step, state, batch = abstract_run(a_run("decoder", kernel, remat), mesh)
-    text = step.lower(state, batch).as_text()
+    text = lowered(a_run("decoder", kernel, remat), mesh)
     return text.count(CALLS.get(kernel, "stablehlo.exponential"))
 
 

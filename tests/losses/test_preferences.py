@@ -22,9 +22,9 @@ from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowFormat, evaluation_batches
 from jaxformer.data.preference_template import PreferenceTemplate
 from jaxformer.losses.cross_entropy import row_nats
-from jaxformer.runs.compose import is_rowwise, preference_options, run_loss, with_kernel
 from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.evaluation import make_evaluation
+from jaxformer.runs.resolve import resolve
 from jaxformer.tokenizer import byte_tokenizer
 
 OBJECTIVES = ("dpo", "ipo", "orpo", "simpo")
@@ -153,14 +153,16 @@ def test_a_run_applies_dropout_to_pairs_only_where_it_is_on():
             train = TrainConfig(preference_dropout=setting)
             data = DataConfig(objective=name, sequence_length=16)
             run = RunConfig(model=model, data=data, train=train)
-            ready, _ = with_kernel(run, 1)
-            assert ready.model.dropout == rate and run.model.dropout == 0.4
-            assert is_rowwise(run, name) == is_rowwise(ready, name) == (rate == 0)
-            assert preference_options(run, name).get("dropout", False) == (setting == "on")
+            resolved = resolve(run, jf.make_mesh(), 1)
+            assert resolved.model.dropout == rate and run.model.dropout == 0.4
+            assert resolved.is_rowwise == (rate == 0)
+            assert resolved.loss_options.get("dropout", False) == (setting == "on")
     causal = RunConfig(model=model, data=DataConfig(sequence_length=16))
-    assert with_kernel(causal, 0)[0].model.dropout == 0.4 and not is_rowwise(causal, "causal")
+    resolved = resolve(causal, jf.make_mesh(), 0)
+    assert resolved.model.dropout == 0.4 and not resolved.is_rowwise
     with pytest.raises(jf.ConfigError, match="'causal' takes no dropout: leave it out"):
-        run_loss(replace(causal, train=TrainConfig(preference_dropout="on")), "causal")
+        dropping = replace(causal, train=TrainConfig(preference_dropout="on"))
+        _ = resolve(dropping, jf.make_mesh(), 0).loss
 
 
 @pytest.mark.parametrize(
@@ -380,13 +382,16 @@ def test_what_is_no_pair_is_one_message(tmp_path):
 
 def test_settings_reach_the_loss_and_are_refused_where_it_has_none(models):
     batch = a_batch() | scored(models[1], CONFIG, a_batch())
+    config = replace(CONFIG, attention_kernel="xla", dtype="float32")
 
     def value(name, **train):
-        run = RunConfig(model=CONFIG, train=TrainConfig(**train))
-        return float(run_loss(run, name)(models[0], batch, None)["loss"][0])
+        data = DataConfig(objective=name, sequence_length=16)
+        run = RunConfig(model=config, data=data, train=TrainConfig(**train))
+        loss = resolve(run, jf.make_mesh(), 1).loss
+        return float(loss(models[0], batch, None)["loss"][0])
 
     def expected(name, **options):
-        return float(jf.loss_of(name, CONFIG, **options)(models[0], batch, None)["loss"][0])
+        return float(jf.loss_of(name, config, **options)(models[0], batch, None)["loss"][0])
 
     for name in OBJECTIVES:
         assert value(name) == expected(name) == expected(name, beta=2.0 if name == "simpo" else 0.1)

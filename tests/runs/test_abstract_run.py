@@ -17,8 +17,8 @@ from jaxformer.config.run import DataConfig, RunConfig, RunSettings
 from jaxformer.config.saved import to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.files import ConfigError
-from jaxformer.runs.compose import abstract_batch, abstract_run, with_kernel
 from jaxformer.runs.directory import as_begun, check_config
+from jaxformer.runs.resolve import resolve, resolve_without_data
 from jaxformer.runs.setup import make_setup
 
 SIZES = dict(d_model=16, n_layers=2, n_heads=2, max_length=32, layer_loop="scan")
@@ -29,7 +29,8 @@ def test_the_step_without_data_is_the_step_of_the_run(case: str, tmp_path: Path)
     run, _ = prepared(case, tmp_path, run=RunSettings(dir=str(tmp_path / "run")))
     run = replace(run, model=replace(run.model, **SIZES), train=TrainConfig(batch_size=4))
     setup = make_setup(run, lambda line: None)
-    step, state, batch = abstract_run(setup.run, setup.mesh)
+    resolved, batch = resolve_without_data(setup.run, setup.mesh)
+    state = resolved.target
     arrays = place_batch(setup.batches[0], setup.mesh)
     assert {name: (a.shape, a.dtype, a.sharding) for name, a in batch.items()} == {
         name: (a.shape, a.dtype, a.sharding) for name, a in arrays.items()
@@ -37,7 +38,7 @@ def test_the_step_without_data_is_the_step_of_the_run(case: str, tmp_path: Path)
     assert jax.tree.structure(state) == jax.tree.structure(setup.target)
     assert jax.tree.leaves(state) == jax.tree.leaves(setup.target)
     its_own = setup.step.lower(setup.target, arrays)
-    assert step.lower(state, batch).as_text() == its_own.as_text()
+    assert resolved.step.lower(state, batch).as_text() == its_own.as_text()
 
 
 def run_of(**data: object) -> RunConfig:
@@ -54,7 +55,7 @@ def test_rows_are_packed_as_the_settings_or_the_caller_says() -> None:
         ("stream", True, True),
         ("documents", False, False),
     ):
-        batch = abstract_batch(run_of(packing=packing), mesh, packed)
+        _, batch = resolve_without_data(run_of(packing=packing), mesh, packed)
         assert ("segment_ids" in batch) == expected, (packing, packed)
         if expected:
             assert batch["segment_ids"] == batch["tokens"]
@@ -63,16 +64,16 @@ def test_rows_are_packed_as_the_settings_or_the_caller_says() -> None:
 def test_a_microbatch_that_the_mesh_cannot_divide_is_refused() -> None:
     mesh = jax.sharding.AbstractMesh((3, 1, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ConfigError, match=r"not divisible among mesh\.data x mesh\.fsdp = 3"):
-        abstract_run(run_of(), mesh)
+        resolve_without_data(run_of(), mesh)
 
 
 def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> None:
     def selected(batch: int, mesh: Any = None, **train: Any) -> int:
         run = replace(run_of(), train=TrainConfig(batch_size=batch, **train))
         run = replace(run, data=replace(run.data, sequence_length=256))
-        ready, _ = with_kernel(run, 0, mesh)
-        assert ready.train.n_microbatches == ready.train.microbatches
-        return ready.train.n_microbatches
+        train_settings = resolve(run, mesh or make_mesh(), 0).run.train
+        assert train_settings.n_microbatches == train_settings.microbatches
+        return train_settings.n_microbatches
 
     def on(platform: str, **axes: int) -> AbstractMesh:
         device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=1, platform=platform)
@@ -87,7 +88,7 @@ def test_microbatches_of_a_cpu_have_at_least_1024_tokens_of_each_device() -> Non
     assert selected(16, on("gpu")) == selected(16, on("tpu")) == 1
     # Of a pair both sequences count.
     run = replace(run_of(objective="dpo"), train=TrainConfig(batch_size=64))
-    assert with_kernel(run, 0)[0].train.n_microbatches == 4
+    assert resolve(run, make_mesh(), 0).run.train.n_microbatches == 4
 
 
 def test_microbatches_that_are_no_number_are_refused_with_what_is_allowed() -> None:

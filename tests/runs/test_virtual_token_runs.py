@@ -14,7 +14,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings
-from jaxformer.runs.compose import encoded_length, run_specs, with_kernel
+from jaxformer.runs.resolve import encoded_length, resolve, run_specs
 from jaxformer.runs.setup import make_setup
 from jaxformer.runs.states import first_state
 
@@ -183,19 +183,26 @@ def test_rows_that_learned_positions_do_not_reach_are_refused():
         check(long)
 
 
+def source_length(run):
+    """Tokens of a row of sources with three segments."""
+    return encoded_length(run.model, run.data, run.adapter, 3)
+
+
 def test_the_kernel_and_the_lengths_of_a_run_know_its_virtual_tokens():
     for kind in ("prompt", "prefix"):
-        run, said = with_kernel(a_run(kind), 0)
-        assert run.model.attention_kernel == "blocked" and said.startswith("blocked")
+        resolved = resolve(a_run(kind), jf.make_mesh(), 0)
+        assert resolved.model.attention_kernel == "blocked"
+        assert resolved.kernel.startswith("blocked")
         named = a_run(kind, attention_kernel="flash")
         with pytest.raises(jf.ConfigError, match="'flash' cannot run here"):
-            with_kernel(named, 0)
+            resolve(named, jf.make_mesh(), 0)
     pairs = a_run("prompt", family="encoder_decoder")
-    assert encoded_length(pairs, 3) == 36 + 3 * 6
-    assert encoded_length(a_run("prefix", family="encoder_decoder"), 3) == 36
-    assert encoded_length(a_run("prompt"), 3) == 0
+    assert source_length(pairs) == 36 + 3 * 6
+    assert source_length(a_run("prefix", family="encoder_decoder")) == 36
+    assert source_length(a_run("prompt")) == 0
 
 
 def test_an_encoder_has_no_virtual_tokens():
     with pytest.raises(jf.ConfigError, match="for decoders and encoder-decoders"):
-        run_specs(a_run("prefix", family="encoder"))
+        run = a_run("prefix", family="encoder")
+        run_specs(run.model, run.adapter)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.models.cost import flops_per_token
-from jaxformer.runs.compose import abstract_batch
+from jaxformer.runs.resolve import resolve_without_data
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -90,7 +90,7 @@ def test_random_batches_have_the_arrays_of_real_ones(accelerator: ModuleType) ->
     steps = importlib.import_module("steps")
     for name in ("gpt2_124m_packed", "bert_base_padded", "t5_small_padded"):
         run = accelerator.shrunk(accelerator.ACCELERATOR_WORKLOADS[name])
-        shapes = abstract_batch(run, make_mesh())
+        _, shapes = resolve_without_data(run, make_mesh())
         batch = steps.random_batch(shapes, run)
         assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
             n: (a.shape, a.dtype) for n, a in shapes.items()

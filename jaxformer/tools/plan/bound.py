@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from jaxformer.arrays.params import rows
 from jaxformer.models.cost import flops_per_token, matrix_flops, score_flops, visible_pairs
-from jaxformer.runs.compose import counted_specs
 from jaxformer.tools.plan.activations import activations, array_names, planned_stacks, stored_names
 from jaxformer.tools.plan.collectives import Collective, link_bytes
 from jaxformer.tools.plan.memory import (
@@ -65,7 +64,7 @@ def products(planned: PlannedRun) -> Products:
         model,
         planned.length,
         planned.source_length,
-        counted_specs(planned.run),
+        planned.counted_specs,
         planned.objective.reference,
     )
     return Products(
@@ -102,7 +101,7 @@ def undivided_flops(planned: PlannedRun) -> float:
     """FLOPs a token, over all devices, of matrices and of attention that mesh.tensor does not
     divide: all its devices but one compute them once more."""
     model, tensor = planned.model, planned.size("tensor")
-    table = counted_specs(planned.run)
+    table = planned.counted_specs
     undivided_paths = set[str]()
     for one in undivided_axes(table, planned.mesh):
         if one.axis in REPEATED_AXES:

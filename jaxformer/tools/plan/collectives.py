@@ -19,7 +19,6 @@ from typing import NamedTuple
 from jaxformer.arrays.params import Spec, rows
 from jaxformer.arrays.sharding import PARAMETERS, partition
 from jaxformer.layers.embed import ADDED
-from jaxformer.runs.objectives import OBJECTIVES, task_of
 from jaxformer.tools.plan.activations import array_names, planned_stacks, stored_names
 from jaxformer.tools.plan.planned import PlannedRun
 
@@ -233,8 +232,7 @@ def _of_data(planned: PlannedRun) -> Iterator[Collective]:
     """The gradients of the shards, over the replicas."""
     devices, fsdp = planned.size("data"), planned.size("fsdp")
     microbatches = planned.run.train.n_microbatches
-    objective = OBJECTIVES[task_of(planned.model, planned.run.data).name]
-    rowwise = objective.rowwise and not planned.model.dropout
+    rowwise = planned.objective.rowwise and not planned.model.dropout
     # Each replica accumulates its own gradients.
     together = microbatches > 1 and rowwise
 

@@ -19,12 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxformer.arrays.hardware import Device
+from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.run import RunConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.files import ConfigError, write_text
+from jaxformer.models.cost import flops_per_token
+from jaxformer.runs.resolve import Resolved, resolve_without_data
 from jaxformer.tools.plan.compiler_report import CompiledReport, memory_of, report_of
 from jaxformer.tools.plan.hlo_counts import count
+from jaxformer.tools.plan.memory import capacity_of
+from jaxformer.tools.plan.planned import tree_bytes
 from jaxformer.tools.plan.targets import Target, cudnn_of, parse_target, require_compiler
 from jaxformer.training.deterministic import FLAG
 
@@ -101,19 +108,17 @@ def compiled_report(
     return report_of(record | {"warnings": tuple(warnings)})
 
 
-def model_flops(run: RunConfig) -> float:
+def model_flops(resolved: Resolved) -> float:
     """FLOPs of the model in the program of a step over all devices, as MFU counts them: without the
     forward pass of a reference that scores batches in a program of its own."""
-    from jaxformer.models.cost import flops_per_token
-    from jaxformer.runs.compose import compares_with_start, counted_specs, encoded_length
-    from jaxformer.runs.objectives import OBJECTIVES, objective_of
-
-    objective = OBJECTIVES[objective_of(run.model, run.data)]
-    length = run.data.sequence_length
-    source = encoded_length(run, run.model.max_segments)
-    reference = objective.reference and not compares_with_start(run)
-    per_token = flops_per_token(run.model, length, source, counted_specs(run), reference)
-    return float(per_token * run.train.batch_size * objective.sequences * length)
+    per_token = flops_per_token(
+        resolved.model,
+        resolved.length,
+        resolved.source_length,
+        resolved.counted_specs,
+        resolved.objective.reference and not resolved.has_reference,
+    )
+    return float(per_token * resolved.tokens_per_step)
 
 
 def compile_here(
@@ -135,17 +140,10 @@ def compile_on(
     hlo: str = "",
 ) -> CompiledReport:
     """Compiles the step of a run for `devices` of kind `device`; the report calls them `target`."""
-    import jax
-
-    from jaxformer.arrays.mesh import make_mesh
-    from jaxformer.runs.compose import abstract_run, assumed_segments, with_kernel
-    from jaxformer.tools.plan.memory import capacity_of
-
     begin = time.perf_counter()
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor, devices=devices)
-    step, state, batch = abstract_run(run, mesh, packed)
-    ready, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
-    lowered = step.lower(state, batch)
+    resolved, batch = resolve_without_data(run, mesh, packed)
+    lowered = resolved.step.lower(resolved.target, batch)
     lowered_at = time.perf_counter()
     memory, counts, capacity = None, None, round(capacity_of(device) or 0)
     try:
@@ -158,37 +156,28 @@ def compile_on(
         counts = count(text, device.bfloat16 or math.inf, device.bandwidth or math.inf)
         if hlo:
             write_text(Path(hlo), text)
-    beside, notes = reference_beside(run, state)
+    beside, notes = 0, tuple[str, ...]()
+    if resolved.has_reference:
+        beside, notes = tree_bytes(resolved.target.params), (REFERENCE_APART,)
     return CompiledReport(
         target=target,
         device_kind=devices[0].device_kind,
         mesh=dict(mesh.shape),
         packed="segment_ids" in batch,
-        dtype=ready.model.dtype,
-        kernel=kernel,
+        dtype=resolved.model.dtype,
+        kernel=resolved.kernel,
         fits=memory is not None and (needed + beside <= capacity or not capacity),
         capacity=capacity,
         needed=needed + beside,
         memory=memory,
         counts=counts,
-        model_flops=model_flops(ready) / mesh.size,
+        model_flops=model_flops(resolved) / mesh.size,
         peak_flops=device.bfloat16 or 0.0,
         lower_seconds=lowered_at - begin,
         compile_seconds=time.perf_counter() - lowered_at,
         versions=versions(),
         notes=notes,
     )
-
-
-def reference_beside(run: RunConfig, state: Any) -> tuple[int, tuple[str, ...]]:
-    """The bytes of a device that hold the reference beside a step that does not read it, and notes
-    on it; 0 and no notes without such a reference."""
-    from jaxformer.runs.compose import compares_with_start
-    from jaxformer.tools.plan.planned import tree_bytes
-
-    if not compares_with_start(run):
-        return 0, ()
-    return tree_bytes(state.params), (REFERENCE_APART,)
 
 
 def too_large(error: Exception) -> tuple[int, int]:

@@ -7,51 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.arrays.hardware import Device, device_named
-from jaxformer.arrays.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
-from jaxformer.arrays.params import Specs
-from jaxformer.config.model import ModelConfig
+from jaxformer.arrays.mesh import (
+    MESH_AXES,
+    batch_sharding,
+    check_batch_size,
+    check_split,
+    mesh_shape,
+)
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
-from jaxformer.runs.compose import (
-    abstract_batch,
-    assumed_segments,
-    check_split,
-    compares_with_start,
-    encoded_length,
-    run_specs,
-    with_kernel,
-)
-from jaxformer.runs.objectives import OBJECTIVES, Objective, objective_of
-from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.training.state import TrainState, abstract_state
 
-# Classes of a head whose number only the data says.
-ASSUMED_CLASSES = 2
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(Resolved):
+    """A run on devices of a kind, of which no array is made. `state` and `batch` are shapes with
+    their shardings on `mesh`."""
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run on devices. In `run` every automatic choice is made; `kernel` is a sentence about the
-    attention kernel. `state` and `batch` are shapes with their shardings on `mesh`."""
-
-    run: RunConfig
+    mesh: AbstractMesh
     device_name: str
     device: Device
-    mesh: AbstractMesh
-    kernel: str
-    specs: Specs
-    optimizer: optax.GradientTransformation
     state: TrainState
-    batch: dict[str, Any]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.run.model
+    batch: AbstractBatch
 
     @property
     def dtype_bytes(self) -> int:
@@ -68,15 +49,6 @@ class PlannedRun:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
-    def objective(self) -> Objective:
-        return OBJECTIVES[objective_of(self.model, self.run.data)]
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of the model in a step: a row of the batch is one, or the two of a pair."""
-        return self.run.train.batch_size * self.objective.sequences
-
-    @property
     def of_pairs(self) -> bool:
         """Whether the loss is one of pairs, which computes the logits again for their gradient."""
         return self.sequences > self.run.train.batch_size
@@ -85,24 +57,6 @@ class PlannedRun:
     def rows(self) -> int:
         """Sequences of a microbatch on a device."""
         return self.sequences // (self.run.train.n_microbatches * self.size("data", "fsdp"))
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the devices also hold the parameters that the run starts from."""
-        return compares_with_start(self.run)
-
-    @property
-    def length(self) -> int:
-        return self.run.data.sequence_length
-
-    @property
-    def source_length(self) -> int:
-        """Tokens of a row of sources, with a prompt before them; 0 where the model reads none."""
-        return encoded_length(self.run, self.model.max_segments)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.sequences * self.length
 
 
 def abstract_mesh(sizes: tuple[int, int, int], name: str) -> AbstractMesh:
@@ -134,16 +88,15 @@ def planned_run(
     count = devices or max(settings.data, 1) * settings.fsdp * settings.tensor
     sizes = mesh_shape(count, settings.data, settings.fsdp, settings.tensor, device_name)
     mesh = abstract_mesh(sizes, device_name)
-    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
-    run, notes = with_known_sizes(run)
-    if compares_with_start(run):
-        notes += ("what the forward pass of the reference exchanges and stores is not counted",)
-    batch = abstract_batch(run, mesh, packed)
-    run, kernel = with_kernel(run, assumed_segments(run, batch), mesh)
-    specs, optimizer = _specs_and_optimizer(run)
-    check_split(specs, mesh)
-    state = abstract_state(specs, optimizer, mesh)
-    return PlannedRun(run, device_name, device, mesh, kernel, specs, optimizer, state, batch, notes)
+    resolved, batch = resolve_without_data(run, mesh, packed)
+    check_split(resolved.specs, mesh)
+    if resolved.has_reference:
+        note = "what the forward pass of the reference exchanges and stores is not counted"
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
+    state = resolved.target
+    return PlannedRun(
+        **resolved.fields(), device_name=device_name, device=device, state=state, batch=batch
+    )
 
 
 def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
@@ -164,26 +117,6 @@ def replanned(planned: PlannedRun, run: RunConfig) -> PlannedRun:
         }
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     return dataclasses.replace(planned, run=run, mesh=mesh, state=state, batch=batch)
-
-
-def _specs_and_optimizer(run: RunConfig) -> tuple[Specs, optax.GradientTransformation]:
-    specs = run_specs(run)
-    schedule = make_schedule(run.optimizer, run.train.steps)
-    return specs, make_optimizer(run.optimizer, schedule, specs)
-
-
-def with_known_sizes(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """`run` with the sizes that otherwise come from the data, and a sentence about each."""
-    model, notes = run.model, []
-    if not model.vocab_size:
-        raise ConfigError(
-            "model.vocab_size=0, and the size of this tokenizer is not known before its data is"
-            " read: give it, as in --model.vocab_size 32000."
-        )
-    if model.output in ("classes", "tags") and not model.n_classes:
-        model = dataclasses.replace(model, n_classes=ASSUMED_CLASSES)
-        notes.append(f"{ASSUMED_CLASSES} classes are assumed; the data says how many there are")
-    return dataclasses.replace(run, model=model), tuple(notes)
 
 
 def shard_bytes(leaf: Any) -> int:

@@ -1,0 +1,451 @@
+"""One pass over the settings of a run: `settle` before its data is read, `resolve` after. What
+these return has every setting as the value that it is, and the functions below take values."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh
+
+from jaxformer.arrays.mesh import AnyMesh, batch_devices, batch_sharding, check_batch_size
+from jaxformer.arrays.params import Specs
+from jaxformer.arrays.sharding import platform
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.config_file import check, with_vocabulary
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import DataConfig, RunConfig
+from jaxformer.config.train import TrainConfig
+from jaxformer.data.task import Task
+from jaxformer.data.templates import SEGMENTS
+from jaxformer.files import ConfigError
+from jaxformer.layers import kernels
+from jaxformer.models.cost import flops_per_token
+from jaxformer.models.stack import compute_dtype
+from jaxformer.models.transformer import specs as model_specs
+from jaxformer.runs.config import origin_of, with_tokenizer_of
+from jaxformer.runs.directory import as_begun
+from jaxformer.runs.objectives import OBJECTIVES, Objective, loss_of, objective_of, task_of
+from jaxformer.training.optim import make_optimizer, make_schedule
+from jaxformer.training.program import Step
+from jaxformer.training.state import TrainState, abstract_state
+from jaxformer.training.step import Loss, make_step
+
+# A microbatch on a CPU has at least so many tokens of a device, since activations take memory in
+# proportion. On two cores of an AMD EPYC a step of benchmarks/train_cpu.py (small, 4,096 tokens)
+# has 1,176 tokens/s and 1.17 GB in 4 microbatches, 1,160 and 1.69 GB in 1, not run in turn.
+CPU_TOKENS = 1024
+ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
+ASSUMED_CLASSES = 2  # of a head, where the data is not read
+
+AbstractBatch = dict[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run on devices, of which nothing is automatic any more.
+
+    Attributes:
+      run: the settings with every automatic choice made: the vocabulary, classes, dtype, attention
+        kernel, microbatches, segments of a row, and no model.dropout where steps do not apply it.
+      asked: the settings before these choices, with the sizes that the data has: what config.json
+        holds.
+      mesh: its devices, which need not be attached.
+      task: how its rows are made.
+      kernel: a sentence about the attention kernel, which `device.prove_kernel` checks.
+      specs: its table of parameters. With an adapter, only this and `learned` are trainable in it.
+      learned: the branches of the model below an adapter that learn with it.
+      notes: a sentence for each thing that is assumed because the data is not read.
+    """
+
+    run: RunConfig
+    asked: RunConfig
+    mesh: AnyMesh
+    task: Task
+    kernel: str
+    specs: Specs
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    learned: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Its fields by name, to make a record that has more of them."""
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.run.model
+
+    @property
+    def objective(self) -> Objective:
+        return OBJECTIVES[self.task.name]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the devices also keep the parameters that the run starts from."""
+        return keeps_start(self.objective, self.run.adapter)
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether steps apply the dropout of the model and the adapter."""
+        return drops_out(self.objective, self.run.train)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.run.data.sequence_length
+
+    @property
+    def source_length(self) -> int:
+        """Tokens of a row of sources, with a prompt before them; 0 where the model reads none."""
+        run = self.run
+        return encoded_length(run.model, run.data, run.adapter, run.model.max_segments)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the model in a step: a row of the batch is one, or the two of a pair."""
+        return self.run.train.batch_size * self.objective.sequences
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.length
+
+    @functools.cached_property
+    def counted_specs(self) -> Specs:
+        """The table whose products a step computes: `specs`, with the unquantized weights in place
+        of quantized ones."""
+        unquantized = dataclasses.replace(self.run.adapter, base="float32")
+        return run_specs(self.model, unquantized, self.learned)
+
+    @functools.cached_property
+    def flops_per_token(self) -> int:
+        """FLOPs of a step for each of its tokens, those of a reference included."""
+        reference = self.objective.reference
+        return flops_per_token(
+            self.model, self.length, self.source_length, self.counted_specs, reference
+        )
+
+    @property
+    def target(self) -> TrainState:
+        """The train state as shapes and shardings."""
+        return abstract_state(self.specs, self.optimizer, self.mesh)
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The options of `loss_of` with which a run is evaluated."""
+        return preference_options(self.objective, self.run.train, self.run.adapter)
+
+    @property
+    def loss(self) -> Loss:
+        """What the run minimizes."""
+        train = self.run.train
+        extras = {"label_smoothing": train.label_smoothing, "z_loss": train.z_loss}
+        options = {name: value for name, value in extras.items() if value}
+        return loss_of(self.task.name, self.model, **options, **self.loss_options)
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether the loss is a sum over rows that do not read each other, nor its key."""
+        dropout = self.model.dropout or self.run.adapter.dropout
+        return self.objective.rowwise and not (dropout and self.drops_out)
+
+    @property
+    def step(self) -> Step:
+        """The train step; `step.lower(target, batch)` is its program."""
+        return make_step(
+            self.loss,
+            self.optimizer,
+            microbatches=self.run.train.n_microbatches,
+            seed=self.run.run.seed,
+            schedules={"learning_rate": self.schedule},
+            rowwise=self.is_rowwise,
+        )
+
+
+def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The settings of a run before its data is read, and the labels that its classes begin with.
+
+    What the settings leave open is as its directory was begun; the tokenizer and the labels are
+    those of run.init_from where there is one. Raises ConfigError where settings contradict each
+    other, or do not fit the model to start from.
+    """
+    run, labels = as_begun(check(run)), tuple[str, ...]()
+    base, run_dir = run.run.init_from, run.run.dir
+    if base:
+        # Imported here, because it reads model directories of every format.
+        from jaxformer.runs.init_from import check_base, labels_before
+
+        origin = origin_of(Path(run_dir), Path(base))
+        tokenizer = with_tokenizer_of(origin, run.tokenizer)
+        run = dataclasses.replace(run, tokenizer=tokenizer)
+        if origin == Path(base):
+            check_base(run.model, base)
+        # What a directory holds that is begun anew counts no longer.
+        labels = labels_before(run.model.output, Path(base) if run.run.restart else origin)
+    check_start(objective_of(run.model, run.data), run.adapter, base)
+    return run, labels
+
+
+def sized(run: RunConfig, vocab_size: int, labels: tuple[str, ...]) -> RunConfig:
+    """`run` with the sizes that its data has: model.vocab_size, and model.n_classes from the labels
+    of the data, where these are 0. Raises ConfigError where the labels do not fit."""
+    run = with_vocabulary(run, vocab_size)
+    model = run.model
+    if model.output not in ("classes", "tags"):
+        return run
+    if len(labels) < 2:
+        raise ConfigError(
+            f"the data has {len(labels)} label, but a classifier needs at least 2: check"
+            " data.label_field."
+        )
+    if model.n_classes and model.n_classes < len(labels):
+        origin = "the data and of run.init_from" if run.run.init_from else "the data"
+        raise ConfigError(
+            f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of {origin}:"
+            " set it to 0, which uses their number."
+        )
+    classes = model.n_classes or len(labels)
+    return dataclasses.replace(run, model=dataclasses.replace(model, n_classes=classes))
+
+
+def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
+    """`model` with the sizes that otherwise come from the data, and a sentence about each. Raises
+    ConfigError for a vocabulary that only the data knows."""
+    if not model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size=0, and the size of this tokenizer is not known before its data is"
+            " read: give it, as in --model.vocab_size 32000."
+        )
+    if model.output not in ("classes", "tags") or model.n_classes:
+        return model, ()
+    note = f"{ASSUMED_CLASSES} classes are assumed; the data says how many there are"
+    return dataclasses.replace(model, n_classes=ASSUMED_CLASSES), (note,)
+
+
+def resolve(
+    run: RunConfig, mesh: AnyMesh, segments: int, learned: tuple[str, ...] = ()
+) -> Resolved:
+    """A run whose sizes are known, on the devices of a mesh.
+
+    Args:
+      run: the settings, from `settle` and `sized`.
+      mesh: devices, maybe of a topology, or an AbstractMesh with an `abstract_device`.
+      segments: the highest segment id of its rows, 0 if they have none.
+      learned: the branches of the model below an adapter that learn with it.
+
+    Raises:
+      ConfigError: for settings that a run refuses: rows that the mesh does not divide, a kernel
+        that does not serve the run on this platform, an objective that the model cannot learn.
+    """
+    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
+    task = task_of(run.model, run.data)
+    objective = OBJECTIVES[task.name]
+    source_length = encoded_length(run.model, run.data, run.adapter, segments)
+    model = run.model
+    if not drops_out(objective, run.train):
+        model = dataclasses.replace(model, dropout=0.0)
+    length = math.gcd(run.data.sequence_length, source_length)
+    model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
+    # The fewest tokens of a row in which a text of each of its sequences is one segment.
+    one_text = encoded_length(run.model, run.data, run.adapter, 1)
+    row_tokens = objective.sequences * (run.data.sequence_length + one_text)
+    train = dataclasses.replace(run.train, microbatches=_microbatches(run.train, row_tokens, mesh))
+    specs = run_specs(run.model, run.adapter, learned)
+    schedule = make_schedule(run.optimizer, run.train.steps)
+    return Resolved(
+        run=dataclasses.replace(run, model=model, train=train),
+        asked=run,
+        mesh=mesh,
+        task=task,
+        kernel=kernel,
+        specs=specs,
+        schedule=schedule,
+        optimizer=make_optimizer(run.optimizer, schedule, specs),
+        learned=learned,
+    )
+
+
+def resolve_without_data(
+    run: RunConfig, mesh: AnyMesh, packed: bool | None = None
+) -> tuple[Resolved, AbstractBatch]:
+    """As `resolve`, for a run whose data is not read, with its global batch as shapes: what can be
+    lowered or compiled for devices that are not here. `packed` says whether rows come with segment
+    ids; None: as the run's objective and packing make them."""
+    check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
+    model, notes = with_assumed_sizes(run.model)
+    run = dataclasses.replace(run, model=model)
+    task = task_of(model, run.data)
+    batch = _abstract_batch(task, run.data, run.train.batch_size, mesh, packed)
+    segments = 0
+    if "segment_ids" in batch:
+        segments = assumed_segments(task, run.data, model.max_segments)
+    resolved = resolve(run, mesh, segments)
+    if resolved.has_reference:
+        batch = with_reference(batch, run.train.batch_size, mesh)
+    return dataclasses.replace(resolved, notes=notes), batch
+
+
+def run_specs(model: ModelConfig, adapter: AdapterConfig, learned: tuple[str, ...] = ()) -> Specs:
+    """The table of parameters of a run: with an adapter, that of the adapted model, in which only
+    it is trainable, and the branches named in `learned`."""
+    if adapter.kind == "none":
+        return model_specs(model)
+    # Imported here, because runs without an adapter do not need it.
+    from jaxformer.models.adapt import adapted_table
+
+    return adapted_table(model, adapter, learned)
+
+
+def drops_out(objective: Objective, train: TrainConfig) -> bool:
+    """Whether the steps of a run apply the dropout of its model and its adapter."""
+    return objective.dropout or train.preference_dropout == "on"
+
+
+def keeps_start(objective: Objective, adapter: AdapterConfig) -> bool:
+    """Whether an objective compares the model with the one that the run starts from, which has to
+    be kept in memory because the run trains all of it."""
+    return objective.reference and adapter.kind == "none"
+
+
+def check_start(objective: str, adapter: AdapterConfig, init_from: str) -> None:
+    """Raises ConfigError where a run that compares the model with its start names none."""
+    if keeps_start(OBJECTIVES[objective], adapter) and not init_from:
+        raise ConfigError(
+            f"data.objective={objective} compares the model with the one that the run"
+            " starts from, and run.init_from is empty: name a run directory or a Hugging Face model"
+            " there, or choose orpo or simpo, which compare with none."
+        )
+
+
+def preference_options(
+    objective: Objective, train: TrainConfig, adapter: AdapterConfig
+) -> dict[str, Any]:
+    """The options of the loss of preferences that a run does not leave at their defaults. With an
+    adapter the reference is the model below it."""
+    options = dict[str, Any]()
+    if train.preference_beta:
+        options["beta"] = train.preference_beta
+    if train.preference_margin != TrainConfig.preference_margin:
+        options["margin"] = train.preference_margin
+    if train.preference_dropout != "auto":
+        options["dropout"] = train.preference_dropout == "on"
+    if objective.reference and adapter.kind != "none":
+        # Imported here, because runs without an adapter do not need it.
+        from jaxformer.adapters.adapted_params import without_adapters
+
+        options["reference_of"] = without_adapters
+    return options
+
+
+def _abstract_batch(
+    task: Task, data: DataConfig, batch_size: int, mesh: AnyMesh, packed: bool | None
+) -> AbstractBatch:
+    """The global batch of a run as shapes, with rows over the batch axes of the mesh."""
+    # Imported here, because a run with data does not need it.
+    from jaxformer.data.batch_shapes import batch_shapes
+
+    shapes = batch_shapes(task, data, batch_size)
+    for name, array in SEGMENTS.items():
+        if packed is True and array in shapes:
+            shapes[name] = shapes[array]
+        elif packed is False:
+            shapes.pop(name, None)
+    of_rows = batch_sharding(mesh)
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=of_rows)
+        for name, array in shapes.items()
+    }
+
+
+def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:
+    """A batch of pairs with the log-probabilities of the reference as shapes."""
+    # Imported here, because only preferences need it.
+    from jaxformer.losses.preferences import REFERENCE_ARRAYS
+
+    scores = jax.ShapeDtypeStruct((pairs,), np.float32, sharding=batch_sharding(mesh))
+    return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
+
+
+def assumed_segments(task: Task, data: DataConfig, max_segments: int) -> int:
+    """The highest segment id of rows that have such ids, which only the data knows: 1 for padded
+    rows, else `max_segments` or ASSUMED_SEGMENTS."""
+    packs = data.packing != "stream" or (task.template is not None and task.template.packs)
+    padded = task.name != "causal" and not packs
+    return 1 if padded else max_segments or ASSUMED_SEGMENTS
+
+
+def with_kernel(
+    model: ModelConfig, adapter: AdapterConfig, length: int, segments: int, mesh: AnyMesh
+) -> tuple[ModelConfig, str]:
+    """`model` with its attention kernel and its dtype selected for the devices of a mesh, and a
+    sentence about the kernel.
+
+    `length` divides the lengths of all rows, and `segments` is their highest segment id, 0 if they
+    have none. Raises ConfigError if a kernel selected by name does not support the run, or
+    model.max_segments is below that.
+    """
+    if 0 < model.max_segments < segments:
+        raise ConfigError(
+            f"model.max_segments={model.max_segments} is below the {segments} texts of the fullest"
+            " row: set it to 0, which takes the number from the data."
+        )
+    on = platform(mesh)
+    dtype: Any = str(compute_dtype(model, on))
+    shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
+    prefix = adapter.tokens if shared else 0
+    case = kernels.Case(on, dtype, length, segments, model, _capability(mesh), prefix)
+    kernel: Any
+    kernel, reason = kernels.choose(model.attention_kernel, case)
+    selected = dataclasses.replace(
+        model, attention_kernel=kernel, dtype=dtype, max_segments=segments
+    )
+    return selected, reason
+
+
+def _microbatches(train: TrainConfig, row_tokens: int, mesh: AnyMesh) -> int:
+    """train.microbatches, "auto" resolved for the devices of a mesh; a row of the batch has
+    `row_tokens` tokens at least."""
+    if train.microbatches != "auto" or platform(mesh) != "cpu":
+        return train.n_microbatches
+    batch, split = train.batch_size, batch_devices(mesh)
+    # The fewest rows of a device in a microbatch.
+    fewest_rows = math.ceil(CPU_TOKENS / row_tokens)
+    for count in range(batch // (split * fewest_rows), 1, -1):
+        if batch % (count * split) == 0:
+            return count
+    return 1
+
+
+def encoded_length(
+    model: ModelConfig, data: DataConfig, adapter: AdapterConfig, segments: int
+) -> int:
+    """Tokens of a row that an encoder below a decoder reads: the source, and before it a prompt for
+    each of so many segments if the run learns one. 0 without such an encoder."""
+    if model.family != "encoder_decoder":
+        return 0
+    source = data.source_length or data.sequence_length
+    if adapter.kind != "prompt":
+        return source
+    return source + adapter.tokens * max(segments, 1)
+
+
+def _capability(mesh: AnyMesh) -> tuple[int, ...]:
+    """The compute capability of the GPUs of a mesh; that of Hopper where it is not known."""
+    if platform(mesh) != "gpu":
+        return kernels.HOPPER
+    # Imported here, because runs on other platforms do not need it.
+    from jaxformer.arrays.hardware import DEVICES, name_of
+
+    device: Any = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    # Only an attached device states its capability.
+    stated = getattr(device, "compute_capability", None)
+    if stated:
+        return tuple(int(number) for number in stated.split("."))
+    name = name_of(device.device_kind)
+    return DEVICES[name].capability if name else kernels.HOPPER
