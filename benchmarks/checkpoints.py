@@ -15,6 +15,7 @@ import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
@@ -26,7 +27,6 @@ from workloads import SMOKE_FIELDS  # noqa: E402
 import jaxformer as jf  # noqa: E402
 from jaxformer.checkpoints import reading as checkpoint_reading  # noqa: E402
 from jaxformer.checkpoints.reading import versions  # noqa: E402
-from jaxformer.config.config_file import with_vocabulary  # noqa: E402
 
 DIGESTS = checkpoint_reading.digests
 
@@ -74,7 +74,8 @@ def main() -> None:
     if options.smoke:
         options.pairs, options.steps, fields = 1, 1, SMOKE_FIELDS
     run = jf.load_config(options.config, [f"{name}={value}" for name, value in fields.items()])
-    run = with_vocabulary(run, run.tokenizer.vocab_size)
+    model = replace(run.model, vocab_size=run.model.vocab_size or run.tokenizer.vocab_size)
+    run = replace(run, model=model)
     load = os.getloadavg()[0]
     state, step = step_seconds(ready_on_random_tokens(run)[0], options.steps)
     leaves = checkpoint_reading.flat_leaves(state)

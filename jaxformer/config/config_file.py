@@ -12,7 +12,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxformer.config.run import RunConfig, flat, named_sources, suggestion
+from jaxformer.config.adapter import AdapterConfig
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import (
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+    TokenizerConfig,
+    flat,
+    named_sources,
+    suggestion,
+)
 from jaxformer.config.saved import from_json
 from jaxformer.config.settings import VOLATILE, choices, step_range
 from jaxformer.files import ConfigError, read_text
@@ -155,21 +165,17 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def with_vocabulary(config: RunConfig, size: int = 0) -> RunConfig:
-    """`config` with model.vocab_size filled in where it is 0 and the size of the tokenizer is known
-    (or passed as `size`)."""
-    if not size and not _has_tokenizer(config):
-        sizes = {"bpe": config.tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}
-        size = sizes.get(config.tokenizer.kind, 0)
-    if config.model.vocab_size or not size:
-        return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+def known_vocabulary(tokenizer: TokenizerConfig, train: str) -> int:
+    """The number of tokens of the tokenizer that is made for the text data.train=`train`; 0 where
+    only the text or an existing tokenizer says it."""
+    sizes = {"bpe": tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}
+    return 0 if _has_tokenizer(tokenizer.path, train) else sizes.get(tokenizer.kind, 0)
 
 
-def _has_tokenizer(config: RunConfig) -> bool:
+def _has_tokenizer(path: str, train: str) -> bool:
     """Whether the tokenizer exists: tokenizer.path names it, or data.train a prepared directory."""
-    folders = map(os.path.expanduser, named_sources(config.data.train))
-    return bool(config.tokenizer.path) or any(
+    folders = map(os.path.expanduser, named_sources(train))
+    return bool(path) or any(
         os.path.isfile(os.path.join(folder, "tokenizer.json")) for folder in folders
     )
 
@@ -190,8 +196,8 @@ def check(config: RunConfig) -> RunConfig:
             f"run.profile={config.run.profile!r} names step {traced[-1]}, and the run has"
             f" train.steps={config.train.steps}: name steps of the run."
         )
-    problems += _schedule_problems(config)
-    trained = tokenizer.kind == "bpe" and not _has_tokenizer(config)
+    problems += _schedule_problems(config.optimizer, config.train.steps)
+    trained = tokenizer.kind == "bpe" and not _has_tokenizer(tokenizer.path, data.train)
     if trained and 0 < model.vocab_size < tokenizer.vocab_size:
         problems.append(
             f"tokenizer.vocab_size={tokenizer.vocab_size} exceeds"
@@ -203,15 +209,14 @@ def check(config: RunConfig) -> RunConfig:
             f"adapter.kind={config.adapter.kind!r} trains an adapter on top of a model: set"
             " run.init_from to its directory."
         )
-    problems += _virtual_problems(config)
+    problems += _virtual_problems(config.adapter, model, data)
     if problems:
         raise ConfigError("\n".join(problems))
     return config
 
 
-def _schedule_problems(config: RunConfig) -> Iterator[str]:
+def _schedule_problems(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
     """A message for each setting of the schedule that no step of the run would follow."""
-    optimizer, steps = config.optimizer, config.train.steps
     warmup, end, rewarm = optimizer.warmup_steps, optimizer.decay_steps, optimizer.rewarm_steps
     if optimizer.schedule == "wsd" and not optimizer.wsd_decay_fraction:
         yield (
@@ -236,9 +241,10 @@ def _schedule_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _virtual_problems(config: RunConfig) -> Iterator[str]:
+def _virtual_problems(
+    adapter: AdapterConfig, model: ModelConfig, data: DataConfig
+) -> Iterator[str]:
     """A message for each row that learned positions do not reach behind virtual tokens."""
-    adapter, model, data = config.adapter, config.model, config.data
     if adapter.kind not in ("prompt", "prefix") or model.positions != "learned":
         return
     lengths = {"data.sequence_length": data.sequence_length}

@@ -5,7 +5,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,16 @@ class RowBlocks:
 
 
 ALL = RowBlocks()
+
+
+class BatchesByStep(Protocol):
+    """The batches of a run, each a function of its step."""
+
+    def __getitem__(self, step: int, /) -> NumpyBatch: ...
+
+    def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
+        """The batches from step `start` on, prepared ahead."""
+        ...
 
 
 class Batches:

@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 
 from jaxformer.arrays.params import Params
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.run import RunSettings
 from jaxformer.data import gzip_bits_per_byte
 from jaxformer.files import ConfigError, read_text
 from jaxformer.generation.decode import generate
@@ -16,6 +18,7 @@ from jaxformer.runs.directory import profile_dir
 from jaxformer.runs.evaluation import Evaluation
 from jaxformer.runs.setup import RunSetup
 from jaxformer.runs.stated import writing_rules
+from jaxformer.tokenizer import Tokenizer
 
 # Prompts of the command that is suggested at the end, by head.
 EXAMPLE_PROMPTS = {"masked": "Once [MASK] a time"}
@@ -32,7 +35,7 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         bits_per_byte=bits,
         figures=_figures(last),
         gzip_bits_per_byte=gzip_bits_per_byte(setup.corpus.validation_text()) if bits else None,
-        sample=_sample(setup, params),
+        sample=_sample(run, setup.model, setup.corpus.tokenizer, params),
         run_dir=f"{run.dir} (loss curve: {plot_losses(run.dir)})",
         next_command=f'jaxformer sample {run.dir}{chat} --prompt "{prompt}"',
     )
@@ -74,10 +77,11 @@ def _profile(steps: str, folder: Path) -> list[str]:
     ]
 
 
-def _sample(setup: RunSetup, params: Params) -> tuple[str, str] | None:
+def _sample(
+    run: RunSettings, model: ModelConfig, tokenizer: Tokenizer, params: Params
+) -> tuple[str, str] | None:
     """A prompt and its continuation; None if the model does not write text, or has nothing to
     write from."""
-    run, model, tokenizer = setup.run.run, setup.run.model, setup.corpus.tokenizer
     if not run.sample_tokens or jax.process_count() > 1 or model.output != "language":
         return None
     ids, source = tokenizer.encode(run.sample_prompt), {}

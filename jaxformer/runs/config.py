@@ -10,10 +10,10 @@ from pathlib import Path
 
 from jaxformer.config.config_file import (
     check,
+    known_vocabulary,
     parse_fields,
     read_config,
     settings_in,
-    with_vocabulary,
 )
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, TokenizerConfig
@@ -62,7 +62,10 @@ def parse_arguments(
         run_dir = Path(stated.get("run.dir", config.run.dir))
         names = {name.removeprefix("model.") for name in stated}
         config = with_base(config, Path(base), run_dir, names, weights)
-    return check(with_vocabulary(parse_fields(config, arguments, program)))
+    config = parse_fields(config, arguments, program)
+    size = config.model.vocab_size or known_vocabulary(config.tokenizer, config.data.train)
+    model = dataclasses.replace(config.model, vocab_size=size)
+    return check(dataclasses.replace(config, model=model))
 
 
 def origin_of(run_dir: Path, base: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The check that the attention kernel of a run is right on its device."""
+"""Checks of a run on its devices: what its mesh splits, and that its attention kernel is right."""
 
 import functools
 import math
@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.arrays.mesh import AnyMesh, parameter_sharding, undivided
+from jaxformer.arrays.params import Specs, rows
 from jaxformer.arrays.sharding import ACTIVATION_RULES, constrain
+from jaxformer.config.format import human_bytes
 from jaxformer.config.model import BIASED_SCORES, ModelConfig
+from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.biases import score_bias
 from jaxformer.layers.dot_product import plain
@@ -23,6 +27,35 @@ from jaxformer.training.state import compiler_options, on_mesh
 REFERENCE_BYTES = 2**30
 # The largest error of a kernel, relative to the largest element of the reference.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2, "float16": 5e-3}
+
+
+def check_split(specs: Specs, mesh: AnyMesh) -> list[str]:
+    """A line for each parameter that the mesh should split but cannot, because none of its axes is
+    divisible, with its bytes.
+
+    Raises ConfigError where mesh.fsdp or mesh.tensor was given and splits no parameter at all.
+    """
+    used, undivided_axes = set[str](), dict[str, list[str]]()
+    for path, spec in rows(specs).items():
+        axes = undivided(mesh, spec.shape, spec.axes)
+        if axes:
+            undivided_axes[path] = axes
+        for entry in parameter_sharding(mesh, spec.shape, spec.axes).spec:
+            used |= {entry} if isinstance(entry, str) else {*(entry or ())}
+    for name in ("fsdp", "tensor"):
+        if mesh.shape[name] > 1 and name not in used:
+            reasons = [f"{path}: {', '.join(axes)}" for path, axes in undivided_axes.items()]
+            listed = "\n  ".join(reasons[:8])
+            raise ConfigError(
+                f"mesh.{name}={mesh.shape[name]} splits no parameter of this model, because it"
+                " divides none of their axes; every device would hold all of them:\n"
+                f"  {listed}\nChoose a mesh.{name} that divides them, or leave it at 1."
+            )
+    sizes = {path: human_bytes(4 * math.prod(spec.shape)) for path, spec in rows(specs).items()}
+    return [
+        f"{path}, {sizes[path]}, is not split along {', '.join(axes)}"
+        for path, axes in undivided_axes.items()
+    ]
 
 
 def prove_kernel(resolved: Resolved) -> str:

@@ -19,7 +19,7 @@ from jaxformer.runs.rollback import ShiftedBatches, read_rollbacks, roll_back, s
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
-from jaxformer.training.step import Batch, gradients
+from jaxformer.training.step import Batch, Loss, gradients
 
 SHOWN = 6
 
@@ -40,8 +40,10 @@ def diagnosis(setup: RunSetup, error: Diverged) -> str:
             bad = _bad_leaves(jax.device_get(_are_finite(setup.specs, params)))
             if bad:
                 lines.append(f"parameters that are not finite: {bad}")
-            lines.append(_activations(setup.model, setup.run.train.n_microbatches, params, batch))
-            lines.append(_gradients(setup, error.state, batch, step))
+            pieces = setup.run.train.n_microbatches
+            lines.append(_activations(setup.model, pieces, params, batch))
+            key = jax.random.fold_in(jax.random.key(setup.run.run.seed), step)
+            lines.append(_gradients(setup.loss, setup.specs, pieces, error.state, batch, key))
     except Exception as again:
         # The error that is examined must not be hidden by another one.
         reason = " ".join(str(again).split())[:200]
@@ -102,16 +104,17 @@ def _activations(model: ModelConfig, pieces: int, params: Params, batch: Batch) 
     return f"activations: {first} is the first that is not finite, of {len(bad)}"
 
 
-def _gradients(setup: RunSetup, state: TrainState, batch: Batch, step: int) -> str:
-    """The leaves of the gradient of a step that are not finite."""
+def _gradients(
+    loss: Loss, specs: Specs, pieces: int, state: TrainState, batch: Batch, key: jax.Array
+) -> str:
+    """The leaves of the gradient of a step in so many microbatches that are not finite."""
 
     @jax.jit
-    def finite(state: TrainState, batch: Batch) -> Any:
-        key = jax.random.fold_in(jax.random.key(setup.run.run.seed), step)
-        grads, _ = gradients(setup.loss, state, batch, key, setup.run.train.n_microbatches)
-        return _are_finite(setup.specs, grads)
+    def finite(state: TrainState, batch: Batch, key: jax.Array) -> Any:
+        grads, _ = gradients(loss, state, batch, key, pieces)
+        return _are_finite(specs, grads)
 
-    bad = _bad_leaves(jax.device_get(finite(state, batch)))
+    bad = _bad_leaves(jax.device_get(finite(state, batch, key)))
     if bad:
         return f"gradients that are not finite: {bad}"
     return (

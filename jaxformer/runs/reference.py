@@ -14,6 +14,7 @@ from jaxformer.arrays.params import Params
 from jaxformer.checkpoints.digests import as_text, digests
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
+from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, first_of, read_object, write_text
 from jaxformer.losses.preferences import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import check_model
@@ -100,7 +101,7 @@ class Reference:
         with on_mesh(self._mesh):
             return {**placed, **self._score(params, placed)}
 
-    def scored(self, batches: Any) -> "ScoredBatches":
+    def scored(self, batches: BatchesByStep) -> "ScoredBatches":
         """The batches of a run, each scored when it is read."""
         return ScoredBatches(self, batches)
 
@@ -108,7 +109,7 @@ class Reference:
 class ScoredBatches:
     """`batches[step]` is that of the step, scored by a reference."""
 
-    def __init__(self, reference: Reference, batches: Any) -> None:
+    def __init__(self, reference: Reference, batches: BatchesByStep) -> None:
         self._reference, self._batches = reference, batches
 
     def __getitem__(self, step: int) -> Any:

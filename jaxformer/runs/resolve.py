@@ -17,7 +17,7 @@ from jaxformer.arrays.mesh import AnyMesh, batch_devices, batch_sharding, check_
 from jaxformer.arrays.params import Specs
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
-from jaxformer.config.config_file import check, with_vocabulary
+from jaxformer.config.config_file import check
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.train import TrainConfig
@@ -192,26 +192,25 @@ def settle(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return run, labels
 
 
-def sized(run: RunConfig, vocab_size: int, labels: tuple[str, ...]) -> RunConfig:
-    """`run` with the sizes that its data has: model.vocab_size, and model.n_classes from the labels
-    of the data, where these are 0. Raises ConfigError where the labels do not fit."""
-    run = with_vocabulary(run, vocab_size)
-    model = run.model
+def with_sizes(
+    model: ModelConfig, vocab_size: int, labels: tuple[str, ...], origin: str
+) -> ModelConfig:
+    """`model` with the sizes of its data where these are 0: the vocabulary, and the number of
+    classes. Raises ConfigError where the labels, which are those of `origin`, do not fit."""
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size)
     if model.output not in ("classes", "tags"):
-        return run
+        return model
     if len(labels) < 2:
         raise ConfigError(
             f"the data has {len(labels)} label, but a classifier needs at least 2: check"
             " data.label_field."
         )
     if model.n_classes and model.n_classes < len(labels):
-        origin = "the data and of run.init_from" if run.run.init_from else "the data"
         raise ConfigError(
             f"model.n_classes={model.n_classes} is less than the {len(labels)} labels of {origin}:"
             " set it to 0, which uses their number."
         )
-    classes = model.n_classes or len(labels)
-    return dataclasses.replace(run, model=dataclasses.replace(model, n_classes=classes))
+    return dataclasses.replace(model, n_classes=model.n_classes or len(labels))
 
 
 def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -234,7 +233,7 @@ def resolve(
     """A run whose sizes are known, on the devices of a mesh.
 
     Args:
-      run: the settings, from `settle` and `sized`.
+      run: the settings, from `settle` and `with_sizes`.
       mesh: devices, maybe of a topology, or an AbstractMesh with an `abstract_device`.
       segments: the highest segment id of its rows, 0 if they have none.
       learned: the branches of the model below an adapter that learn with it.

@@ -6,19 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import require_same, together
 from jaxformer.config.settings import Log
+from jaxformer.data.batches import BatchesByStep
 from jaxformer.data.rows import NumpyBatch
 from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.report.metrics import LARGEST_STEP
 from jaxformer.runs.directory import ROLLBACKS
 from jaxformer.runs.setup import RunSetup
-from jaxformer.runs.states import first_state, restored
+from jaxformer.runs.states import first_state
 from jaxformer.training.loop import Diverged
 from jaxformer.training.state import TrainState
 
@@ -56,7 +56,7 @@ def shift(rollbacks: list[Rollback], step: int) -> int:
 class ShiftedBatches:
     """The batches of a run with rollbacks: `batches[step]` is batch step + `shift`."""
 
-    def __init__(self, batches: Any, rollbacks: list[Rollback]) -> None:
+    def __init__(self, batches: BatchesByStep, rollbacks: list[Rollback]) -> None:
         self._batches, self._rollbacks = batches, rollbacks
 
     def __getitem__(self, step: int) -> NumpyBatch:
@@ -77,11 +77,11 @@ class ShiftedBatches:
         return ahead
 
 
-def batches_of(setup: RunSetup) -> Any:
-    """The batches by step, from which a rollback takes some."""
-    if not (Path(setup.run.run.dir) / ROLLBACKS).is_file():
-        return setup.batches
-    return ShiftedBatches(setup.batches, read_rollbacks(setup.run.run.dir))
+def batches_of(run_dir: str, batches: BatchesByStep) -> BatchesByStep:
+    """The batches of a run by step, from which a rollback takes some."""
+    if not (Path(run_dir) / ROLLBACKS).is_file():
+        return batches
+    return ShiftedBatches(batches, read_rollbacks(run_dir))
 
 
 def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: Log) -> TrainState:
@@ -93,7 +93,7 @@ def roll_back(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     # Before it is written, and after the last save.
     require_same({ROLLBACKS: str(rollbacks), "checkpoints": str(checkpoints.steps())})
     jax.tree.map(lambda leaf: leaf.delete(), error.state)
-    state = restored(setup, checkpoints, log)
+    state: TrainState | None = checkpoints.restore(setup.target_over_base, log)
     if state is None:
         state = first_state(setup, log)
     at, bad = int(state.step), error.step - 1  # counted from 0

@@ -1,6 +1,7 @@
 """All that a run needs before its first step: its settings resolved, its data, and the model below
 an adapter."""
 
+import dataclasses
 import functools
 import os
 from dataclasses import dataclass
@@ -10,16 +11,17 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data
-from jaxformer.arrays.mesh import check_batch_size, check_split, held_blocks, make_mesh, place_batch
+from jaxformer.arrays.mesh import check_batch_size, held_blocks, make_mesh, place_batch
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import Log
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.models.stack import compute_dtype
+from jaxformer.runs.device import check_split
 from jaxformer.runs.directory import check_config, check_data
 from jaxformer.runs.evaluation import corpus_of
-from jaxformer.runs.resolve import Resolved, resolve, settle, sized
+from jaxformer.runs.resolve import Resolved, resolve, settle, with_sizes
 from jaxformer.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -98,7 +100,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if run.run.sample_tokens:
         # A prompt that cannot be encoded raises now rather than at the end.
         corpus.tokenizer.encode(run.run.sample_prompt)
-    run = sized(run, corpus.tokenizer.vocab_size, corpus.labels)
+    origin = "the data and of run.init_from" if labels else "the data"
+    model = with_sizes(run.model, corpus.tokenizer.vocab_size, corpus.labels, origin)
+    run = dataclasses.replace(run, model=model)
     size, blocks = run.train.batch_size, data.RowBlocks(*held_blocks(mesh))
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
     heldout = None

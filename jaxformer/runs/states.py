@@ -1,13 +1,22 @@
-"""The states of a run: the first one, those of its checkpoints, and what stays below an adapter."""
+"""The states from which a run goes on: the first one and those of its checkpoints, and how its
+schedule has changed since."""
+
+from pathlib import Path
 
 import jax
 
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.saving import Checkpoints
+from jaxformer.config.config_file import read_config
+from jaxformer.config.run import OptimizerConfig
 from jaxformer.config.settings import Log
-from jaxformer.runs.schedule_change import changed_schedule
+from jaxformer.files import ConfigError
 from jaxformer.runs.setup import RunSetup
+from jaxformer.training.optim import make_schedule
 from jaxformer.training.state import TrainState, init_state, state_of
+
+# Above this relative change of the learning rate, a setting has to ask for it.
+JUMP = 0.01
 
 
 def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
@@ -52,8 +61,44 @@ def first_state(setup: RunSetup, log: Log) -> TrainState:
         return jax.block_until_ready(state)  # type: ignore[no-any-return]
 
 
-def restored(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> TrainState | None:
-    """The state of the newest checkpoint of a run that can be read; None if there are none. Raises
-    ConfigError as `Checkpoints.restore` does."""
-    state: TrainState | None = checkpoints.restore(setup.target_over_base, log)
-    return state
+def changed_schedule(run_dir: str, optimizer: OptimizerConfig, steps: int, step: int) -> str:
+    """A sentence about the learning rate of a run that continues after `step` of its `steps` with
+    another schedule than its directory was last started with; empty where it is the same.
+
+    Raises ConfigError where the rate would jump at the next step, and no setting of the optimizer
+    says so: the schedule follows train.steps alone.
+    """
+    path = Path(run_dir) / "config.json"
+    if not path.is_file() or step >= steps:
+        return ""
+    planned = read_config(path)
+    if (planned.optimizer, planned.train.steps) == (optimizer, steps):
+        return ""
+    before = make_schedule(planned.optimizer, planned.train.steps)
+    now = make_schedule(optimizer, steps)
+    ends = {planned.train.steps, steps, planned.optimizer.decay_steps, step + 1}
+    seen = {step, *(end - 1 for end in ends if end > step)}
+    if all(float(before(at)) == float(now(at)) for at in seen):
+        return ""
+    then, rate = float(before(step)), float(now(step))
+    change = (
+        f"the learning rate of step {step + 1} is {rate:.3g}, and was planned to be {then:.3g}"
+        f" (train.steps={planned.train.steps} before, {steps} now)"
+    )
+    if abs(rate - then) <= JUMP * max(rate, then) or optimizer.decay_steps:
+        return f"The schedule has changed: {change}."
+    end = planned.optimizer.decay_steps or planned.train.steps
+    tail = max(min(optimizer.warmup_steps, (steps - end) // 2), 1)
+    offers = [f"--optimizer.decay_steps {end}: the schedule as it was planned"]
+    if steps > end:
+        offers[0] += ", and its final rate after that"
+        offers.append(
+            f"--optimizer.decay_steps {end} --optimizer.rewarm_steps {tail}: after step {end} the"
+            f" rate rises again to {optimizer.learning_rate:.3g} and decays until train.steps"
+        )
+    offers.append(f"--optimizer.decay_steps {steps}: the new schedule, with that jump")
+    choices = "\n  ".join(offers)
+    raise ConfigError(
+        f"the schedule follows train.steps, so {change}; nothing was changed. Choose one of these:"
+        f"\n  {choices}"
+    )

@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
-from jaxformer.arrays.params import count
+from jaxformer.arrays.params import Specs, count
 from jaxformer.config.model import ModelConfig
 from jaxformer.data import Corpus
 from jaxformer.models.stack import compute_dtype
 from jaxformer.report import human_bytes, human_count
 from jaxformer.runs.setup import RunSetup
 from jaxformer.training.optim import decay_groups, schedule_text
-from jaxformer.training.state import split_frozen
+from jaxformer.training.state import TrainState, split_frozen
 
 
 def summary(setup: RunSetup) -> dict[str, str | list[str]]:
@@ -33,7 +33,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         ),
         "mesh": [mesh, *setup.undivided],
         "model": (
-            f"{model.family}, {_parameters(setup)}, {_layers(model)}"
+            f"{model.family}, {_parameters(setup.counted_specs, setup.target)}, {_layers(model)}"
             f" layers, {model.d_model} wide, {model.n_heads} heads ({model.kv_heads} key-value),"
             f" {compute_dtype(model)} products"
         ),
@@ -51,13 +51,13 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     }
 
 
-def _parameters(setup: RunSetup) -> str:
+def _parameters(counted_specs: Specs, target: TrainState) -> str:
     """How many parameters a model has, where a quantized matrix counts as the unquantized one, and
     how many of them learn, if not all."""
-    parameters = f"{human_count(count(setup.counted_specs))} parameters"
-    if not setup.target.frozen:
+    parameters = f"{human_count(count(counted_specs))} parameters"
+    if not target.frozen:
         return parameters
-    learning, _ = split_frozen(setup.target.params, setup.target.frozen)
+    learning, _ = split_frozen(target.params, target.frozen)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(learning)]
     return f"{parameters}, of which {human_count(sum(sizes))} learn"
 
@@ -113,14 +113,15 @@ def beginning_text(corpus: Corpus, bos: str) -> str:
 
 def _dropout(setup: RunSetup) -> dict[str, str]:
     """A line where the settings ask for a dropout that the objective leaves out."""
-    asked = setup.asked
-    if setup.drops_out or not (asked.model.dropout or asked.adapter.dropout):
+    rates = {
+        "model.dropout": setup.asked.model.dropout,
+        "adapter.dropout": setup.asked.adapter.dropout,
+    }
+    named = " and ".join(f"{name}={rate:g}" for name, rate in rates.items() if rate)
+    if setup.drops_out or not named:
         return {}
-    stated = {"model.dropout": asked.model.dropout, "adapter.dropout": asked.adapter.dropout}
-    named = " and ".join(f"{name}={value:g}" for name, value in stated.items() if value)
-    objective = setup.task.name
     return {
-        "dropout": f"none: data.objective={objective} does not apply {named};"
+        "dropout": f"none: data.objective={setup.task.name} does not apply {named};"
         " train.preference_dropout=on does"
     }
 

@@ -37,7 +37,7 @@ from jaxformer.runs.metric_logger import MetricLogger, is_evaluated, logged_befo
 from jaxformer.runs.resolve import with_reference
 from jaxformer.runs.rollback import batches_of
 from jaxformer.runs.setup import RunSetup, make_setup
-from jaxformer.runs.states import checkpoints_of, first_state, restored
+from jaxformer.runs.states import checkpoints_of, first_state
 from jaxformer.runs.summary import summary
 from jaxformer.training.loop import Advance, Diverged, Hook, Interrupted, fit
 from jaxformer.training.program import Metrics
@@ -128,7 +128,12 @@ def _train(run: RunConfig, begin: float) -> Result:
                 with doing("between two steps; the same command continues."):
                     state, last = _trained(setup, state, program, checkpoints, begin)
             except OutOfMemory as error:
-                raise _of_run(error, setup, checkpoints, begun) from error.__cause__
+                checkpoints.wait()
+                saved = max(checkpoints.steps(), default=None)
+                if saved is None and not begun:
+                    # This command began the directory: any setting may change.
+                    release(run.run.dir)
+                raise RunOutOfMemory(error, setup, saved, begun) from error.__cause__
         with doing("after the last step, which is saved; the same command shows the sample."):
             finish(lambda: _close(setup, state.params, last, begin, log), Diverged)
     return Result(state.params, read_metrics(run.run.dir), Path(run.run.dir))
@@ -145,18 +150,6 @@ def _close(setup: RunSetup, params: Params, last: Evaluation, begin: float, log:
         from jaxformer.runs.closing import close_run
 
         log(close_run(setup, params, last, time.monotonic() - begin))
-
-
-def _of_run(
-    error: OutOfMemory, setup: RunSetup, checkpoints: Checkpoints, begun: bool
-) -> RunOutOfMemory:
-    """The error with what its remedies depend on. A run directory without a checkpoint that this
-    command began is released, so that any setting may change."""
-    checkpoints.wait()
-    saved = max(checkpoints.steps(), default=None)
-    if saved is None and not begun:
-        release(setup.run.run.dir)
-    return RunOutOfMemory(error, setup, saved, begun)
 
 
 def _same_run(setup: RunSetup) -> RunSetup:
@@ -196,7 +189,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[TrainSt
         # The newest checkpoint may prove unreadable, and then there are steps left.
         program = compiling() if saved[-1] < run.train.steps else None
         with memory_of("reading the newest checkpoint"):
-            state = restored(setup, checkpoints, log)
+            state = checkpoints.restore(setup.target_over_base, log)
         if state is None:
             state = first_state(setup, log)
         elif int(state.step) < run.train.steps:
@@ -299,7 +292,7 @@ def _fit(
     settings, run, heldout = setup.run.train, setup.run.run, setup.heldout
     token_bytes = bytes_of_targets(setup.corpus)
     evaluation = make_evaluation(setup.task.name, setup.model, token_bytes, setup.loss_options)
-    batches = batches_of(setup)
+    batches = batches_of(run.dir, setup.batches)
     if setup.reference:
         batches = setup.reference.scored(batches)
 

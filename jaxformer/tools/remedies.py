@@ -83,8 +83,14 @@ def _batch_remedies(setup: RunSetup, is_step: bool) -> list[Remedy]:
     run, remedies = setup.run, list[Remedy]()
     rows = run.train.batch_size // run.train.n_microbatches
     can_halve = rows % (2 * batch_devices(setup.mesh)) == 0
-    if run.model.attention_kernel == "xla" and _supports(setup, "blocked"):
-        remedies.append(Remedy({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory"))
+    if run.model.attention_kernel == "xla":
+        blocked = dataclasses.replace(run.model, attention_kernel="blocked")
+        # A kernel that does not support the run is no remedy.
+        with contextlib.suppress(ConfigError):
+            resolve(dataclasses.replace(run, model=blocked), setup.mesh, blocked.max_segments)
+            remedies.append(
+                Remedy({"model.attention_kernel": "blocked"}, "no scores [T, T] in memory")
+            )
     if is_step and run.model.remat != "full":
         remedies.append(Remedy({"model.remat": "full"}, "activations recomputed instead of stored"))
     if is_step and can_halve:
@@ -98,16 +104,6 @@ def _batch_remedies(setup: RunSetup, is_step: bool) -> list[Remedy]:
         shorter = run.data.sequence_length // 2
         remedies.append(Remedy({"data.sequence_length": shorter}, "rows half as long"))
     return remedies
-
-
-def _supports(setup: RunSetup, kernel: Any) -> bool:
-    """Whether the run can take an attention kernel by name."""
-    model = dataclasses.replace(setup.run.model, attention_kernel=kernel)
-    try:
-        resolve(dataclasses.replace(setup.run, model=model), setup.mesh, model.max_segments)
-    except ConfigError:
-        return False
-    return True
 
 
 def advice(error: RunOutOfMemory) -> str:

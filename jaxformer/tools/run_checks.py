@@ -16,13 +16,14 @@ import jax
 
 from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
 from jaxformer.checkpoints.saving import require_savable
-from jaxformer.config.run import RunConfig
+from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.files import ConfigError
 from jaxformer.report import human_bytes, human_time
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.device import prove_kernel
 from jaxformer.runs.directory import check_config
 from jaxformer.runs.metric_logger import as_logged
+from jaxformer.runs.resolve import Resolved
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import compile_step
@@ -46,7 +47,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
     """The findings of all checks of a run, in order. Checks that need what failed are left out."""
     yield versions()
     yield devices()
-    yield from directories(run)
+    yield from directories(run.run, run.data.cache_dir)
     try:
         check_config(run)
         setup = make_setup(run, lambda line: None)
@@ -106,19 +107,19 @@ def devices() -> Finding:
     return Finding("ok", "devices", text)
 
 
-def directories(run: RunConfig) -> Iterator[Finding]:
+def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
     """Whether the run can write where it has to, its tracker included."""
     try:
-        chosen_tracker(run.run.tracker)
+        chosen_tracker(settings.tracker)
     except ConfigError as error:
         yield Finding("problem", "run.tracker", str(error))
     directories_by_setting = {
-        "run.dir": run.run.dir,
-        "data.cache_dir": run.data.cache_dir,
-        "run.compilation_cache": run.run.compilation_cache,
+        "run.dir": settings.dir,
+        "data.cache_dir": cache_dir,
+        "run.compilation_cache": settings.compilation_cache,
     }
     try:
-        require_savable(Path(run.run.dir).absolute())
+        require_savable(Path(settings.dir).absolute())
     except ConfigError as error:
         yield Finding("problem", "run.dir", str(error))
     for setting, value in directories_by_setting.items():
@@ -163,15 +164,15 @@ def disk(target: TrainState, run_dir: str, count: int) -> Finding:
     return Finding("ok", "disk space", text)
 
 
-def kernel(setup: RunSetup) -> Iterator[Finding]:
+def kernel(resolved: Resolved) -> Iterator[Finding]:
     """The attention kernel, and its errors against float32."""
     try:
         with memory_of("the check of the attention kernel"):
-            proof = prove_kernel(setup)
+            proof = prove_kernel(resolved)
     except (RuntimeError, ConfigError) as error:
         yield Finding("problem", "attention", str(error))
         return
-    yield Finding("ok", "attention", f"{setup.kernel} {proof}".strip())
+    yield Finding("ok", "attention", f"{resolved.kernel} {proof}".strip())
 
 
 def dry_run(setup: RunSetup) -> Iterator[Finding]:

@@ -104,7 +104,7 @@ def replay(
         )
     state = _state_before(setup, step, log)
     begun = int(state.step)
-    program, batches = compile_step(setup, log), batches_of(setup)
+    program, batches = compile_step(setup, log), batches_of(str(folder), setup.batches)
 
     def advance(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return program(state, setup.placed(batch))

@@ -83,7 +83,8 @@ class SettingsWalk:
 
     @cached_property
     def carriers(self) -> dict[str, Types]:
-        """The record and the classes that carry it, each with its fields of the record."""
+        """The record and the classes that carry it, each with its fields of the record, those of
+        its bases among them."""
         carriers: dict[str, Types] = {self.record: {}}
         for module in self.package.modules.values():
             for node in module.definitions.values():
@@ -95,7 +96,23 @@ class SettingsWalk:
                 }
                 if isinstance(node, ast.ClassDef) and fields:
                     carriers[node.name] = fields
+        for name, node in self._classes.items():
+            for base in self._bases(node):
+                if carriers.get(base):
+                    carriers[name] = carriers[base] | carriers.get(name, {})
         return carriers
+
+    @cached_property
+    def _classes(self) -> dict[str, ast.ClassDef]:
+        definitions = [
+            node for module in self.package.modules.values() for node in module.definitions.values()
+        ]
+        return {node.name: node for node in definitions if isinstance(node, ast.ClassDef)}
+
+    def _bases(self, node: ast.ClassDef) -> list[str]:
+        """The names of the classes of the package that a class inherits from, the nearest first."""
+        bases = [ast.unparse(base) for base in node.bases if ast.unparse(base) in self._classes]
+        return [name for base in bases for name in (base, *self._bases(self._classes[base]))]
 
     def _enter(self, module: Module, function: Function, types: Types) -> None:
         if function not in self._entered:
@@ -177,10 +194,12 @@ class SettingsWalk:
 
     def _method_of(self, record: str, name: str) -> Callee | None:
         for module in self.package.modules.values():
-            definition = module.definitions.get(record)
-            function = method(definition, name) if isinstance(definition, ast.ClassDef) else None
-            if function:
-                return Callee(module, function, record)
+            for owner in (record, *self._bases(self._classes[record])):
+                definition = module.definitions.get(owner)
+                if isinstance(definition, ast.ClassDef):
+                    function = method(definition, name)
+                    if function:
+                        return Callee(module, function, record)
         return None
 
     def _record_of(self, module: Module, node: ast.expr, types: Types) -> str:

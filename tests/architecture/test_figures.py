@@ -376,6 +376,6 @@ def test_the_figures_of_this_package_hold() -> None:
     assert not figures.cycles(package) and not figures.long_functions(package)
     assert len(figures.functions_of_many_arguments(package)) <= 15
     assert not figures.functions_of_many_arguments(package, 8)
-    assert len(figures.functions_taking(package, "RunConfig")) <= 66
-    assert len(figures.functions_taking(package, "RunSetup")) <= 44
+    assert len(figures.functions_taking(package, "RunConfig")) <= 25
+    assert len(figures.functions_taking(package, "RunSetup")) <= 25
     assert len(figures.lazy_imports(package)) <= 180

@@ -14,12 +14,12 @@ import pytest
 from corpora import prepare, prepare_share, prepare_text
 
 from jaxformer.cli import main
-from jaxformer.config.config_file import with_vocabulary
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Batches, splits, tokenizing
 from jaxformer.data.sources import Source
 from jaxformer.files import ConfigError
 from jaxformer.runs.config import load_config
+from jaxformer.runs.resolve import with_sizes
 
 ROOT = Path(__file__).parents[2]
 BYTES = TokenizerConfig(kind="bytes")
@@ -398,7 +398,9 @@ def test_a_model_has_the_vocabulary_of_what_was_prepared(size: int, tmp_path: Pa
     prepare_text(run, tmp_path / "out", False, quiet)
     config = load_config(ROOT / "configs" / "quickstart.py", [f"data.train={tmp_path / 'out'}"])
     assert config.model.vocab_size == 0 and config.tokenizer.vocab_size == 4096
-    assert with_vocabulary(config, prepare(config).tokenizer.vocab_size).model.vocab_size == size
+    corpus = prepare(config)
+    model = with_sizes(config.model, corpus.tokenizer.vocab_size, corpus.labels, "the data")
+    assert model.vocab_size == size
 
 
 def test_a_directory_of_other_text_or_of_another_tokenizer_is_not_taken_over(

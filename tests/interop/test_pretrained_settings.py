@@ -29,7 +29,7 @@ from jaxformer.models.transformer import specs
 from jaxformer.runs.config import with_base
 from jaxformer.runs.init_from import warm_start
 from jaxformer.runs.loading import run_of, save_run
-from jaxformer.runs.resolve import sized
+from jaxformer.runs.resolve import with_sizes
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.tokenizer import Tokenizer
 
@@ -199,8 +199,8 @@ def test_a_model_is_evaluated_by_the_numbers_that_its_own_labels_have(tmp_path):
 def test_fewer_classes_than_the_data_names_are_refused():
     run = RunConfig(model=ModelConfig(**BERT, head="classes", n_classes=3))
     with pytest.raises(jf.ConfigError, match="n_classes=3 is less than the 4 labels of the data"):
-        sized(run, 0, ("a", "b", "c", "d"))
-    assert sized(run, 0, ("a", "b")).model.n_classes == 3
+        with_sizes(run.model, 0, ("a", "b", "c", "d"), "the data")
+    assert with_sizes(run.model, 0, ("a", "b"), "the data").n_classes == 3
 
 
 LLAMA = dict(norm="rms", activation="swiglu")

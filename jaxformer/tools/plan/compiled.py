@@ -121,15 +121,6 @@ def model_flops(resolved: Resolved) -> float:
     return float(per_token * resolved.tokens_per_step)
 
 
-def compile_here(
-    run: RunConfig, target: Target, packed: bool | None = None, hlo: str = ""
-) -> CompiledReport:
-    """As `compiled_report`, in this process, whose standard error has the compiler's warnings."""
-    devices = target.devices()
-    with cudnn_of(target):
-        return compile_on(run, devices, target.device, str(target), packed=packed, hlo=hlo)
-
-
 def compile_on(
     run: RunConfig,
     devices: Sequence[Any],
@@ -208,7 +199,11 @@ def main() -> None:
     try:
         run = from_json(request["run"], "the settings to compile")
         target = parse_target(request["target"])
-        answer = compile_here(run, target, request["packed"], request["hlo"]).as_json()
+        devices, name = target.devices(), str(target)
+        with cudnn_of(target):
+            packed, hlo = request["packed"], request["hlo"]
+            report = compile_on(run, devices, target.device, name, packed=packed, hlo=hlo)
+        answer = report.as_json()
     except ConfigError as error:
         answer = {"error": str(error)}
     except Exception as error:

@@ -10,15 +10,10 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxformer.arrays.hardware import Device, device_named
-from jaxformer.arrays.mesh import (
-    MESH_AXES,
-    batch_sharding,
-    check_batch_size,
-    check_split,
-    mesh_shape,
-)
+from jaxformer.arrays.mesh import MESH_AXES, batch_sharding, check_batch_size, mesh_shape
 from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError
+from jaxformer.runs.device import check_split
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve_without_data
 from jaxformer.training.state import TrainState, abstract_state
 
