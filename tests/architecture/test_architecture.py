@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from figures import FIT, FORWARD
 
+from jaxformer.config.model import ModelConfig
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
 HEAVY = (
@@ -304,3 +306,33 @@ def test_the_tests_have_the_folders_of_the_package() -> None:
     loose = [path.name for path in (ROOT / "tests").glob("test_*.py")]
     tested = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert not loose and tested <= folders | {"architecture", "faults"}
+
+
+# Settings of which 0 or "auto" means a value that follows from others, and the property that is it.
+FOLLOWING = {
+    "n_kv_heads": "kv_heads",
+    "head_dim": "head_width",
+    "value_dim": "value_width",
+    "d_ff": "ff_width",
+    "n_encoder_layers": "encoder_layers",
+    "head": "output",
+    "pooling": "pooled",
+    "bias": "biased",
+    "rope_attention_factor": "rope_scale",
+}
+
+
+def test_a_setting_that_follows_from_others_is_resolved_in_the_config_alone() -> None:
+    """Everywhere else its property is read: 0 heads or "auto" never reach a layer."""
+    raw = []
+    for path in FILES:
+        if path.relative_to(ROOT / "jaxformer").parts[0] == "config":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or node.attr not in FOLLOWING:
+                continue
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            if owner in ("config", "model", "layer", "base_model", "model_config"):
+                raw.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not raw
+    assert all(isinstance(getattr(ModelConfig, name), property) for name in FOLLOWING.values())
