@@ -22,7 +22,8 @@ def quiet(line: str) -> None:
 
 def prepare(run: RunConfig, log: Log = quiet, labels: tuple[str, ...] = ()) -> data.Corpus:
     task, size = task_of(run.model, run.data), run.model.vocab_size
-    options = {"seed": run.run.seed, "vocab_size": size, "labels": labels, "log": log}
+    options = {"seed": run.run.seed, "vocab_size": size, "log": log}
+    options["model_labels"] = data.ModelLabels(labels)
     return data.prepare(run.data, run.tokenizer, task, **options)  # type: ignore[arg-type]
 
 

@@ -7,11 +7,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.examples import ExampleStore, open_or_encode
+from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import IdFiles, Piece, Source, fingerprint
@@ -23,15 +24,15 @@ from jaxformer.data.texts import (
     FORMAT,
     SCANS,
     TOKENIZERS,
+    StoreFolder,
     find_texts,
     find_validation,
     megabytes,
     scan_of,
-    store_of,
 )
 from jaxformer.data.vocabulary import given_tokenizer, make_tokenizer
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer import Tokenizer, set_chat_template
 
 # Tokens of a text that are decoded at a time.
 BLOCK_TOKENS = 1 << 20
@@ -66,6 +67,17 @@ class Corpus:
         return itertools.chain.from_iterable(split.pieces() for split in self.sides["validation"])
 
 
+class ModelLabels(NamedTuple):
+    """The labels of a model that has some already, which are taken in place of the training data's;
+    where they `may_grow`, the data may have others, as `joined_labels` says."""
+
+    names: tuple[str, ...] = ()
+    may_grow: bool = False
+
+
+NO_LABELS = ModelLabels()
+
+
 def prepare(
     data: DataConfig,
     settings: TokenizerConfig,
@@ -73,18 +85,15 @@ def prepare(
     *,
     seed: int,
     vocab_size: int = 0,
-    labels: tuple[str, ...] = (),
-    new_labels: bool = False,
+    model_labels: ModelLabels = NO_LABELS,
     log: Log = lambda line: None,
 ) -> Corpus:
     """Makes or finds the tokenizer and the stores of a run, and cuts them into rows.
 
     `seed` gives the order in which whole examples are packed. `vocab_size` is the model's, which
-    the tokenizer has to fit in; 0 takes any. `labels` are those of a model that has some already,
-    in place of the training data's; with `new_labels` the training data may have others, as
-    `joined_labels` says. Raises ConfigError for data that cannot be used.
+    the tokenizer has to fit in; 0 takes any. Raises ConfigError for data that cannot be used.
     """
-    cache = Path(os.path.expanduser(data.cache_dir))
+    cache, labels = Path(os.path.expanduser(data.cache_dir)), model_labels.names
     sides = find_sides(data, settings, task, cache / SCANS, log)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in SIDES}
@@ -100,15 +109,15 @@ def prepare(
             for side, splits in sides.items()
         }
         met = {label for store in examples["train"] for label in store.labels}
-        if new_labels or not labels:
+        if model_labels.may_grow or not labels:
             labels = joined_labels(labels, met)
         for side, splits in sides.items():
             pairs = zip(splits, examples[side], strict=True)
             rows[side] = [_example_rows(*pair, template, labels, seed, log) for pair in pairs]
     else:
         beginning = task.beginning(data.bos, tokenizer)
-        always = data.verify == "always"
-        stores = text_stores(sides, tokenizer, cache / "stores", log, always, beginning)
+        folder = StoreFolder(cache / "stores", tokenizer, beginning, log)
+        stores = text_stores(sides, folder, verify=data.verify == "always")
         for side, several in stores.items():
             side_data = data if side == "train" else held_out
             rows[side] = [task.rows(store, side_data, task.format, tokenizer) for store in several]
@@ -148,8 +157,6 @@ def find_named(
     """
     sources = find_texts(data, "data.train", task.fields)
     if data.weights or data.epochs:
-        from jaxformer.data.mixture import check_shares
-
         check_shares([source.spec for source in sources], data)
     validation = find_validation(data, sources, task.fields)
     if any(isinstance(source, IdFiles) for source in [*sources, *validation]):
@@ -167,8 +174,6 @@ def tokenizer_of(
     """The tokenizer of a run, made or found. Raises ConfigError where `check_fit` does."""
     tokenizer = make_tokenizer(settings, sides, task.specials, cache / TOKENIZERS, log)
     if settings.chat_template:
-        from jaxformer.tokenizer.chat import set_chat_template
-
         set_chat_template(tokenizer, settings.chat_template)
     check_fit(task, vocab_size, tokenizer, settings.path)
     return tokenizer
@@ -185,30 +190,22 @@ def check_fit(task: Task, vocab_size: int, tokenizer: Tokenizer, path: str) -> N
 
 
 def text_stores(
-    sides: Sides,
-    tokenizer: Tokenizer,
-    folder: Path,
-    log: Log,
-    verify: bool = False,
-    beginning: tuple[int, ...] = (),
+    sides: Sides, folder: StoreFolder, verify: bool
 ) -> dict[SideName, list[TokenStore]]:
     """The tokens of each side's texts. A text that is on both sides is tokenized once. `verify`
-    compares all files with their digests now, and not when each is first read. Each document begins
-    with `beginning`."""
+    compares all files with their digests now, and not when each is first read."""
     whole_stores: dict[int, TokenStore] = {}
     stores: dict[SideName, list[TokenStore]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             source, key = split.source, id(split.source)
-            whole_stores[key] = whole_stores.get(key) or store_of(
-                source, split.scan, tokenizer, folder, log, beginning=beginning
-            )
+            whole_stores[key] = whole_stores.get(key) or folder.store_of(source, split.scan)
             if verify:
                 whole_stores[key].verify()
             store = split.of(whole_stores[key])
             stores[side].append(store)
             about = "about " if store.is_cut else ""
-            log(
+            folder.log(
                 f"{split.name}: {store.tokens:,} tokens, {store.documents:,} documents,"
                 f" {about}{megabytes(store.bytes)} of text of {source.spec} ({split.rule()})"
             )
@@ -317,6 +314,4 @@ def _mixed(splits: list[Split], rows: list[Rows], data: DataConfig) -> Rows | No
     if len(rows) < 2:
         return rows[0] if rows else None
     named = [(split.source.spec, each) for split, each in zip(splits, rows, strict=True)]
-    from jaxformer.data.mixture import Mixture
-
     return Mixture(named, data)

@@ -8,8 +8,7 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 import functools
 import hashlib
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,82 +18,12 @@ from jaxformer.data.cache_files import claimed
 from jaxformer.data.sources import IdFiles, fingerprint
 from jaxformer.data.sources.source_files import SourceFile, hash_fraction, unreadable
 from jaxformer.data.splits import Scan, cached_scan
-from jaxformer.data.store import TokenStore
-from jaxformer.data.token_shards import Shard
+from jaxformer.data.store import IdArray, Shard, TokenStore, digest_of_ids
 from jaxformer.data.tokenizing import ProgressNotes, write_file, write_index
 from jaxformer.files import ConfigError
 
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
-# An even number, as the test for ids of another width needs.
-BLOCK_IDS = 1 << 22
-
-
-@dataclass(frozen=True)
-class IdArray:
-    """Ids in a file outside the store: their type, the byte at which they begin, their number."""
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    count: int
-
-    def mapped(self) -> np.ndarray:
-        """The ids [count], mapped and not read."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
-
-    def verified(self, digests: np.ndarray, dtype: np.dtype) -> "VerifiedIds":
-        """The ids, whose blocks are compared with `digests` as they are read."""
-        return VerifiedIds(self, digests, dtype)
-
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The ids by blocks, each with the place of its first."""
-        ids = self.mapped()
-        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
-
-
-class VerifiedIds:
-    """The ids of a file, of which slices are taken. Each block of `BLOCK_IDS` is compared with its
-    digest (`digests`: uint8 [blocks, 16], of ids as `dtype`) when something of it is first read."""
-
-    def __init__(self, array: IdArray, digests: np.ndarray, dtype: np.dtype) -> None:
-        self._array, self._ids, self._digests = array, array.mapped(), digests
-        self._dtype = dtype
-        self._verified = np.zeros(len(digests), bool)
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        """Ids start to stop. Raises ConfigError where they are not those that were indexed."""
-        first, last = span.start // BLOCK_IDS, (span.stop - 1) // BLOCK_IDS
-        for block in range(first, last + 1):
-            if not self._verified[block]:
-                self._verify(block)
-        return self._ids[span]
-
-    def verify(self) -> None:
-        """Compares all blocks that were not yet read. Raises ConfigError as slices do."""
-        for block in np.flatnonzero(~self._verified):
-            self._verify(int(block))
-
-    def _verify(self, block: int) -> None:
-        start = block * BLOCK_IDS
-        ids = self._ids[start : start + BLOCK_IDS]
-        if digest_of_ids(ids, self._dtype) != self._digests[block].tobytes():
-            raise ConfigError(
-                f"{self._array.path} was altered since it was first read, though its size and time"
-                f" are as they were (ids {start:,} to {start + len(ids):,} have another checksum):"
-                " restore it; or, if it was changed on purpose, `touch` it to have it read as new"
-                " data."
-            )
-        self._verified[block] = True
-
-
-def digest_of_ids(ids: np.ndarray, dtype: np.dtype) -> bytes:
-    """A digest of ids (16 bytes) as `dtype` holds them, whatever holds them here; empty where it
-    cannot hold them."""
-    stored_ids = ids.astype(dtype, copy=False)
-    if not np.array_equal(stored_ids, ids):
-        return b""
-    return hashlib.blake2b(stored_ids.tobytes(), digest_size=16).digest()
 
 
 def scan_ids(source: IdFiles, folder: Path, log: Log) -> Scan:
@@ -148,9 +77,7 @@ def _finished(folder: Path, closed: bool, thorough: bool = False) -> list[Shard]
     """The shards of a file: its ids, and one end token where they lack it; [] if not yet made."""
     shards = [Shard.finished(folder, number, thorough) for number in range(1 if closed else 2)]
     made = [shard for shard in shards if shard]
-    # Indices of earlier versions lack digests.
-    is_complete = len(made) == len(shards) and "digests" in made[0].files
-    return made if is_complete else []
+    return made if len(made) == len(shards) else []
 
 
 def _read(source: IdFiles, file: SourceFile, log: Log) -> Scan:

@@ -14,13 +14,12 @@ from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD
 from jaxformer.data.corpus import check_fit, find_named, find_sides, tokenizer_of
 from jaxformer.data.sources import IdFiles, Source
 from jaxformer.data.sources.records import is_text
-from jaxformer.data.splits import Scan, Split
+from jaxformer.data.splits import Scan, SideName, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
-from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, build_part, store_of, write_prepared
+from jaxformer.data.texts import SCANS, TOKENIZERS, Prepared, StoreFolder
 from jaxformer.data.vocabulary import given_tokenizer
 from jaxformer.files import ConfigError, read_object
-from jaxformer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,22 +61,20 @@ def prepare_text(
     if output:
         _require_sources(split.source for splits in sides.values() for split in splits)
     tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
-    beginning = task.beginning(data.bos, tokenizer)
+    stores = StoreFolder(folder, tokenizer, task.beginning(data.bos, tokenizer), log)
     if output:
-        specs = [split.source.spec for split in sides["train"]]
-        _require_same_origin(output, tokenizer, beginning, specs)
+        _require_same_origin(stores, [split.source.spec for split in sides["train"]])
     summary: list[TextSummary] = []
-    texts: dict[str, list[tuple[Source, Scan]]] = {side: [] for side in sides}
+    texts: dict[SideName, list[tuple[Source, Scan]]] = {side: [] for side in sides}
     for side, splits in sides.items():
         for split in splits:
             # A text that is on both sides is tokenized for training.
             if side == "train" or split.side == "all":
-                source, text_scan = split.source, split.scan
-                store = store_of(source, text_scan, tokenizer, folder, log, thorough, beginning)
+                store = stores.store_of(split.source, split.scan, thorough)
                 summary.append(_summary(split, store))
                 texts[side].append((split.source, split.scan))
     if output:
-        write_prepared(output, tokenizer, texts, beginning)
+        stores.write_prepared(texts)
     return summary
 
 
@@ -107,12 +104,12 @@ def prepare_share(
         sides = find_sides(data, settings, task, cache / SCANS, log)
         tokenizer = tokenizer_of(settings, task, vocab_size, sides, cache, log)
     check_fit(task, vocab_size, tokenizer, settings.path)
-    beginning = task.beginning(data.bos, tokenizer)
+    stores = StoreFolder(folder, tokenizer, task.beginning(data.bos, tokenizer), log)
     if output:
-        _require_same_origin(output, tokenizer, beginning, [source.spec for source in train])
+        _require_same_origin(stores, [source.spec for source in train])
     for source in [*train, *validation]:
         if not isinstance(source, (Prepared, IdFiles)):
-            build_part(source, tokenizer, cache / SCANS, folder, share, log, beginning)
+            stores.build_part(source, cache / SCANS, share)
 
 
 def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
@@ -139,25 +136,25 @@ def _folders(data: DataConfig, output: Path | None) -> tuple[Path, Path]:
     return output, output
 
 
-def _require_same_origin(
-    output: Path, tokenizer: Tokenizer, beginning: tuple[int, ...], specs: list[str]
-) -> None:
+def _require_same_origin(output: StoreFolder, specs: list[str]) -> None:
     """Raises ConfigError for a directory that other text, another tokenizer or another data.bos
     made."""
     try:
-        manifest = read_object(output / MANIFEST)
+        manifest = read_object(output.path / MANIFEST)
         before = [entry["spec"] for entry in manifest["train"]]
-        other = "with another tokenizer" if manifest["tokenizer"] != tokenizer.fingerprint() else ""
-        if not other and tuple(manifest.get("beginning", ())) != beginning:
-            other = "with another data.bos"
+        difference = ""
+        if manifest["tokenizer"] != output.tokenizer.fingerprint():
+            difference = "with another tokenizer"
+        elif tuple(manifest.get("beginning", ())) != output.beginning:
+            difference = "with another data.bos"
     except WRONG_RECORD:
         return
     if before != specs:
-        other = f"of other text ({'; '.join(before)})"
-    if other:
+        difference = f"of other text ({'; '.join(before)})"
+    if difference:
         raise ConfigError(
-            f"--output {output} was prepared {other}: name a new directory, so that nothing is"
-            " lost."
+            f"--output {output.path} was prepared {difference}: name a new directory, so that"
+            " nothing is lost."
         )
 
 

@@ -1,17 +1,179 @@
-"""The tokens of a text, in memory-mapped shards."""
+"""The tokens of a text, in memory-mapped files: shards of tokens with an index of documents, and a
+manifest that joins them.
+
+<store>/manifest.json       written last: the store is complete when it is there
+<store>/00000.tokens        uint16, or uint32 for more than 65,536 entries; each document ends with
+                            the end token
+<store>/00000.documents     int64 [3, documents]: the offset in this shard after each end token; the
+                            size of each document's text in bytes; the hash of its name from 0 to 1,
+                            in whose order documents are held out, as the bits of a float64
+<store>/00000.json          counts and checksums of this shard, written after its two files, which
+                            are then never written again
+"""
 
 import functools
 import hashlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxformer.data.token_shards import Shard, read_manifest, write_manifest
+from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, require_counts
+from jaxformer.files import ConfigError, read_object, write_text
 
 NONE = np.zeros(0, np.int64)
+# An even number, as the test for ids of another width needs.
+BLOCK_IDS = 1 << 22
+FILE_KINDS = ("tokens", "documents")
+
+
+@dataclass(frozen=True)
+class IdArray:
+    """Ids in a file outside the store: their type, the byte at which they begin, their number."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+
+    def mapped(self) -> np.ndarray:
+        """The ids [count], mapped and not read."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The ids by blocks, each with the place of its first."""
+        ids = self.mapped()
+        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
+
+
+class VerifiedIds:
+    """The ids of a file, of which slices are taken. Each block of `BLOCK_IDS` is compared with its
+    digest (`digests`: uint8 [blocks, 16], of ids as `dtype`) when something of it is first read."""
+
+    def __init__(self, array: IdArray, digests: np.ndarray, dtype: np.dtype) -> None:
+        self._array, self._ids, self._digests = array, array.mapped(), digests
+        self._dtype = dtype
+        self._verified = np.zeros(len(digests), bool)
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Ids start to stop. Raises ConfigError where they are not those that were indexed."""
+        first, last = span.start // BLOCK_IDS, (span.stop - 1) // BLOCK_IDS
+        for block in range(first, last + 1):
+            if not self._verified[block]:
+                self._verify(block)
+        return self._ids[span]
+
+    def verify(self) -> None:
+        """Compares all blocks that were not yet read. Raises ConfigError as slices do."""
+        for block in np.flatnonzero(~self._verified):
+            self._verify(int(block))
+
+    def _verify(self, block: int) -> None:
+        start = block * BLOCK_IDS
+        ids = self._ids[start : start + BLOCK_IDS]
+        if digest_of_ids(ids, self._dtype) != self._digests[block].tobytes():
+            raise ConfigError(
+                f"{self._array.path} was altered since it was first read, though its size and time"
+                f" are as they were (ids {start:,} to {start + len(ids):,} have another checksum):"
+                " restore it; or, if it was changed on purpose, `touch` it to have it read as new"
+                " data."
+            )
+        self._verified[block] = True
+
+
+def digest_of_ids(ids: np.ndarray, dtype: np.dtype) -> bytes:
+    """A digest of ids (16 bytes) as `dtype` holds them, whatever holds them here; empty where it
+    cannot hold them."""
+    stored_ids = ids.astype(dtype, copy=False)
+    if not np.array_equal(stored_ids, ids):
+        return b""
+    return hashlib.blake2b(stored_ids.tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a store: its path without a suffix, its counts, and its files by their suffix.
+
+    `documents` counts those that end in it, `bytes` those of their text. A shard whose tokens are
+    `ids` has no file of tokens.
+    """
+
+    path: Path
+    tokens: int
+    documents: int
+    bytes: int
+    files: dict[str, Written]
+    ids: IdArray | None = None
+
+    @classmethod
+    def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
+        """A shard by its entry in a manifest. Raises KeyError or TypeError for a wrong entry."""
+        counts = dict(entry)
+        path, files = folder / counts.pop("name"), counts.pop("files")
+        require_counts(entry, "tokens", "documents", "bytes")
+        for file in files.values():
+            require_counts(file, "size")
+        return cls(path, files={kind: Written(**file) for kind, file in files.items()}, **counts)
+
+    @classmethod
+    def finished(cls, folder: Path, index: int, thorough: bool = False) -> "Shard | None":
+        """The shard of this number, None where it is not complete."""
+        try:
+            shard = cls.of(folder, read_object(folder / f"{index:05d}.json"))
+        except WRONG_RECORD:
+            return None
+        return shard.checked(thorough)
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry in a manifest."""
+        summary = asdict(self)
+        del summary["path"], summary["ids"]
+        return {"name": self.path.name} | summary
+
+    def file(self, kind: str) -> Path:
+        return self.path.with_suffix(f".{kind}")
+
+    def checked(self, thorough: bool = False) -> "Shard | None":
+        """The shard with its files as they are now, None where one is gone."""
+        try:
+            files = {
+                kind: written.checked(self.file(kind), thorough)
+                for kind, written in self.files.items()
+            }
+        except FileNotFoundError:
+            return None
+        return replace(self, files=files)
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, Any], list[Shard]] | None:
+    """The manifest of a store and its shards, None where there is none that can be read."""
+    try:
+        manifest = read_object(directory / MANIFEST)
+        np.dtype(manifest["dtype"])
+        manifest["beginning"] = tuple(map(int, manifest.get("beginning", ())))
+        return manifest, [Shard.of(directory, entry) for entry in manifest["shards"]]
+    except WRONG_RECORD:
+        return None
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes the manifest that makes a store complete; one that is there may stay as it is."""
+    try:
+        write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
+    except ConfigError:
+        if not (directory / MANIFEST).exists():
+            raise
+
+
+def missing_of(directory: Path) -> str:
+    """The name of the first file that a store lacks."""
+    _, shards = read_manifest(directory) or ({}, [])
+    paths = (shard.file(kind) for shard in shards for kind in FILE_KINDS)
+    return next((path.name for path in paths if not path.exists()), MANIFEST)
 
 
 class TokenStore:
@@ -199,7 +361,7 @@ class TokenStore:
         [blocks, 16] of its ids."""
         shard = self._shards[number]
         if kind == "tokens" and shard.ids:
-            return shard.ids.verified(self._map(number, "digests"), self._dtype)
+            return VerifiedIds(shard.ids, self._map(number, "digests"), self._dtype)
         kinds = {"tokens": (self._dtype, (-1,)), "digests": (np.dtype(np.uint8), (-1, 16))}
         dtype, shape = kinds.get(kind, (np.dtype(np.int64), (3, -1)))
         path = shard.file(kind)

@@ -6,18 +6,18 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxformer.config.run import DataConfig, named_sources
 from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, claimed
+from jaxformer.data.ids import id_store, scan_ids
 from jaxformer.data.sources import IdFiles, Source, find_ids, find_source, fingerprint
 from jaxformer.data.sources.error_policy import ErrorPolicy
 from jaxformer.data.sources.records import Fields, is_text
-from jaxformer.data.splits import Scan, file_groups, scan, scan_group
-from jaxformer.data.store import TokenStore
-from jaxformer.data.token_shards import missing_of
+from jaxformer.data.splits import Scan, SideName, file_groups, scan, scan_group
+from jaxformer.data.store import TokenStore, missing_of
 from jaxformer.data.tokenizing import ProgressNotes, build_shards, complete, open_or_build
 from jaxformer.files import ConfigError, read_file, read_object, write_text
 from jaxformer.tokenizer import Tokenizer
@@ -98,9 +98,7 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
             raise ValueError(f"its format is {manifest['format']}, not {FORMAT}")
         texts, digest = manifest[setting.removeprefix("data.")], manifest["tokenizer"]
         beginning = tuple(map(int, manifest.get("beginning", ())))
-        scans = [
-            (entry["spec"], Scan.read(entry.get("scan") or entry["survey"])) for entry in texts
-        ]
+        scans = [(entry["spec"], Scan.read(entry["scan"])) for entry in texts]
     except WRONG_RECORD as error:
         raise ConfigError(
             f"{setting}: {folder / MANIFEST} is not what `jaxformer prepare --output` of this"
@@ -122,186 +120,165 @@ def prepared_texts(folder: Path, setting: str, fields: Fields) -> list[Source]:
 def scan_of(source: Source, folder: Path, log: Log) -> Scan:
     """The scan of a text: kept with a prepared one, else made or found in `folder`."""
     if isinstance(source, IdFiles):
-        from jaxformer.data.ids import scan_ids
-
         return scan_ids(source, folder, log)
     if isinstance(source, Prepared) and source.scanned:
         return source.scanned
     return scan(source, folder, log)
 
 
-def store_of(
-    source: Source,
-    text_scan: Scan,
-    tokenizer: Tokenizer,
-    folder: Path,
-    log: Log,
-    thorough: bool = False,
-    beginning: tuple[int, ...] = (),
-) -> TokenStore:
-    """The tokens of a text, in `folder` or where it is prepared; `thorough` only checks them.
+@dataclass(frozen=True)
+class StoreFolder:
+    """A directory of stores: the ids of texts by one tokenizer, in which each document begins with
+    the tokens `beginning`."""
 
-    Each document begins with `beginning`; files of token ids stay as they are.
-    """
-    if isinstance(source, IdFiles):
-        from jaxformer.data.ids import id_store
+    path: Path
+    tokenizer: Tokenizer
+    beginning: tuple[int, ...]
+    log: Log
 
-        names = [directory_of(group_scan, tokenizer) for group_scan in text_scan.parts]
-        return id_store(source, text_scan, [folder / name for name in names], thorough, log)
-    names = [directory_of(group_scan, tokenizer, beginning) for group_scan in text_scan.parts]
-    if isinstance(source, Prepared):
-        _require_beginning(source, tokenizer, beginning)
-        stores = [_prepared(source, name, tokenizer, thorough) for name in names]
-    else:
-        directories = [folder / name for name in names]
-        stores = _group_stores(source, text_scan, directories, tokenizer, log, thorough, beginning)
-    return TokenStore.joined(stores, fingerprint(names))
+    def name_of(self, group_scan: Scan) -> str:
+        """The name of the directory of a file group's tokens, the same for equal text, tokenizer
+        and tokens with which documents begin."""
+        begun = [[*self.beginning]] if self.beginning else []
+        return fingerprint(FORMAT, group_scan.content, self.tokenizer.fingerprint(), *begun)
 
+    def store_of(self, source: Source, text_scan: Scan, thorough: bool = False) -> TokenStore:
+        """The tokens of a text, in this directory or where it is prepared; `thorough` only checks
+        them. Files of token ids stay as they are."""
+        if isinstance(source, IdFiles):
+            as_they_are = replace(self, beginning=())
+            folders = [self.path / as_they_are.name_of(each) for each in text_scan.parts]
+            return id_store(source, text_scan, folders, thorough, self.log)
+        names = [self.name_of(group_scan) for group_scan in text_scan.parts]
+        if isinstance(source, Prepared):
+            stores = self._prepared(source, names, thorough)
+        else:
+            stores = self._group_stores(source, text_scan, names, thorough)
+        return TokenStore.joined(stores, fingerprint(names))
 
-def _group_stores(
-    source: Source,
-    text_scan: Scan,
-    directories: list[Path],
-    tokenizer: Tokenizer,
-    log: Log,
-    thorough: bool,
-    beginning: tuple[int, ...],
-) -> list[TokenStore]:
-    """The stores of the file groups of a source."""
-    count, began = len(directories), time.perf_counter()
-    stores = [TokenStore.open(directory, thorough) for directory in directories]
-    pairs = zip(text_scan.parts, stores, strict=True)
-    missing = [group_scan for group_scan, store in pairs if store is None]
-    size = sum(group_scan.bytes for group_scan in missing)
-    if missing and thorough:
-        raise ConfigError(
-            f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
-            " make them."
-        )
-    if missing:
-        parts = f", {len(missing)} of {count} parts" if count > 1 else ""
-        log(f"{source}: tokenizing {megabytes(size)}{parts}")
-    progress, made = ProgressNotes(log, size), []
-    groups = zip(directories, file_groups(source), text_scan.parts, stores, strict=True)
-    for directory, group, group_scan, store in groups:
-        store = store or open_or_build(directory, group.pieces, tokenizer, progress, beginning)
-        _require_text_of(group_scan, store, directory, source)
-        made.append(store)
-    if missing:
-        log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
-    else:
-        more = f" and {count - 1:,} more" if count > 1 else ""
-        log(f"{source}: reusing {directories[0]}{more}")
-    return made
+    def build_part(self, source: Source, scans: Path, share: tuple[int, int]) -> None:
+        """Makes the part (number from 0, of how many) of a text's shards, independently of others;
+        `scans` is the directory of its scans.
 
-
-def build_part(
-    source: Source,
-    tokenizer: Tokenizer,
-    scanned: Path,
-    folder: Path,
-    share: tuple[int, int],
-    log: Log,
-    beginning: tuple[int, ...] = (),
-) -> None:
-    """Makes the part (number from 0, of how many) of a text's shards, independently of others.
-    Each document begins with `beginning`.
-
-    Parts are file groups where there are enough of them, otherwise shards of each group.
-    """
-    index, count = share
-    groups = list(enumerate(file_groups(source)))
-    by_group = len(groups) >= count
-    my_groups = groups[index::count] if by_group else groups
-    part_of = f"one of every {count} shards is"
-    if by_group:
-        part_of = f"{len(my_groups):,} of {len(groups):,} groups of files are"
-    log(f"{source}: {part_of} this task's")
-    scans = [scan_group(group, scanned, log) for _, group in my_groups]
-    progress = ProgressNotes(log, sum(group_scan.bytes for group_scan in scans))
-    for (number, group), group_scan in zip(my_groups, scans, strict=True):
-        directory = folder / directory_of(group_scan, tokenizer, beginning)
+        Parts are file groups where there are enough of them, otherwise shards of each group.
+        """
+        index, count = share
+        groups = list(enumerate(file_groups(source)))
+        by_group = len(groups) >= count
+        my_groups = groups[index::count] if by_group else groups
+        part_of = f"one of every {count} shards is"
         if by_group:
-            store = open_or_build(directory, group.pieces, tokenizer, progress, beginning)
-            _require_text_of(group_scan, store, directory, source)
-        elif TokenStore.open(directory) is None:
-            chosen = functools.partial(_is_mine, number, index, count)
-            with claimed(directory, log, shared=True):
-                shards = build_shards(
-                    directory, group.pieces(), tokenizer, progress, chosen, beginning
+            part_of = f"{len(my_groups):,} of {len(groups):,} groups of files are"
+        self.log(f"{source}: {part_of} this task's")
+        my_scans = [scan_group(group, scans, self.log) for _, group in my_groups]
+        progress = ProgressNotes(self.log, sum(group_scan.bytes for group_scan in my_scans))
+        for (number, group), group_scan in zip(my_groups, my_scans, strict=True):
+            directory = self.path / self.name_of(group_scan)
+            if by_group:
+                self._build(directory, group, group_scan, progress)
+            elif TokenStore.open(directory) is None:
+                chosen = functools.partial(_is_mine, number, index, count)
+                with claimed(directory, self.log, shared=True):
+                    shards = build_shards(
+                        directory, group.pieces(), self.tokenizer, progress, chosen, self.beginning
+                    )
+                    complete(directory, shards, self.tokenizer, self.beginning)
+
+    def write_prepared(self, texts: dict[SideName, list[tuple[Source, Scan]]]) -> None:
+        """Writes what makes this directory a source: its tokenizer and its manifest, which says
+        with which tokens documents begin."""
+        self.tokenizer.save(self.path / TOKENIZER_FILE)
+        listed = {
+            side: [{"spec": source.spec, "scan": asdict(text_scan)} for source, text_scan in pairs]
+            for side, pairs in texts.items()
+        }
+        made_by = {"kind": KIND, "format": FORMAT, "tokenizer": self.tokenizer.fingerprint()}
+        begun = {"beginning": [*self.beginning]} if self.beginning else {}
+        write_text(self.path / MANIFEST, json.dumps(made_by | begun | listed, indent=1))
+
+    def _group_stores(
+        self, source: Source, text_scan: Scan, names: list[str], thorough: bool
+    ) -> list[TokenStore]:
+        """The stores of the file groups of a source."""
+        count, began = len(names), time.perf_counter()
+        directories = [self.path / name for name in names]
+        stores = [TokenStore.open(directory, thorough) for directory in directories]
+        pairs = zip(text_scan.parts, stores, strict=True)
+        missing = [group_scan for group_scan, store in pairs if store is None]
+        size = sum(group_scan.bytes for group_scan in missing)
+        if missing and thorough:
+            raise ConfigError(
+                f"{source}: {len(missing)} of {count} parts are not prepared: leave out --verify to"
+                " make them."
+            )
+        if missing:
+            parts = f", {len(missing)} of {count} parts" if count > 1 else ""
+            self.log(f"{source}: tokenizing {megabytes(size)}{parts}")
+        progress, made = ProgressNotes(self.log, size), []
+        groups = zip(directories, file_groups(source), text_scan.parts, stores, strict=True)
+        for directory, group, group_scan, store in groups:
+            made.append(self._build(directory, group, group_scan, progress, store))
+        if missing:
+            self.log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+        else:
+            more = f" and {count - 1:,} more" if count > 1 else ""
+            self.log(f"{source}: reusing {directories[0]}{more}")
+        return made
+
+    def _build(
+        self,
+        directory: Path,
+        group: Source,
+        group_scan: Scan,
+        progress: ProgressNotes,
+        store: TokenStore | None = None,
+    ) -> TokenStore:
+        """The store of a file group, made where there is none. Removes it, and raises ConfigError,
+        where files changed after their scan."""
+        if store is None:
+            store = open_or_build(directory, group.pieces, self.tokenizer, progress, self.beginning)
+        if (group_scan.documents, group_scan.bytes) != (store.documents, store.bytes):
+            shutil.rmtree(directory, ignore_errors=True)
+            raise ConfigError(
+                f"{group}: its files changed while they were tokenized: run again when they no"
+                " longer change."
+            )
+        return store
+
+    def _prepared(self, source: Prepared, names: list[str], thorough: bool) -> list[TokenStore]:
+        """The stores of a prepared text. Raises ConfigError where its documents begin otherwise
+        than data.bos says, for another tokenizer, and for a store that is not complete."""
+        if source.tokenizer != self.tokenizer.fingerprint():
+            raise ConfigError(
+                f"{source.setting}: {source.folder} was made by another tokenizer than the run's,"
+                " which is that of tokenizer.path, or else of the first prepared directory: prepare"
+                " all texts with one tokenizer."
+            )
+        if source.beginning != self.beginning:
+            stored, asked = (
+                " ".join(map(self.tokenizer.shown, tokens)) or "no BOS"
+                for tokens in (source.beginning, self.beginning)
+            )
+            setting = "always" if source.beginning else "never"
+            raise ConfigError(
+                f"{source.setting}: the documents of {source.folder} were prepared with {stored},"
+                f" and the run's data.bos and data.objective ask for {asked}: set"
+                f" data.bos={setting}, or prepare the text again with the settings of the run."
+            )
+        stores = []
+        for directory in (source.folder / name for name in names):
+            if (store := TokenStore.open(directory, thorough)) is None:
+                raise ConfigError(
+                    f"{source.setting}: {directory} is not complete, {missing_of(directory)} is"
+                    " missing: copy the directory again, or run the `jaxformer prepare --output`"
+                    " that made it once more."
                 )
-                complete(directory, shards, tokenizer, beginning)
+            stores.append(store)
+        return stores
 
 
 def _is_mine(group: int, index: int, count: int, shard: int) -> bool:
     return (group + shard) % count == index
-
-
-def _require_text_of(group_scan: Scan, store: TokenStore, directory: Path, source: Source) -> None:
-    """Removes the store, and raises ConfigError, where files changed after their scan."""
-    if (group_scan.documents, group_scan.bytes) != (store.documents, store.bytes):
-        shutil.rmtree(directory, ignore_errors=True)
-        raise ConfigError(
-            f"{source}: its files changed while they were tokenized: run again when they no longer"
-            " change."
-        )
-
-
-def write_prepared(
-    folder: Path,
-    tokenizer: Tokenizer,
-    texts: dict[str, list[tuple[Source, Scan]]],
-    beginning: tuple[int, ...] = (),
-) -> None:
-    """Writes what makes a directory of stores a source: its tokenizer and its manifest, which says
-    with which tokens documents begin."""
-    tokenizer.save(folder / TOKENIZER_FILE)
-    listed = {
-        side: [{"spec": source.spec, "scan": asdict(text_scan)} for source, text_scan in several]
-        for side, several in texts.items()
-    }
-    made_by = {"kind": KIND, "format": FORMAT, "tokenizer": tokenizer.fingerprint()}
-    begun = {"beginning": [*beginning]} if beginning else {}
-    write_text(folder / MANIFEST, json.dumps(made_by | begun | listed, indent=1))
-
-
-def directory_of(group_scan: Scan, tokenizer: Tokenizer, beginning: tuple[int, ...] = ()) -> str:
-    """The name of the directory of a file group's tokens, the same for equal text, tokenizer and
-    tokens with which documents begin."""
-    begun = [[*beginning]] if beginning else []
-    return fingerprint(FORMAT, group_scan.content, tokenizer.fingerprint(), *begun)
-
-
-def _require_beginning(source: Prepared, tokenizer: Tokenizer, beginning: tuple[int, ...]) -> None:
-    """Raises ConfigError where prepared documents begin otherwise than data.bos says."""
-    if source.tokenizer != tokenizer.fingerprint() or source.beginning == beginning:
-        return
-    stored, asked = (
-        " ".join(map(tokenizer.shown, tokens)) or "no BOS"
-        for tokens in (source.beginning, beginning)
-    )
-    setting = "always" if source.beginning else "never"
-    raise ConfigError(
-        f"{source.setting}: the documents of {source.folder} were prepared with {stored}, and the"
-        f" run's data.bos and data.objective ask for {asked}: set data.bos={setting}, or prepare"
-        " the text again with the settings of the run."
-    )
-
-
-def _prepared(source: Prepared, name: str, tokenizer: Tokenizer, thorough: bool) -> TokenStore:
-    if source.tokenizer != tokenizer.fingerprint():
-        raise ConfigError(
-            f"{source.setting}: {source.folder} was made by another tokenizer than the run's, which"
-            " is that of tokenizer.path, or else of the first prepared directory: prepare all"
-            " texts with one tokenizer."
-        )
-    if (store := TokenStore.open(source.folder / name, thorough)) is not None:
-        return store
-    directory = source.folder / name
-    raise ConfigError(
-        f"{source.setting}: {directory} is not complete, {missing_of(directory)} is missing: copy"
-        " the directory again, or run the `jaxformer prepare --output` that made it once more."
-    )
 
 
 def megabytes(size: int) -> str:

@@ -17,8 +17,7 @@ from jaxformer.config.settings import Log
 from jaxformer.data.cache_files import Written, claimed
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.source_files import hash_fraction
-from jaxformer.data.store import TokenStore
-from jaxformer.data.token_shards import Shard, write_manifest
+from jaxformer.data.store import Shard, TokenStore, write_manifest
 from jaxformer.files import replacing, write_text
 from jaxformer.tokenizer import Tokenizer
 
@@ -32,11 +31,12 @@ Item = TypeVar("Item")
 DocumentIndex = tuple["array | np.ndarray", "array | np.ndarray", "array | np.ndarray"]
 
 
-class SizedPiece(NamedTuple):
-    """A piece of text, the bytes of its document up to its end, and whether it is the first one of
-    its document."""
+class ShardPiece(NamedTuple):
+    """A piece of text, a number that is equal for the pieces of a shard, the bytes of its document
+    up to its end, and whether it is the first one of its document."""
 
     piece: Piece
+    shard: int
     size: int
     begins: bool
 
@@ -75,8 +75,6 @@ def open_or_build(
     Each document begins with the tokens `beginning`. A second process on this machine waits and
     then reuses. Raises ConfigError where a file of the store was altered.
     """
-    if (store := TokenStore.open(directory)) is not None:
-        return store
     progress = progress or ProgressNotes()
     with claimed(directory, progress.log) as alone:
         if (store := TokenStore.open(directory)) is not None:
@@ -117,7 +115,9 @@ def build_shards(
     """Writes the shards of a store whose numbers are `mine`, unless they are there; None for those
     that others make."""
     made: list[Shard | None] = []
-    for index, group in enumerate(_groups(_sized(pieces, progress))):
+    groups = itertools.groupby(_by_shard(pieces, progress), lambda entry: entry.shard)
+    # The pieces of a shard that is not written are read and passed over.
+    for index, (_, group) in enumerate(groups):
         shard = Shard.finished(directory, index)
         if not shard and mine(index):
             path = directory / f"{index:05d}"
@@ -127,39 +127,28 @@ def build_shards(
     return [shard or Shard.finished(directory, index) for index, shard in enumerate(made)]
 
 
-def _sized(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[SizedPiece]:
+def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[ShardPiece]:
     """The pieces with what is counted over several of them."""
-    size, begins = 0, True
+    size, characters, begins = 0, 0, True
     for piece in pieces:
         piece_size = len(piece.text.encode())
         size, progress.done = size + piece_size, progress.done + piece_size
-        yield SizedPiece(piece, size, begins)
+        characters += len(piece.text)
+        yield ShardPiece(piece, (characters - 1) // SHARD_CHARACTERS, size, begins)
         size, begins = 0 if piece.ends else size, piece.ends
 
 
-def _groups(pieces: Iterable[SizedPiece]) -> Iterator[Iterable[SizedPiece]]:
-    """The pieces of each shard; those of a shard that is not consumed are passed over."""
-    seen = 0
-
-    def shard(sized: SizedPiece) -> int:
-        nonlocal seen
-        seen += len(sized.piece.text)
-        return (seen - 1) // SHARD_CHARACTERS
-
-    return (group for _, group in itertools.groupby(pieces, shard))
-
-
 def _write_shard(
-    path: Path, pieces: Iterable[SizedPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
+    path: Path, pieces: Iterable[ShardPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Shard:
     before = np.array(beginning, np.uint32)
     tokens, ends, sizes, hashes = 0, array("q"), array("q"), array("d")
     read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
     with replacing(path.with_suffix(".tokens")) as file:
-        for batch in _ahead(in_batches(pieces, lambda sized: len(sized.piece.text))):
+        for batch in _ahead(in_batches(pieces, lambda entry: len(entry.piece.text))):
             rows = []
-            encoded = tokenizer.encode_arrays([sized.piece.text for sized in batch])
-            for (piece, size, begins), ids in zip(batch, encoded, strict=True):
+            encoded = tokenizer.encode_arrays([entry.piece.text for entry in batch])
+            for (piece, _, size, begins), ids in zip(batch, encoded, strict=True):
                 first = before if begins else before[:0]
                 rows += [first, ids, end[: piece.ends]]
                 tokens += len(first) + len(ids) + piece.ends

@@ -84,16 +84,15 @@ def corpus_of(
     new_labels: bool = False,
     log: Log = lambda line: None,
 ) -> data.Corpus:
-    """The data of a run as rows. `labels`, `new_labels` and the errors are those of
-    `data.prepare`."""
+    """The data of a run as rows. `labels` and `new_labels` are those of `data.ModelLabels`, and the
+    errors those of `data.prepare`."""
     return data.prepare(
         run.data,
         run.tokenizer,
         task_of(run.model, run.data),
         seed=run.run.seed,
         vocab_size=run.model.vocab_size,
-        labels=labels,
-        new_labels=new_labels,
+        model_labels=data.ModelLabels(labels, new_labels),
         log=log,
     )
 

@@ -13,7 +13,7 @@ from jaxformer.config.saved import to_json
 from jaxformer.data import tokenizing
 from jaxformer.data.sources.source import find_source
 from jaxformer.data.splits import Scan, cached_scan, scan
-from jaxformer.data.token_shards import read_manifest
+from jaxformer.data.store import read_manifest
 from jaxformer.files import ConfigError
 from jaxformer.report import MetricsLog, read_metrics
 from jaxformer.report.plot import plot_losses

@@ -36,7 +36,7 @@ from jaxformer.data import (
 )
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.sources import Piece
-from jaxformer.data.token_shards import Shard
+from jaxformer.data.store import Shard
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer, train_bpe_tokenizer
 

@@ -1,7 +1,6 @@
 """Token ids as data: what is read of .npy and .bin files is what the text would give, or is
 refused."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from tiny_run import line, train_here
 
 from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
-from jaxformer.data import Batches, Corpus, evaluation_batches, ids
+from jaxformer.data import Batches, Corpus, evaluation_batches, store
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, train_bpe_tokenizer
 
@@ -72,7 +71,7 @@ def assert_same_batches(
 def test_ids_give_the_batches_of_their_text(
     name: str, packing: str, block: int, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ids, "BLOCK_IDS", block)
+    monkeypatch.setattr(store, "BLOCK_IDS", block)
     run = run_of(made, made / f"{name}.txt", tmp_path / "text", packing=packing)
     own = run_of(made, made / f"{name}.npy", tmp_path / "ids", packing=packing)
     assert_same_batches(prepare(own), prepare(run), run.data)
@@ -177,7 +176,7 @@ def test_ids_that_changed_behind_their_size_and_time_are_not_used(
 ) -> None:
     """Only the block that holds the change is refused when it is read, and all of it by `always`
     before anything is."""
-    monkeypatch.setattr(ids, "BLOCK_IDS", 64)
+    monkeypatch.setattr(store, "BLOCK_IDS", 64)
     found = np.load(made / "many.npy").astype(np.uint16 if name != "wide.npy" else np.int64)
     path = tmp_path / name
     np.save(path, found) if name.endswith("npy") else found.tofile(path)
@@ -198,22 +197,6 @@ def test_ids_that_changed_behind_their_size_and_time_are_not_used(
     assert after.read(0, 64).tolist() == found[:64].tolist()
     with told:
         after.read(0, after.tokens)
-
-
-def test_an_index_without_digests_gets_them_and_stays_the_same_data(
-    made: Path, tmp_path: Path
-) -> None:
-    run = run_of(made, made / "many.npy", tmp_path / "cache")
-    before = prepare(run)
-    (entry,) = [path for path in tmp_path.rglob("00000.json") if "digests" in path.read_text()]
-    record = json.loads(entry.read_text())
-    del record["files"]["digests"]
-    entry.write_text(json.dumps(record))  # as earlier versions wrote it
-    entry.with_suffix(".digests").unlink()
-    after = prepare(run)
-    assert entry.with_suffix(".digests").exists()
-    assert after.train.fingerprint == before.train.fingerprint
-    assert_same_batches(after, before, run.data)
 
 
 def saved(array: Any) -> Callable[[Path], Path]:

@@ -172,14 +172,14 @@ def test_files_that_change_while_they_are_read_leave_no_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = written(tmp_path, files=2)
-    run, store_of = run_of(tmp_path, str(text)), preparing.store_of
+    run, store_of = run_of(tmp_path, str(text)), preparing.StoreFolder.store_of
 
     def changed_before(*arguments: Any) -> TokenStore:
         with open(text / "1.jsonl", "a") as file:
             file.write(json.dumps({"text": "one more"}) + "\n")
         return store_of(*arguments)
 
-    monkeypatch.setattr(preparing, "store_of", changed_before)
+    monkeypatch.setattr(preparing.StoreFolder, "store_of", changed_before)
     with pytest.raises(ConfigError, match="its files changed while they were tokenized"):
         prepare_text(run, None, False, quiet)
     assert not list((tmp_path / "cache" / "stores").iterdir())

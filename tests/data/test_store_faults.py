@@ -12,15 +12,7 @@ import pytest
 from corpora import prepare, prepare_share, prepare_text
 from test_prepare import contents, quiet, run_of, written
 
-from jaxformer.data import (
-    TokenStore,
-    cache_files,
-    open_or_build,
-    splits,
-    texts,
-    token_shards,
-    tokenizing,
-)
+from jaxformer.data import TokenStore, cache_files, open_or_build, splits, store, texts, tokenizing
 from jaxformer.data.sources import Piece, Source
 from jaxformer.data.tokenizing import ProgressNotes, build_shards
 from jaxformer.files import ConfigError
@@ -108,7 +100,7 @@ def test_a_manifest_must_be_written_once_but_need_not_be_renewed(
     def full(path: Path, text: str) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr(token_shards, "write_text", full)
+    monkeypatch.setattr(store, "write_text", full)
     assert TokenStore.open(tmp_path)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no room"):
