@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxformer.config.run import DataConfig
 from jaxformer.data.examples import ExampleStore
-from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources.records import Kind, Record, Value
 from jaxformer.data.store import NONE, TokenStore
 from jaxformer.data.task import Task
+from jaxformer.data.templates import ExampleRows
 from jaxformer.tokenizer import Tokenizer, byte_tokenizer
 
 # A record of each kind of field: one word, whose tag or label is "a" too.

@@ -13,13 +13,12 @@ from jaxformer.config.run import DataConfig, TokenizerConfig
 from jaxformer.config.settings import Log
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.mixture import Mixture, check_shares
-from jaxformer.data.packing import ExampleRows
 from jaxformer.data.rows import Rows
 from jaxformer.data.sources import IdFiles, Piece, Source, fingerprint
 from jaxformer.data.splits import SideName, Sides, Split
 from jaxformer.data.store import TokenStore
 from jaxformer.data.task import Task
-from jaxformer.data.templates import Template
+from jaxformer.data.templates import ExampleRows, Template
 from jaxformer.data.texts import (
     FORMAT,
     SCANS,

@@ -3,13 +3,15 @@ label), by number.
 
 <store>/tokens.npy        int32: all sequences, one after the other
 <store>/bounds.npy        int64 [examples x parts + 1]: where each begins, and where the last ends
-<store>/manifest.json     counts and checksums, written last: the store is complete when it is there
+<store>/manifest.json     counts, the labels in the order in which they were met, and the two other
+                          files as they were written; written last: the store is complete when it is
+                          there
 """
 
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from jaxformer.data.cache_files import MANIFEST, WRONG_RECORD, Written, claimed,
 from jaxformer.data.sources import Piece
 from jaxformer.data.sources.error_policy import RecordError
 from jaxformer.data.sources.records import Record
-from jaxformer.data.tokenizing import in_batches
+from jaxformer.data.tokenizing import BATCH_CHARACTERS
 from jaxformer.files import ConfigError, read_object, replacing, write_text
+from jaxformer.tokenizer.words import in_batches
 
 ARRAY_FILES = ("tokens.npy", "bounds.npy")
 
@@ -34,39 +37,26 @@ Labels = dict[str, int]
 EncodeRecords = Callable[[list[Record], Labels], Iterable[Parts]]
 
 
-@dataclass(frozen=True)
-class ExampleCounts:
-    """The manifest: tokens, examples, bytes of text, sequences of each example, and the labels in
-    the order in which they were met, and the two other files as they were written."""
-
-    tokens: int
-    documents: int
-    bytes: int
-    parts: int
-    labels: tuple[str, ...]
-    files: dict[str, dict[str, Any]]
-
-
 class ExampleStore:
     """The examples of a split."""
 
-    def __init__(self, directory: Path, counts: ExampleCounts) -> None:
+    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
         self.directory, self.fingerprint = directory, directory.name
-        self.labels = tuple(counts.labels)
-        self.tokens, self.documents, self.bytes = counts.tokens, counts.documents, counts.bytes
-        self.parts = counts.parts
+        self.labels, self.parts = tuple(manifest["labels"]), manifest["parts"]
+        self.tokens, self.documents = manifest["tokens"], manifest["documents"]
+        self.bytes = manifest["bytes"]
         self._tokens = _mapped(directory / "tokens.npy")
         self._bounds = _mapped(directory / "bounds.npy")
         self._numbers: np.ndarray | None = None
 
     @classmethod
     def open(cls, directory: Path) -> "ExampleStore | None":
-        """The store in a directory, or None where it is not complete, or of an earlier version,
-        which wrote no digests. Raises ConfigError where a file was altered since."""
+        """The store in a directory, or None where it is not complete. Raises ConfigError where a
+        file was altered since."""
         try:
-            counts = ExampleCounts(**read_object(directory / MANIFEST))
-            store = cls(directory, counts)
-            written = {name: Written(**counts.files[name]) for name in ARRAY_FILES}
+            manifest = read_object(directory / MANIFEST)
+            store = cls(directory, manifest)
+            written = {name: Written(**manifest["files"][name]) for name in ARRAY_FILES}
             is_complete = len(store._tokens) == store.tokens and len(store) == store.documents
         except (OSError, *WRONG_RECORD):
             return None
@@ -121,8 +111,6 @@ def open_or_encode(
 ) -> ExampleStore:
     """The finished store in a directory, or a new one. A second process on this machine waits and
     then reuses it."""
-    if store := ExampleStore.open(directory):
-        return store
     with claimed(directory, log):
         return ExampleStore.open(directory) or _encode(directory, records(), encode)
 
@@ -131,7 +119,7 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
     labels: Labels = {}
     tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
     size = documents = part_count = 0
-    for batch in in_batches(records, lambda piece: len(piece.text)):
+    for batch in in_batches(records, lambda piece: len(piece.text), BATCH_CHARACTERS):
         try:
             examples = list(encode([piece.record for piece in batch], labels))
         except RecordError as error:
@@ -148,9 +136,10 @@ def _encode(directory: Path, records: Iterable[Piece], encode: EncodeRecords) ->
         with replacing(directory / name) as file:
             np.save(file, each)
         files[name] = asdict(Written.now(directory / name, digest(directory / name)))
-    counts = ExampleCounts(len(ids), documents, size, max(part_count, 1), tuple(labels), files)
-    write_text(directory / MANIFEST, json.dumps(asdict(counts), indent=1))
-    return ExampleStore(directory, counts)
+    manifest: dict[str, Any] = {"tokens": len(ids), "documents": documents, "bytes": size}
+    manifest |= {"parts": max(part_count, 1), "labels": [*labels], "files": files}
+    write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
+    return ExampleStore(directory, manifest)
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxformer.config.run import DataConfig
+from jaxformer.data.best_fit import BestFit
 from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, numbered, padded
 from jaxformer.data.store import TokenStore
 from jaxformer.tokenizer import MARKS, Tokenizer
@@ -47,8 +48,6 @@ class MaskedRows(TextRows):
         )
         self._fit = None
         if data.packing == "best_fit":
-            from jaxformer.data.best_fit import BestFit
-
             self._fit = BestFit(store.ends(), size)
             self.window, self.filled = 0, (self._fit.filled * size + 2) / self.length
         self.ordinary = tokenizer.ordinary()

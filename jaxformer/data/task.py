@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxformer.config.run import DataConfig
+from jaxformer.data.best_fit import BestFitRows
 from jaxformer.data.rows import CausalRows, RowFormat, Rows, WindowRows
 from jaxformer.data.sources.records import Fields, Kind, RecordField
 from jaxformer.data.store import TokenStore
@@ -22,8 +23,6 @@ def causal_rows(
     if data.order == "random":
         return WindowRows(store, data)
     if data.packing == "best_fit":
-        from jaxformer.data.best_fit import BestFitRows
-
         return BestFitRows(store, data, tokenizer.end_token)
     return CausalRows(store, data)
 

@@ -20,9 +20,10 @@ from jaxformer.data.sources.source_files import hash_fraction
 from jaxformer.data.store import Shard, TokenStore, write_manifest
 from jaxformer.files import replacing, write_text
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.words import in_batches
 
 SHARD_CHARACTERS = 64 << 20
-BATCH_CHARACTERS = 1 << 21
+BATCH_CHARACTERS = 1 << 21  # enough to keep all cores encoding
 SECONDS_BETWEEN_NOTES = 5.0
 
 Item = TypeVar("Item")
@@ -138,6 +139,10 @@ def _by_shard(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[Shar
         size, begins = 0 if piece.ends else size, piece.ends
 
 
+def _characters(entry: ShardPiece) -> int:
+    return len(entry.piece.text)
+
+
 def _write_shard(
     path: Path, pieces: Iterable[ShardPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
 ) -> Shard:
@@ -145,7 +150,7 @@ def _write_shard(
     tokens, ends, sizes, hashes = 0, array("q"), array("q"), array("d")
     read, end = hashlib.blake2b(digest_size=16), np.array([tokenizer.end_token], np.uint32)
     with replacing(path.with_suffix(".tokens")) as file:
-        for batch in _ahead(in_batches(pieces, lambda entry: len(entry.piece.text))):
+        for batch in _ahead(in_batches(pieces, _characters, BATCH_CHARACTERS)):
             rows = []
             encoded = tokenizer.encode_arrays([entry.piece.text for entry in batch])
             for (piece, _, size, begins), ids in zip(batch, encoded, strict=True):
@@ -188,19 +193,6 @@ def _write(path: Path, arrays: "Iterable[array | np.ndarray]") -> str:
     with replacing(path) as file:
         file.write(raw)
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
-
-
-def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Lists of items, each large enough to keep all cores encoding."""
-    batch, total = [], 0
-    for item in items:
-        batch.append(item)
-        total += size(item)
-        if total >= BATCH_CHARACTERS:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 def _ahead(items: Iterator[Item]) -> Iterator[Item]:

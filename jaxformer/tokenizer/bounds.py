@@ -2,44 +2,29 @@
 more than a moment to split a short one.
 
 The growth follows from the file. Whether its regular expressions end is tried in a process of its
-own with a timeout: those of the tokenizers library give up a match after ten million steps, with a
+own with bounds: those of the tokenizers library give up a match after ten million steps, with a
 panic, but a text has as many matches as characters.
 """
 
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
+from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer.pieces import ANY_CHARACTER
+from jaxformer.tokenizer.pieces import ANY_CHARACTER, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 MOST_GROWTH = 1000.0  # characters that a normalizer or decoder may make of one
 FORM_GROWTH = 18.0  # of Unicode's forms NFKC and NFKD, by U+FDFA
-TRIAL_SECONDS = 10.0
+TRIAL_SECONDS = 10.0  # of a core
+TRIAL_MEMORY = 8 << 30  # bytes of address space
 TRIAL_LENGTH = 1000  # characters of each text of the trial
 TRIAL_TEXTS = 200  # at most
-
-# Run as `python -c TRIAL FILE` with a JSON list of texts as standard input.
-TRIAL = """
-import json, sys, tokenizers
-if sys.platform != "win32":
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-backend = tokenizers.Tokenizer.from_str(open(sys.argv[1], encoding="utf-8").read())
-backend.no_truncation()
-for text in json.load(sys.stdin):
-    try:
-        backend.encode(text, add_special_tokens=False)
-    except Exception:  # such as an unknown character; a panic is none
-        pass
-"""
 
 
 def check_bounds(spec: dict[str, Any], file: Path) -> None:
@@ -97,22 +82,29 @@ def _try(patterns: list[str], file: Path) -> None:
     units = ["a", "A", "1", " ", "\n", "\t", ".", "é", "中", "\u0301", "a ", "a1", " \n"]
     units += characters
     texts = [unit * (TRIAL_LENGTH // len(unit)) + end for unit in units for end in ("", "\0")]
-    options: dict[str, Any] = {
-        "input": json.dumps(texts[:TRIAL_TEXTS]),
-        "env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"},
-        "timeout": TRIAL_SECONDS,
-    }
-    command = [sys.executable, "-P", "-c", TRIAL, str(file)]
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True, **options)
-    except subprocess.TimeoutExpired:
-        problem = f"takes more than {TRIAL_SECONDS:g} s"
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines()
-        problem = f"fails ({lines[-1] if lines else 'no reason given'})"
-    else:
-        return
-    raise ConfigError(
-        f"{file}: splitting texts of {TRIAL_LENGTH:,} characters {problem}; its patterns are"
-        f" {', '.join(map(repr, patterns))[:300]}. Take another tokenizer."
-    )
+        TRIAL.ask({"file": str(file), "texts": texts[:TRIAL_TEXTS]})
+    except OutOfBounds as error:
+        raise ConfigError(
+            f"{file}: splitting texts of {TRIAL_LENGTH:,} characters {error}; its patterns are"
+            f" {', '.join(map(repr, patterns))[:300]}. Take another tokenizer."
+        ) from None
+    finally:
+        TRIAL.close()
+
+
+def encode_texts(question: dict[str, Any]) -> None:
+    """Encodes the `texts` of a question with the tokenizer.json `file`, in the process of `TRIAL`.
+    Raises RuntimeError where the library panics."""
+    backend = tokenizers.Tokenizer.from_file(question["file"])
+    backend.no_truncation()
+    for text in question["texts"]:
+        try:
+            without_panic(backend.encode, text, add_special_tokens=False)
+        except RuntimeError:
+            raise
+        except Exception:  # such as an unknown character
+            pass
+
+
+TRIAL = BoundedProcess("jaxformer.tokenizer.bounds", "encode_texts", TRIAL_SECONDS, TRIAL_MEMORY)

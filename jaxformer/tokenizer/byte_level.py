@@ -3,7 +3,10 @@ GPT-2's files of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
 from jaxformer.files import ConfigError, read_text
 from jaxformer.tokenizer.metadata import (
@@ -15,9 +18,6 @@ from jaxformer.tokenizer.metadata import (
 )
 from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_pattern, check_special_tokens
 from jaxformer.tokenizer.words import WORD_PATTERNS
-
-if TYPE_CHECKING:
-    import tokenizers
 
 MERGES_FILE = "merges.txt"
 GPT2_SPECIAL = ("<|endoftext|>",)
@@ -37,15 +37,13 @@ def byte_level_bpe(
     merges: Sequence[tuple[bytes, bytes]],
     special_tokens: Sequence[str] = (),
     pattern: str = "gpt2",
-) -> "tokenizers.Tokenizer":
+) -> tokenizers.Tokenizer:
     """A tokenizer of the tokenizers library with these ids; special tokens that the vocabulary
     lacks follow its last id.
 
     Raises ConfigError where the vocabulary lacks a byte, one of the two entries of a merge or its
     result, and where it holds an entry twice.
     """
-    from tokenizers import Regex, pre_tokenizers
-
     check_pattern(pattern)
     check_special_tokens(special_tokens)
     ids = _checked_ids(vocab, merges)
@@ -100,7 +98,7 @@ def _checked_ids(
     return ids
 
 
-def from_files(file: Path) -> "tokenizers.Tokenizer":
+def from_files(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a vocab.json and the merges.txt beside it, with the special tokens and the
     template that transformers adds for the model's family.
 
@@ -108,8 +106,6 @@ def from_files(file: Path) -> "tokenizers.Tokenizer":
     vocabulary holds all of its special tokens, else GPT-2. Raises ConfigError for a family that
     does not split text as GPT-2 does, and for files that do not belong together.
     """
-    from tokenizers import pre_tokenizers, processors
-
     vocab, settings = _read_vocabulary(file), read_optional(file.with_name(SETTINGS_FILE))
     if not is_gpt2(file):
         raise missing(file.with_name(TOKENIZER_FILE))
@@ -154,13 +150,9 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 
 
 def _backend(
-    vocab: dict[str, int],
-    merges: list[tuple[str, str]],
-    words: "tokenizers.pre_tokenizers.PreTokenizer",
-) -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer, decoders, models
-
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    vocab: dict[str, int], merges: list[tuple[str, str]], words: pre_tokenizers.PreTokenizer
+) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     return backend

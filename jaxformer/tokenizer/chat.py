@@ -16,9 +16,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tokenizers
 
 from jaxformer.cluster.bounded import BoundedProcess, OutOfBounds
 from jaxformer.files import ConfigError, read_text
@@ -26,9 +27,6 @@ from jaxformer.tokenizer.messages import ASSISTANT, Message, checked_messages, r
 from jaxformer.tokenizer.metadata import SETTINGS_FILE, TEMPLATE_FILE
 from jaxformer.tokenizer.pieces import without_panic
 from jaxformer.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
 
 Span = tuple[int, int]  # the indices of the first character and after the last one
 Marked = tuple[str, list[Span]]  # a text, and the spans that are learned
@@ -48,6 +46,10 @@ OLDEST_JINJA = (3, 1, 6)
 WITHOUT_DEFAULTS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 GENERATION = "{% generation %} ... {% endgeneration %}"
+REMEDY = (
+    f"Put {GENERATION} around what the assistant writes, in a copy of the template that"
+    " tokenizer.chat_template names"
+)
 ANOTHER_TEMPLATE = "correct it, or set tokenizer.chat_template to another one"
 PROBE = "\u2042probe\u2042"  # a text that no template writes by itself
 CUTS_AT_ONCE = 64  # cuts that are rendered in the time of one question
@@ -153,25 +155,23 @@ class ChatTemplate:
         name = next((name for name in self._added if after.startswith(name)), None)
         return None if name is None else self._added[name]
 
-    def learns_end(self) -> bool:
-        """Whether the learned text of an answer has a special token after its content. True also
-        where the template refuses the conversation by which this is tested."""
+    def warnings(self) -> list[str]:
+        """A warning where the learned text of an answer has no special token after its content: the
+        consequence and the remedy. None where the template refuses the conversation of the test."""
         messages = [{"role": role, "content": PROBE} for role in ("user", ASSISTANT)]
         try:
             text, spans = self.marked(messages)
         except ConfigError:
-            return True
+            return []
         after = "".join(text[begin:end] for begin, end in spans).rpartition(PROBE)[2]
-        return any(name in after for name in self._added)
-
-    def unlearned_end(self) -> str:
-        """The warning where `learns_end` is false: the consequence and the remedy."""
-        return (
+        if any(name in after for name in self._added):
+            return []
+        return [
             f"{self.where} writes no special token inside of what is learned of an answer, as where"
             " the marker of the next role ends a turn: the model does not learn to end its answers,"
             " and sample --chat writes on. In a copy of the template that tokenizer.chat_template"
             f" names, put the token that ends an answer after its content, inside of {GENERATION}."
-        )
+        ]
 
     def fingerprint(self) -> str:
         """A digest of the template, the special tokens and the format: equal digests give equal ids
@@ -234,7 +234,7 @@ class ChatTemplate:
             except ConfigError as error:
                 raise ConfigError(
                     f"{error} (these are the first {index} or {index + 1} of {len(messages)}, by"
-                    f" which a turn is found). {self._remedy()}"
+                    f" which a turn is found). {REMEDY}"
                 ) from None
             if not turn.startswith(prompt):
                 raise ConfigError(self._inconsistent(f"the prompt for message {index + 1}"))
@@ -248,14 +248,7 @@ class ChatTemplate:
     def _inconsistent(self, prefix: str) -> str:
         return (
             f"{self.where} renders {prefix} otherwise than at the beginning of what follows, so"
-            f" that the turns of the assistant cannot be told. {self._remedy()}"
-        )
-
-    @staticmethod
-    def _remedy() -> str:
-        return (
-            f"Put {GENERATION} around what the assistant writes, in a copy of the template that"
-            " tokenizer.chat_template names"
+            f" that the turns of the assistant cannot be told. {REMEDY}"
         )
 
     @functools.cached_property
@@ -268,7 +261,7 @@ class ChatTemplate:
         }
 
     @functools.cached_property
-    def _aligned(self) -> "tokenizers.Tokenizer":
+    def _aligned(self) -> tokenizers.Tokenizer:
         """The tokenizer that reads names of special tokens, without its post-processor, which may
         exclude spaces of tokens from their offsets."""
         backend = copy.deepcopy(self.tokenizer.encoder.marking)

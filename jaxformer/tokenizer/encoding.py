@@ -7,17 +7,15 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tokenizers
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.cuts import PART_CHARACTERS, Cuts
 from jaxformer.tokenizer.fast import MOST_CHARACTERS, Fast
 from jaxformer.tokenizer.pieces import without_panic
-
-if TYPE_CHECKING:
-    import tokenizers
 
 EncodedIds = list[int] | np.ndarray
 
@@ -33,7 +31,7 @@ class Encoder:
     """
 
     def __init__(
-        self, backend: "tokenizers.Tokenizer", split_names: bool, origin: str = "the tokenizer"
+        self, backend: tokenizers.Tokenizer, split_names: bool, origin: str = "the tokenizer"
     ) -> None:
         backend.encode_special_tokens = True
         self._backend, self._split_names, self._origin = backend, split_names, origin
@@ -43,7 +41,7 @@ class Encoder:
         return json.loads(self._backend.to_str())  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def marking(self) -> "tokenizers.Tokenizer":
+    def marking(self) -> tokenizers.Tokenizer:
         """A copy of the backend that reads names of special tokens as these tokens. Setting this
         back and forth on one backend would affect other threads."""
         backend = copy.deepcopy(self._backend)

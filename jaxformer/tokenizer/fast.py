@@ -4,16 +4,14 @@ they reproduce: tiktoken or, where it is not installed, a cache of words."""
 import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tokenizers
 
 from jaxformer.tokenizer.cuts import pattern_of
 from jaxformer.tokenizer.pieces import BYTES, byte_characters
 from jaxformer.tokenizer.words import WORD_PATTERNS, split_words
-
-if TYPE_CHECKING:
-    import tokenizers
 
 # The longest text that tiktoken reads here: its regular expressions fail at a million white spaces
 # in a row.
@@ -57,7 +55,7 @@ class Fast:
         self._names_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @classmethod
-    def of(cls, spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> "Fast | None":
+    def of(cls, spec: dict[str, Any], backend: tokenizers.Tokenizer) -> "Fast | None":
         """The encoder for a tokenizer.json; None where its ids could differ."""
         pattern = pattern_of(spec)
         ranks = _ranks(spec, backend) if pattern else None
@@ -106,7 +104,7 @@ class WordCache(dict[str, bytes]):
     """The ids of words that have been encoded, as the bytes of a uint32 array. The library encodes
     the other words; most words of a text are in the cache."""
 
-    def __init__(self, pattern: str, backend: "tokenizers.Tokenizer") -> None:
+    def __init__(self, pattern: str, backend: tokenizers.Tokenizer) -> None:
         self._pattern, self._merge = pattern, backend.model.tokenize
 
     def __call__(self, text: str) -> np.ndarray:
@@ -123,7 +121,7 @@ class WordCache(dict[str, bytes]):
         return ids
 
 
-def _ranks(spec: dict[str, Any], backend: "tokenizers.Tokenizer") -> dict[bytes, int] | None:
+def _ranks(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[bytes, int] | None:
     """The bytes of each token with its id, in the order of merges; None where tiktoken would not
     merge as BPE does.
 

@@ -1,14 +1,12 @@
 """The special tokens around one text, or around two that are read together, and the token types."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 
 from jaxformer.files import ConfigError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 
 class Slot(NamedTuple):
@@ -41,7 +39,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(
-        cls, backend: "tokenizers.Tokenizer", name: str, texts: int, origin: str
+        cls, backend: tokenizers.Tokenizer, name: str, texts: int, origin: str
     ) -> "Frame | None":
         """The frame that the post-processor of a tokenizer.json puts around one text or two; None
         where it adds nothing. `name` is a text that the backend can encode.

@@ -5,17 +5,17 @@ their ids follow that of the end token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from jaxformer.files import ConfigError
+from jaxformer.tokenizer.bpe import train_on
 from jaxformer.tokenizer.byte_level import byte_level_bpe
 from jaxformer.tokenizer.metadata import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import BLOCK_CHARACTERS
-
-if TYPE_CHECKING:
-    import tokenizers
 
 
 def train_bpe_tokenizer(
@@ -32,8 +32,6 @@ def train_bpe_tokenizer(
             f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: the 256"
             f" bytes, the end of text and {len(specials)} tokens that the objective needs."
         )
-    from jaxformer.tokenizer.bpe import train_on  # which only training needs
-
     special_tokens = [END_OF_TEXT, *specials]
     vocab, merges = train_on(map(_in_blocks, texts), vocab_size, special_tokens, pattern=pattern)
     return Tokenizer(byte_level_bpe(vocab, merges, special_tokens, pattern))
@@ -47,8 +45,6 @@ def _in_blocks(text: str) -> Iterator[str]:
 def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:
     """A token for each byte of UTF-8, whose id is the byte; then the end token, 256, and
     `specials`."""
-    from tokenizers import decoders, models, pre_tokenizers
-
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return _made(models.BPE(vocab=BYTES, merges=[]), words, decoders.ByteLevel(), specials)
 
@@ -56,8 +52,6 @@ def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:
 def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> Tokenizer:
     """A token for each character of the texts, in the order of code points; then the end token and
     `specials`."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-
     alphabet: set[str] = set()
     for text in texts:
         alphabet.update(text)
@@ -70,14 +64,12 @@ def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> T
 
 
 def _made(
-    model: "tokenizers.models.Model",
-    words: "tokenizers.pre_tokenizers.PreTokenizer",
-    decoder: "tokenizers.decoders.Decoder",
+    model: models.Model,
+    words: pre_tokenizers.PreTokenizer,
+    decoder: decoders.Decoder,
     specials: Sequence[str],
 ) -> Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend(model)
+    backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer, backend.decoder = words, decoder
     backend.add_special_tokens([END_OF_TEXT, *specials])
     return Tokenizer(backend)

@@ -4,13 +4,13 @@ settings that they give it."""
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tokenizers
 
 from jaxformer.files import ConfigError, parse_object, read_object, read_text, write_text
+from jaxformer.tokenizer.bounds import check_bounds
 from jaxformer.tokenizer.pieces import without_panic
-
-if TYPE_CHECKING:
-    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILE = "vocab.json"
@@ -82,7 +82,7 @@ class TokenizerMetadata:
     template_name: str = TEMPLATE_FILE
 
     @classmethod
-    def read(cls, folder: Path, backend: "tokenizers.Tokenizer") -> "TokenizerMetadata":
+    def read(cls, folder: Path, backend: tokenizers.Tokenizer) -> "TokenizerMetadata":
         """Reads the files of a directory, as far as they exist, and marks special tokens in the
         backend.
 
@@ -145,7 +145,7 @@ class TokenizerMetadata:
         if entries:
             _write_json(folder / IDS_FILE, read_optional(folder / IDS_FILE) | entries, follow)
 
-    def cleans(self, backend: "tokenizers.Tokenizer") -> bool:
+    def cleans(self, backend: tokenizers.Tokenizer) -> bool:
         """Whether decoded text loses the spaces before punctuation. With BPE it keeps them, since
         they are those of the text."""
         bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -192,12 +192,8 @@ def tokenizer_file(path: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def read_backend(file: Path) -> "tokenizers.Tokenizer":
+def read_backend(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizer.json. Raises ConfigError."""
-    import tokenizers
-
-    from jaxformer.tokenizer.bounds import check_bounds
-
     remedy = "set tokenizer.path to a tokenizer.json"
     if not file.exists():
         raise missing(file)
@@ -244,7 +240,7 @@ def _other_files(file: Path) -> list[str]:
     return sorted({path.name for pattern in OTHER_FILES for path in file.parent.glob(pattern)})
 
 
-def _add_tokens(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:
     """Adds the tokens of a file to the backend, and marks its special tokens, as transformers
     does."""
     listed = settings.get("added_tokens_decoder") or {}
@@ -276,7 +272,7 @@ def _add_tokens(backend: "tokenizers.Tokenizer", settings: dict[str, Any], file:
 
 
 def _special_tokens(
-    backend: "tokenizers.Tokenizer", settings: dict[str, Any], file: Path
+    backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path
 ) -> list[tuple[str, Any]]:
     """The special tokens that a file names, each after its key for messages."""
     tokens = []
@@ -305,9 +301,7 @@ def _typed(value: Any) -> Any:
     return {"__type": "AddedToken"} | value if is_token else value
 
 
-def _added_token(value: Any, where: str, special: bool = False) -> "tokenizers.AddedToken":
-    import tokenizers
-
+def _added_token(value: Any, where: str, special: bool = False) -> tokenizers.AddedToken:
     options = value if isinstance(value, dict) else {}
     flags = {name: bool(options[name]) for name in FLAGS if name in options}
     if special:
@@ -325,7 +319,7 @@ def _content(value: Any, where: str = "") -> str:
 
 
 def _ids(
-    backend: "tokenizers.Tokenizer", content: dict[str, Any], file: Path
+    backend: tokenizers.Tokenizer, content: dict[str, Any], file: Path
 ) -> dict[str, list[int]]:
     """The ids that a file of a model gives for roles, one or several for each. Ids without a token,
     which pad a vocabulary, are left out."""

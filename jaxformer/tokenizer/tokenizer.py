@@ -8,9 +8,10 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tokenizers
 
 from jaxformer.files import ConfigError, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, is_gpt2
@@ -29,9 +30,6 @@ from jaxformer.tokenizer.metadata import (
     tokenizer_file,
 )
 from jaxformer.tokenizer.pieces import Spelling
-
-if TYPE_CHECKING:
-    import tokenizers
 
 IdSequence = Sequence[int] | np.ndarray
 
@@ -58,7 +56,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: "tokenizers.Tokenizer",
+        backend: tokenizers.Tokenizer,
         origin: str = "the tokenizer",
         metadata: TokenizerMetadata | None = None,
         special_tokens: bool = False,
@@ -329,7 +327,7 @@ class Tokenizer:
         return hashlib.blake2b((settings + changed_ends).encode(), digest_size=16).hexdigest()
 
 
-def _warn_of_wrong_pattern(folder: Path, backend: "tokenizers.Tokenizer") -> None:
+def _warn_of_wrong_pattern(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """Warns where a tokenizer.json of Mistral's Tekken splits text by the pattern of Llama 3, as
     transformers wrote it up to 4.57.2: digits come in groups of three, and words with capital
     letters and apostrophes are split otherwise than in training.

@@ -17,7 +17,9 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from subprocess import PIPE, Popen
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+Item = TypeVar("Item")
 
 BLOCK_CHARACTERS = 1 << 19  # characters that are read and counted at a time
 FEW_BLOCKS = 24  # for fewer blocks, workers would not save time
@@ -107,7 +109,7 @@ def _last_cut(text: str, pattern: str, start: int, stop: int) -> int:
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:
     """How often each word occurs in the texts. None for `processes` takes one per core where that
     is faster."""
-    blocks = _blocks(texts)
+    blocks = in_batches(texts, len, BLOCK_CHARACTERS)
     first = list(itertools.islice(blocks, FEW_BLOCKS))
     if processes is None and len(first) < FEW_BLOCKS:
         processes = 1
@@ -123,16 +125,19 @@ def count_words(texts: Iterable[str], pattern: str, processes: int | None = None
     return total
 
 
-def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    block, size = [], 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= BLOCK_CHARACTERS:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
+def in_batches(
+    items: Iterable[Item], size: Callable[[Item], int], enough: int
+) -> Iterator[list[Item]]:
+    """The items in lists, each of at least `enough` in size, but for the last one."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= enough:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def _count(block: list[str], pattern: str) -> Counter[str]:

@@ -18,7 +18,7 @@ from jaxformer import data
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.data import tokenizing
-from jaxformer.data.sft_templates import SFTTemplate
+from jaxformer.data.answer_templates import SFTTemplate
 from jaxformer.data.sources import Piece
 from jaxformer.files import ConfigError
 from jaxformer.runs.directory import as_begun

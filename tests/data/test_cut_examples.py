@@ -14,14 +14,12 @@ from corpora import prepare
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.config.saved import from_json, to_json
+from jaxformer.data.answer_templates import MessagesTemplate, PreferenceTemplate, SFTTemplate
 from jaxformer.data.examples import ExampleStore, Parts, open_or_encode
 from jaxformer.data.label_templates import TagTemplate
-from jaxformer.data.packing import ExampleRows
-from jaxformer.data.preference_template import PreferenceTemplate
 from jaxformer.data.rows import RowFormat
-from jaxformer.data.sft_templates import MessagesTemplate, SFTTemplate
 from jaxformer.data.sources import Piece
-from jaxformer.data.templates import Template
+from jaxformer.data.templates import ExampleRows, Template
 from jaxformer.files import ConfigError
 from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.objectives import objective_of

@@ -21,10 +21,9 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import NumpyBatch
 from jaxformer.data.corpus import in_order
 from jaxformer.data.examples import ExampleStore, open_or_encode
-from jaxformer.data.packing import ExampleRows, first_fit
 from jaxformer.data.sources import Piece, find_source
 from jaxformer.data.sources.records import Fields, Record, RecordField
-from jaxformer.data.templates import PairTemplate
+from jaxformer.data.templates import ExampleRows, PairTemplate, first_fit
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import MARKS, byte_tokenizer
 

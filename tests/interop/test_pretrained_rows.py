@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from jaxformer.cli.sample import _growing
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
-from jaxformer.data.sft_templates import SFTTemplate
+from jaxformer.data.answer_templates import SFTTemplate
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import Shard, TokenStore
 from jaxformer.data.templates import PairTemplate

@@ -20,7 +20,7 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.config.saved import from_json, to_json
 from jaxformer.config.train import TrainConfig
 from jaxformer.data import Batches, RowFormat, evaluation_batches
-from jaxformer.data.preference_template import PreferenceTemplate
+from jaxformer.data.answer_templates import PreferenceTemplate
 from jaxformer.losses.cross_entropy import row_nats
 from jaxformer.runs.directory import as_begun, check_config
 from jaxformer.runs.evaluation import make_evaluation

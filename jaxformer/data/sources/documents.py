@@ -70,7 +70,7 @@ def in_pieces(document: str) -> Iterator[TextPiece]:
 def _decodable_documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiece]:
     """The documents without those that hold bytes that are not UTF-8.
 
-    Each document is read twice, the first time to its end, so that none is held in memory.
+    The file is read twice, first to find these, so that no document is held in memory.
     """
     first: list[int] = []
 
@@ -81,25 +81,19 @@ def _decodable_documents(path: Path, handler: ErrorHandler) -> Iterator[TextPiec
             first[:] = first or [offset + error.start]
             return raw.decode(errors="surrogateescape")
 
-    ahead, skipped = _documents(path, ErrorHandler(), escaped), 0
-    good, ending = True, True
+    damaged_numbers, number = set[int](), 0
+    for text, ends in _documents(path, ErrorHandler(), escaped):
+        if not _is_whole(text):
+            damaged_numbers.add(number)
+        number += ends
+    number = 0
     for text, ends in _documents(path, handler, escaped):
-        if ending:
-            good = all([_is_whole(piece) for piece in _one_document(ahead)])
-            skipped += not good
-        if good:
+        if number not in damaged_numbers:
             yield text, ends
-        ending = ends
-    if skipped:
+        number += ends
+    if damaged_numbers:
         reason = "documents with bytes that are not UTF-8"
-        handler.skipped.add(reason, f"{path}, byte {first[0]}", skipped)
-
-
-def _one_document(pieces: Iterator[TextPiece]) -> Iterator[str]:
-    for text, ends in pieces:
-        yield text
-        if ends:
-            return
+        handler.skipped.add(reason, f"{path}, byte {first[0]}", len(damaged_numbers))
 
 
 def _is_whole(text: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxformer.data.cache_files import make_folder
+from jaxformer.data.sources.hub import dataset_files
 from jaxformer.data.sources.source_files import PACKED, PYTHON, READ_BYTES, SourceFile, unreadable
 from jaxformer.files import ConfigError, replacing
 
@@ -65,8 +66,6 @@ def find_files(spec: str, setting: str, cache: Path) -> tuple[tuple[SourceFile, 
         file = spooled(f"{setting}={spec}", cache, STANDARD_INPUT[spec])
         return (_source_file(file, setting),), ""
     if spec.startswith(HUB):
-        from jaxformer.data.sources.hub import dataset_files
-
         paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
         return tuple(SourceFile(path, "arrow", path.name) for path in paths), ""
     if path.is_dir():

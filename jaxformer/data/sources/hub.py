@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jaxformer.files import ConfigError
 
@@ -18,14 +18,6 @@ GRAMMAR = (
     " 'datasets:Salesforce/wikitext:wikitext-103-raw-v1:train'; the split is train if none is given"
 )
 SECONDS_TO_ANSWER = 10.0
-
-
-class DatasetRequest(NamedTuple):
-    """A name on the hub or a directory, and a configuration and a split where given."""
-
-    name: str
-    config: str | None
-    split: str | None
 
 
 def dataset_files(name: str, where: str) -> list[Path]:
@@ -44,7 +36,7 @@ def dataset_files(name: str, where: str) -> list[Path]:
             " 'jaxformer[datasets]'."
         ) from None
     config, split = parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else None
-    dataset = _loaded(datasets, DatasetRequest(parts[0], config, split), where)
+    dataset = _loaded(datasets, parts[0], config, split, where)
     files = [Path(entry["filename"]) for entry in dataset.cache_files]
     if not files:
         raise ConfigError(
@@ -54,23 +46,23 @@ def dataset_files(name: str, where: str) -> list[Path]:
     return files
 
 
-def _loaded(library: ModuleType, request: DatasetRequest, where: str) -> "datasets.Dataset":
-    folder = Path(os.path.expanduser(request.name))
+def _loaded(
+    library: ModuleType, name: str, config: str | None, split: str | None, where: str
+) -> "datasets.Dataset":
+    folder = Path(os.path.expanduser(name))
     try:
-        if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            return _saved(library.load_from_disk(str(folder)), request, where)
+        if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            return _saved(library.load_from_disk(str(folder)), name, config, split, where)
         if folder.is_dir():
-            return library.load_dataset(str(folder), request.config, split=request.split or "train")
+            return library.load_dataset(str(folder), config, split=split or "train")
         with _hub_if_it_answers(library):
-            return library.load_dataset(
-                request.name, request.config, split=request.split or "train"
-            )
+            return library.load_dataset(name, config, split=split or "train")
     except ConfigError:
         raise
     except ConnectionError as error:
         raise ConfigError(
             f"{where}: the Hugging Face hub cannot be reached ({error}), and"
-            f" {library.config.HF_DATASETS_CACHE} holds no copy of {request.name!r}: run once with"
+            f" {library.config.HF_DATASETS_CACHE} holds no copy of {name!r}: run once with"
             " a network and the same HF_HOME, or give what save_to_disk wrote,"
             " 'datasets:DIRECTORY'."
         ) from None
@@ -82,17 +74,22 @@ def _loaded(library: ModuleType, request: DatasetRequest, where: str) -> "datase
 
 
 def _saved(
-    saved: "datasets.Dataset | datasets.DatasetDict", request: DatasetRequest, where: str
+    saved: "datasets.Dataset | datasets.DatasetDict",
+    name: str,
+    config: str | None,
+    split: str | None,
+    where: str,
 ) -> "datasets.Dataset":
     """One split of what save_to_disk wrote: a data set, or a dictionary of them."""
-    splits, split = saved, request.split or "train"
+    splits, default = saved, "train"
     if not isinstance(saved, dict):
-        split = request.split or str(saved.split or "")
-        splits = {str(saved.split or split): saved}
-    if request.config or split not in splits:
+        default = str(saved.split or "")
+        splits = {str(saved.split or split or ""): saved}
+    split = split or default
+    if config or split not in splits:
         raise ConfigError(
             f"{where}, written by save_to_disk, has the splits {', '.join(map(str, splits))} and no"
-            f" configurations: write 'datasets:{request.name}:SPLIT'."
+            f" configurations: write 'datasets:{name}:SPLIT'."
         )
     return splits[split]
 

@@ -5,10 +5,11 @@ neither its line nor its byte, and they take the type of a column from its first
 label 3 after a label "a" is an error. So data.malformed and data.undecodable need these readers.
 """
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from jaxformer.data.sources.error_policy import ErrorHandler, RecordError
 from jaxformer.data.sources.source_files import SourceFile, is_blank, text_lines
@@ -37,6 +38,7 @@ class RecordField(NamedTuple):
 
 
 Fields = tuple[RecordField, ...]
+RowT = TypeVar("RowT")
 
 
 def is_text(fields: Fields) -> bool:
@@ -48,7 +50,7 @@ def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Ite
     """The records of a .jsonl file: one object on each line."""
     lines = text_lines(file.path, handler)
     full = ((number, line) for number, line in lines if line and not line.isspace())
-    return checked_records(full, _json_object, fields, handler, f"{file.path}, line")
+    return checked_records(full, _json_value, fields, handler, f"{file.path}, line")
 
 
 def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
@@ -76,19 +78,14 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
 
 def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
     """Record n is line n of each of the line-aligned files, in the order of the fields."""
-    names = [field.name for field in fields]
     where = " and ".join(map(str, (file.path, *file.beside)))
-
-    def together(lines: tuple[str, ...]) -> dict[str, str]:
-        return dict(zip(names, lines, strict=True))
-
-    lines = _aligned(file, where, handler)
-    return checked_records(lines, together, fields, handler, f"{where}, line")
+    lines = _aligned(file, fields, where, handler)
+    return checked_records(lines, dict, fields, handler, f"{where}, line")
 
 
 def checked_records(
-    rows: Iterable[tuple[Any, Any]],
-    parse: Callable[[Any], Any],
+    rows: Iterable[tuple[int, RowT]],
+    parse: Callable[[RowT], object],
     fields: Fields,
     handler: ErrorHandler,
     where: str,
@@ -117,7 +114,7 @@ def check_names(names: Iterable[str], fields: Fields, where: str) -> None:
         raise ConfigError(f"{where}{record_error}") from None
 
 
-def _json_object(line: str) -> Any:
+def _json_value(line: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -126,10 +123,11 @@ def _json_object(line: str) -> Any:
 
 
 def _aligned(
-    file: SourceFile, where: str, handler: ErrorHandler
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(number, lines) of lines that belong together, without those of which one is skipped."""
-    paths = (file.path, *file.beside)
+    file: SourceFile, fields: Fields, where: str, handler: ErrorHandler
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """The number of lines that belong together, and these by the names of the fields, without those
+    of which one is skipped."""
+    paths, names = (file.path, *file.beside), [field.name for field in fields]
     readers = [text_lines(path, handler) for path in paths]
     for number, lines in enumerate(itertools.zip_longest(*readers), 1):
         if None in lines:
@@ -147,10 +145,10 @@ def _aligned(
         if all(map(is_blank, texts)):
             handler.blank(f"{where}, line {number}")
         else:
-            yield number, texts
+            yield number, dict(zip(names, texts, strict=True))
 
 
-def _record(row: Any, fields: Fields) -> Record:
+def _record(row: object, fields: Fields) -> Record:
     record = tuple(_value(row, field) for field in fields)
     counts = {
         field.name: len(value)
@@ -213,8 +211,9 @@ def _no_pair(fault: str) -> RecordError:
     )
 
 
-def _require(row: Any, field: RecordField) -> None:
-    """Raises RecordError for what is no object, or has no such field, which a prompt may lack."""
+def _require(row: object, field: RecordField) -> dict[str, object]:
+    """A row that has a field, which a prompt may lack. Raises RecordError for another, and for what
+    is no object."""
     name = field.name
     if not isinstance(row, dict) or (name not in row and field.kind != "prompt"):
         shown = "it is no object"
@@ -228,19 +227,19 @@ def _require(row: Any, field: RecordField) -> None:
         raise RecordError(
             f"records without the field {name!r}", f" has no field {name!r} ({shown}): {remedy}."
         )
+    return row
 
 
-def _value(row: Any, field: RecordField) -> Value:
-    _require(row, field)
-    name = field.name
-    if field.kind == "prompt" and name not in row:
-        # Conversations may begin with it.
+def _value(row: object, field: RecordField) -> Value:
+    entries, name = _require(row, field), field.name
+    if name not in entries:
+        # Conversations may begin with their prompt.
         return ()
     convert, expected = CONVERTERS[field.kind]
-    value = convert(row[name])
+    value = convert(entries[name])
     if value is None:
-        content = "null" if row[name] is None else type(row[name]).__name__
-        content = "empty" if row[name] == "" else content
+        content = "null" if entries[name] is None else type(entries[name]).__name__
+        content = "empty" if entries[name] == "" else content
         raise RecordError(
             f"records whose field {name!r} is {content}",
             f": the field {name!r} is {content}, not {expected};"
@@ -256,23 +255,19 @@ def _value(row: Any, field: RecordField) -> Value:
     return value
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _prompt(value: Any) -> Value | None:
+def _prompt(value: object) -> Value | None:
     return _conversation(value) if isinstance(value, list | tuple) else _text(value)
 
 
-def _completion(value: Any) -> Value | None:
-    return _prompt(value) or None
-
-
-def _label(value: Any) -> str | None:
+def _label(value: object) -> str | None:
     return str(value) if isinstance(value, (str, int)) else None
 
 
-def _each(convert: Callable[[Any], str | None], value: Any) -> tuple[str, ...] | None:
+def _each(convert: Callable[[object], str | None], value: object) -> tuple[str, ...] | None:
     """The entries of a list, or of a string of words, each converted; None if one cannot be."""
     entries = value.split() if isinstance(value, str) else value
     if not isinstance(entries, list):
@@ -281,13 +276,9 @@ def _each(convert: Callable[[Any], str | None], value: Any) -> tuple[str, ...] |
     return texts if len(texts) == len(entries) else None
 
 
-def _messages(value: Any) -> tuple[str, ...]:
-    """A conversation in which the assistant has a turn. Raises RecordError."""
-    return _conversation(value, needs_assistant=True)
-
-
-def _conversation(value: Any, needs_assistant: bool = False) -> tuple[str, ...]:
-    """Each message as JSON. Raises RecordError."""
+def _conversation(value: object, needs_assistant: bool = False) -> tuple[str, ...]:
+    """Each message as JSON. Raises RecordError for what is no conversation, and where the assistant
+    needs a turn and has none."""
     try:
         messages = checked_messages(value)
         if needs_assistant:
@@ -307,21 +298,22 @@ def readable(value: Value, kind: Kind) -> str:
     return "\n".join(json.loads(message).get("content", "") for message in value)
 
 
-def _words(value: Any) -> Value | None:
-    return _each(_text, value)
-
-
-def _tags(value: Any) -> Value | None:
-    return _each(_label, value)
-
-
 # For each kind of field: what converts a value of JSON (None if it cannot), and what that expects.
-CONVERTERS: dict[Kind, tuple[Callable[[Any], Value | None], str]] = {
+CONVERTERS: dict[Kind, tuple[Callable[[object], Value | None], str]] = {
     "text": (_text, "a string"),
     "label": (_label, "a string or a whole number"),
-    "words": (_words, "a list of strings, or a string of words separated by spaces"),
-    "tags": (_tags, "a list of strings or whole numbers, or a string of tags separated by spaces"),
-    "messages": (_messages, "a list of messages"),
+    "words": (
+        functools.partial(_each, _text),
+        "a list of strings, or a string of words separated by spaces",
+    ),
+    "tags": (
+        functools.partial(_each, _label),
+        "a list of strings or whole numbers, or a string of tags separated by spaces",
+    ),
+    "messages": (functools.partial(_conversation, needs_assistant=True), "a list of messages"),
     "prompt": (_prompt, "a string or a list of messages"),
-    "completion": (_completion, "a string with text or a list of messages"),
+    "completion": (
+        lambda value: _prompt(value) or None,
+        "a string with text or a list of messages",
+    ),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxformer.config.run import DataConfig
+from jaxformer.data.sources.columns import column_records
 from jaxformer.data.sources.documents import TextPiece, in_pieces, python_document, text_documents
 from jaxformer.data.sources.error_policy import STRICT, ErrorHandler, ErrorPolicy, Skipped
 from jaxformer.data.sources.finding import ID_SUFFIXES, find_files, find_id_files
@@ -34,20 +35,12 @@ TEXTS: dict[str, Callable[[SourceFile, ErrorHandler], Iterator[TextPiece]]] = {
     "text": text_documents,
     PYTHON: python_document,
 }
-
-
-def _columns(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
-    from jaxformer.data.sources.columns import column_records  # needs pyarrow, as few files do
-
-    return column_records(file, fields, handler)
-
-
 RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]]] = {
     "jsonl": json_records,
     "tsv": tsv_records,
     "parallel": parallel_records,
-    "parquet": _columns,
-    "arrow": _columns,
+    "parquet": column_records,
+    "arrow": column_records,
 }
 
 
