@@ -5,12 +5,12 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.rows import NumpyBatch, Rows
+from jaxformer.data.rows import NumpyBatch, Rows, numbers_below
 from jaxformer.files import ConfigError
 
 
@@ -74,15 +74,11 @@ class Batches:
         # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
         self._order = rows.order(order, batch_size)
-        self._made: Any = self._order.random_map(rows.row, seed=chance)
-        import grain
-
-        steps = grain.MapDataset.range(sys.maxsize // batch_size)
-        self._dataset: Any = steps.map(self._batch)
+        self._made = self._order.random_map(rows.row, seed=chance)
+        self._dataset = numbers_below(sys.maxsize // batch_size).map(self._batch)
 
     def __getitem__(self, step: int) -> NumpyBatch:
-        batch: NumpyBatch = self._dataset[step]
-        return batch
+        return self._dataset[step]
 
     def row_numbers(self, step: int) -> list[int]:
         """The rows of the data, numbered from 0, of which the global batch of a step is made."""
@@ -91,13 +87,12 @@ class Batches:
 
     def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
         """The batches from step `start` on, `data.prefetch` of them made ahead on a thread."""
-        import grain
-
         if not self._prefetch:
             return map(self.__getitem__, itertools.count(start))
+        import grain  # as in `numbers_below`
+
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
-        iterator: Iterator[NumpyBatch] = iter(self._dataset[start:].to_iter_dataset(options))
-        return iterator
+        return iter(self._dataset[start:].to_iter_dataset(options))
 
     def _batch(self, step: int) -> NumpyBatch:
         """The arrays [B, T] of a step."""

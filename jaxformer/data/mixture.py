@@ -6,13 +6,16 @@ import math
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.rows import Drawn, NumpyBatch, Rows
+from jaxformer.data.rows import Drawn, NumpyBatch, Rows, numbers_below
 from jaxformer.files import ConfigError
+
+if TYPE_CHECKING:
+    import grain
 
 
 class Phase(NamedTuple):
@@ -76,9 +79,7 @@ class Mixture(Rows):
         source = bisect.bisect_right(self._firsts, index) - 1
         return self.source_rows[source].row(index - self._firsts[source], rng)
 
-    def order(self, seed: int, batch_size: int) -> Any:
-        import grain
-
+    def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
         seeds = np.random.SeedSequence(seed).generate_state(len(self.source_rows)).tolist()
         # [source][n] is the row, numbered within the source, that is the n-th drawn of it.
         orders = [
@@ -96,7 +97,7 @@ class Mixture(Rows):
             source = grown.index(True)
             return self._firsts[source] + int(orders[source][before[source]])
 
-        return grain.MapDataset.range(sys.maxsize).map(row_number)
+        return numbers_below(sys.maxsize).map(row_number)
 
     def shares(self, steps: int, batch_size: int) -> list[Drawn]:
         """What a run of so many steps draws of each source."""

@@ -4,7 +4,7 @@ for."""
 import abc
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from jaxformer.config.run import DataConfig
 from jaxformer.data.examples import ExampleStore
 from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError
+
+if TYPE_CHECKING:
+    import grain
 
 # One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
 NumpyBatch = dict[str, np.ndarray]
@@ -100,12 +103,17 @@ class Rows(abc.ABC):
         """One more than the highest number of a row."""
         return len(self)
 
-    def order(self, seed: int, batch_size: int) -> Any:
-        """The numbers of the rows that a run reads, as an endless grain dataset: all rows in each
-        epoch, shuffled anew."""
-        import grain
+    def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
+        """The numbers of the rows that a run reads, as an endless dataset: all rows in each epoch,
+        shuffled anew."""
+        return numbers_below(len(self)).shuffle(seed=seed).repeat()
 
-        return grain.MapDataset.range(len(self)).shuffle(seed=seed).repeat()
+
+def numbers_below(count: int) -> "grain.MapDataset[int]":
+    """The numbers from 0 to `count` - 1 as a dataset."""
+    import grain  # its start takes over a second, which commands without batches do without
+
+    return grain.MapDataset.range(count)
 
 
 def numbered(sizes: list[int]) -> np.ndarray:
@@ -191,14 +199,11 @@ class WindowRows(TextRows):
         weights = self.weights(int(index), self.window - 1)
         return {"tokens": window[:-1], "targets": window[1:], "weights": weights}
 
-    def order(self, seed: int, batch_size: int) -> Any:
-        """The places of the windows of a run, as an endless grain dataset: entry
+    def order(self, seed: int, batch_size: int) -> "grain.MapDataset[int]":
+        """The places of the windows of a run, as an endless dataset: entry
         `step * batch_size + row` is that of a row of a step."""
-        import grain
-
         count = self.numbers
-        numbers = grain.MapDataset.range(sys.maxsize)
-        return numbers.map(lambda number: window_start(seed, int(number), count))
+        return numbers_below(sys.maxsize).map(lambda number: window_start(seed, number, count))
 
 
 def check_windows(data: DataConfig, objective: str, of_text: bool) -> None:

@@ -11,8 +11,10 @@ manifest that joins them.
                             are then never written again
 """
 
+import bisect
 import functools
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -179,8 +181,8 @@ def missing_of(directory: Path) -> str:
 class TokenStore:
     """Every token of a text, or of a part of it, by its place. Only what is asked for is read.
 
-    A part is a list of runs of tokens: run r holds the tokens of shard `_runs[r]` from `_lows[r]`
-    on, and they are places `_starts[r]` to `_starts[r + 1]` of the part. `fingerprint` is equal for
+    A part is a list of runs of tokens: run r holds the tokens of all shards from `_lows[r]` on, and
+    they are places `_starts[r]` to `_starts[r + 1]` of the part. `fingerprint` is equal for
     equal tokens; `beginning` are the tokens before the text of each document, as a BOS. A file is
     compared with its digest when it is first read in a process.
     """
@@ -197,8 +199,8 @@ class TokenStore:
         # A cache of the instance, so that maps are closed when the store goes.
         self._map = functools.lru_cache(most_maps())(self._open_map)
         # [shards + 1]: the place of the first token of each shard, and the number of all tokens
-        self._begins = np.cumsum([0, *(shard.tokens for shard in shards)])
-        self._take(np.zeros(1, np.int64), self._begins[-1:])
+        self._begins = [*itertools.accumulate((shard.tokens for shard in shards), initial=0)]
+        self._take(np.zeros(1, np.int64), np.array(self._begins[-1:], np.int64))
         self.documents = sum(shard.documents for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
         # Whether a text was cut at a token, so that `bytes` is an estimate.
@@ -270,16 +272,14 @@ class TokenStore:
         """The place after each document: int64, ascending, the last one `tokens` even where the
         text is cut there."""
         ends_of_shards = [NONE]
-        for shard in range(len(self._shards)):
-            # [documents], places in the shard, and the shard's runs
-            ends = self._map(shard, "documents")[0]
-            mine = slice(*np.searchsorted(self._runs, [shard, shard + 1]))
-            lows, starts = self._lows[mine], self._starts[:-1][mine]
-            if len(lows) and len(ends):
-                # The last run that begins before an end holds it, unless it stops earlier.
-                run = np.searchsorted(lows, ends) - 1
-                inside = (run >= 0) & (ends - lows[run] <= np.diff(self._starts)[mine][run])
-                ends_of_shards.append((starts[run] + ends - lows[run])[inside])
+        sizes = np.diff(self._starts)
+        for shard in range(len(self._shards) if len(sizes) else 0):
+            # [documents], places in all shards
+            ends = self._map(shard, "documents")[0] + self._begins[shard]
+            # The last run that begins before an end holds it, unless it stops earlier.
+            run = np.searchsorted(self._lows, ends) - 1
+            inside = (run >= 0) & (ends - self._lows[run] <= sizes[run])
+            ends_of_shards.append((self._starts[run] + ends - self._lows[run])[inside])
         all_ends = np.concatenate(ends_of_shards)
         last = int(all_ends[-1]) if len(all_ends) else 0
         return all_ends if last == self.tokens else np.append(all_ends, self.tokens)
@@ -327,22 +327,11 @@ class TokenStore:
         return part_store
 
     def _take(self, starts: np.ndarray, stops: np.ndarray) -> None:
-        """Keeps the tokens from `starts` to `stops` (both [runs], ascending, places in all shards);
-        a run that crosses the border of a shard becomes several."""
-        runs, lows, sizes = [NONE], [NONE], [np.zeros(1, np.int64)]
-        # The runs that touch each shard: from the first that stops in it to the last that starts.
-        firsts = np.searchsorted(stops, self._begins[:-1], side="right").tolist()
-        lasts = np.searchsorted(starts, self._begins[1:], side="left").tolist()
-        for shard, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-            begin, end = self._begins[shard], self._begins[shard + 1]
-            low = np.clip(starts[first:last], begin, end)
-            high = np.clip(stops[first:last], begin, end)
-            some = high > low
-            lows.append(low[some] - begin)
-            sizes.append((high - low)[some])
-            runs.append(np.full(len(lows[-1]), shard))
-        self._runs, self._lows = np.concatenate(runs), np.concatenate(lows)
-        self._starts = np.cumsum(np.concatenate(sizes))
+        """Keeps the tokens from `starts` to `stops` (both [runs], ascending, places in all
+        shards)."""
+        some = stops > starts
+        self._lows = starts[some]
+        self._starts = np.append(0, np.cumsum(stops[some] - self._lows))
         self.tokens = int(self._starts[-1])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -351,10 +340,13 @@ class TokenStore:
         run = int(np.searchsorted(self._starts, start, side="right")) - 1
         stop = min(stop, self.tokens)
         while start < stop:
-            end = min(stop, int(self._starts[run + 1]))
-            low = int(self._lows[run]) + start - int(self._starts[run])
-            yield int(self._runs[run]), low, low + end - start, start
-            start, run = end, run + 1
+            run_end = int(self._starts[run + 1])
+            place = int(self._lows[run]) + start - int(self._starts[run])
+            shard = bisect.bisect_right(self._begins, place) - 1
+            low = place - self._begins[shard]
+            end = min(stop, run_end, start + self._begins[shard + 1] - place)
+            yield shard, low, low + end - start, start
+            start, run = end, run + (end == run_end)
 
     def _open_map(self, number: int, kind: str) -> Any:
         """The tokens [tokens] or the index of documents [3, documents] of a shard, or the digests
