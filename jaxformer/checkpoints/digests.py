@@ -97,17 +97,17 @@ def write_file_digests(checkpoint: Path) -> None:
     (checkpoint / FILES).write_text(json.dumps(content), encoding="utf-8")
 
 
-def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str] | None:
-    """The files of a checkpoint whose bytes are not those that were saved, as paths relative to it;
-    None where it has no digests of them. Each of `count` processes compares its own share.
+def altered_files(checkpoint: Path, process: int = 0, count: int = 1) -> list[str]:
+    """The files of a checkpoint whose bytes are not those that were saved, as paths relative to it.
+    Each of `count` processes compares its own share.
 
-    Raises Altered where the digests themselves were altered, and OSError where a file exists and
-    cannot be read, which says nothing about its bytes.
+    Raises Altered where the digests themselves were altered or are missing, and OSError where a
+    file exists and cannot be read, which says nothing about its bytes.
     """
     try:
         content = (checkpoint / FILES).read_bytes()
     except FileNotFoundError:
-        return None
+        raise Altered(f"{FILES} is missing") from None
     table = _parsed(content)
 
     def is_altered(name: str) -> bool:

@@ -5,10 +5,8 @@ import errno
 import functools
 import gc
 import inspect
-import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,23 +16,6 @@ from typing import Any
 from jaxformer.checkpoints.digests import Altered, altered_files
 from jaxformer.config.settings import Log
 from jaxformer.files import ConfigError, first_of, write_text
-
-# Statuses of TensorStore, and the mark in its messages, that concern the machine and not a file.
-OF_MACHINE = (
-    "ABORTED",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "UNAUTHENTICATED",
-    "UNAVAILABLE",
-)
-OF_SYSTEM = "[OS error"
-MISSING = "NOT_FOUND"
-STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")
-
-# What Python code raises where the content of a file is not what the code expects.
-UNEXPECTED = (LookupError, AttributeError, TypeError, ValueError, AssertionError, RecursionError)
 
 # What to do about an error of the system for which a save failed.
 ADVICE = {
@@ -106,14 +87,9 @@ def quiet_reads() -> Iterator[None]:
             raise
 
 
-def failure_of(checkpoint: Path, error: Exception, same_orbax: bool) -> Altered | ConfigError:
-    """The error of a read in one sentence: Altered where the checkpoint is damaged, else
-    ConfigError.
-
-    The digests of its files decide; only where there are none, the error itself. `same_orbax` says
-    that this version of Orbax wrote the checkpoint, and so can read its metadata unless they were
-    altered.
-    """
+def failure_of(checkpoint: Path, error: Exception) -> Altered | ConfigError:
+    """The error of a read in one sentence: Altered where the digests of its files show that the
+    checkpoint is damaged, else ConfigError."""
     if isinstance(error, Altered):
         return error
     try:
@@ -121,8 +97,6 @@ def failure_of(checkpoint: Path, error: Exception, same_orbax: bool) -> Altered 
         if altered:
             listed = first_of(altered, 5, ", ")
             return Altered(f"{in_short(error)}; files are not as they were saved: {listed}")
-        if altered is None and _shows_damage(error, same_orbax):
-            return Altered(in_short(error))
     except Altered as problem:  # of the digests
         return problem
     except OSError:  # a file exists and cannot be read
@@ -133,29 +107,6 @@ def failure_of(checkpoint: Path, error: Exception, same_orbax: bool) -> Altered 
         " and run the same command again. To continue from an earlier step, move"
         f" {checkpoint} elsewhere."
     )
-
-
-def _shows_damage(error: BaseException, same_orbax: bool) -> bool:
-    """Whether an error or one of its causes shows that a file of a checkpoint is missing, truncated
-    or altered."""
-    chain = _causes(error)
-    if any(isinstance(one, (MemoryError, PermissionError)) for one in chain):
-        return False
-    missing = (json.JSONDecodeError, UnicodeDecodeError, FileNotFoundError, Altered)
-    if any(isinstance(one, missing) for one in chain):
-        return True
-    # TensorStore raises ValueError, and its message begins with the status.
-    messages = [str(one) for one in chain if isinstance(one, ValueError)]
-    statuses = [text for text in messages if STATUS.match(text)]
-    if statuses:
-        return not any(_concerns_the_machine(text) for text in statuses)
-    return same_orbax and isinstance(chain[-1], UNEXPECTED)
-
-
-def _concerns_the_machine(text: str) -> bool:
-    if text.startswith(MISSING):
-        return False
-    return text.startswith(OF_MACHINE) or OF_SYSTEM in text
 
 
 def _causes(error: BaseException) -> list[BaseException]:

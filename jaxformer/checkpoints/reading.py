@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import math
 import platform
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, cast
@@ -21,22 +20,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxformer.arrays.params import dotted
-from jaxformer.checkpoints.digests import (
-    FILES,
-    Altered,
-    altered_files,
-    as_text,
-    digest_on_host,
-    digests,
-)
+from jaxformer.checkpoints.digests import Altered, altered_files, as_text, digest_on_host, digests
 from jaxformer.checkpoints.faults import failure_of, in_short, quiet_reads
-from jaxformer.config.settings import Log
+from jaxformer.cluster.processes import together
 from jaxformer.files import ConfigError, first_of
 
-# The format of the manifest. Format 1 was the table of shapes and dtypes alone; format 2 had no
-# digests of the files beside it.
-LATEST = 3
-ORBAX = "orbax-checkpoint"  # its version says whether its metadata can be read
+FORMAT = 3  # of the manifest; checkpoints of others are refused
 READ_BACK = 256 * 2**20  # bytes of a checkpoint that `read_back` reads at most
 
 
@@ -67,7 +56,7 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             return ""
 
-    names = ("jaxformer", "jax", "jaxlib", ORBAX)
+    names = ("jaxformer", "jax", "jaxlib", "orbax-checkpoint")
     return {"python": platform.python_version()} | {name: version_of(name) for name in names}
 
 
@@ -85,7 +74,7 @@ def manifest_of(leaves: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
     it."""
     sums = jax.device_get(digests(leaves))
     table = {path: [*row, as_text(sums[path])] for path, row in shapes_of(leaves).items()}
-    manifest = {"format": LATEST, "run": dict(run), "versions": versions(), "leaves": table}
+    manifest = {"format": FORMAT, "run": dict(run), "versions": versions(), "leaves": table}
     return manifest | {"sha256": _checksum(manifest)}
 
 
@@ -101,7 +90,6 @@ def read_checkpoint(
     exact: bool = True,
     *,
     run: Mapping[str, Any] | None = None,
-    log: Log = warnings.warn,
 ) -> dict[str, jax.Array]:
     """Reads leaves from the checkpoint of `step`, after a comparison with its manifest, and
     verifies them by their digests.
@@ -116,38 +104,25 @@ def read_checkpoint(
     for _ in range(2):
         try:
             with quiet_reads():
-                leaves, verified = _read(checkpoint, targets, exact, run or {})
-        except ConfigError:
-            raise
+                return _read(checkpoint, targets, exact, run or {})
         except Altered as error:
             cause = error
-            continue
-        if not verified:
-            log(
-                f"the checkpoint {checkpoint} was saved by an earlier jaxformer, without digests:"
-                " its arrays are not verified."
-            )
-        return leaves
     raise Damaged(f"{checkpoint}: {in_short(cause)}") from cause
 
 
 def _read(
     checkpoint: Path, targets: Mapping[str, TargetLeaf], exact: bool, run: Mapping[str, Any]
-) -> tuple[dict[str, jax.Array], bool]:
-    """The leaves, and whether the manifest has digests of them."""
+) -> dict[str, jax.Array]:
+    """The leaves, verified by their digests. Raises Altered."""
     read = functools.partial(_read_files, checkpoint, targets, exact, run)
     if all(leaf.sharding.is_fully_addressable for leaf in targets.values()):
         leaves, manifest = read()
     else:  # one process may find damage where another finds none
-        from jaxformer.cluster.processes import together
-
         share = jax.process_index(), jax.process_count()
         leaves, manifest = together(functools.partial(read, share), Altered)
-    if manifest["format"] == 1:
-        return leaves, False
     sums = jax.device_get(digests(leaves))
     _require_digests(manifest, {path: as_text(digest) for path, digest in sums.items()})
-    return leaves, True
+    return leaves
 
 
 def _read_files(
@@ -166,7 +141,6 @@ def _read_files(
     for entry in checkpoint.rglob("*"):
         if not entry.is_file() and not entry.is_dir():  # TensorStore would wait for a pipe
             raise Altered(f"{entry.name} is no regular file")
-    same_orbax = False
     args = ocp.args.PyTreeRestore(
         targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
@@ -177,15 +151,14 @@ def _read_files(
             manifest = read_manifest(checkpoint, reader)
             _compare(checkpoint, manifest["leaves"], shapes_of(targets), exact)
             _require_run(checkpoint, manifest["run"], run)
-            if exact and manifest["format"] > 2:
+            if exact:
                 _require_files(checkpoint, share)
-            same_orbax = manifest["versions"].get(ORBAX) == versions()[ORBAX]
             leaves = reader.restore(checkpoint, args=ocp.args.Composite(state=args))["state"]
         return {path: leaves[path] for path in targets}, manifest
     except ConfigError:
         raise
     except Exception as error:
-        problem = failure_of(checkpoint, error, same_orbax)
+        problem = failure_of(checkpoint, error)
     # Raised here, so that nothing refers to the error of Orbax: its coroutines can then be
     # collected within `quiet_reads`.
     raise problem
@@ -203,21 +176,23 @@ def reader_of_one_process() -> ocp.Checkpointer:
 
 
 def read_manifest(checkpoint: Path, reader: ocp.Checkpointer) -> Manifest:
-    """The manifest of a checkpoint; that of an older format is converted to this one.
+    """The manifest of a checkpoint.
 
-    Raises Altered where it is not what was written, and ConfigError for a newer format.
+    Raises Altered where it is not what was written, and ConfigError for another format.
     """
     args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
     saved = reader.restore(checkpoint, args=args)["manifest"]
-    if isinstance(saved, dict) and saved and all(isinstance(row, list) for row in saved.values()):
-        return {"format": 1, "run": {}, "versions": {}, "leaves": saved}
-    if not isinstance(saved, dict) or saved.get("sha256") != _checksum(saved):
+    if not isinstance(saved, dict):
         raise Altered("the manifest is not what was saved")
-    if saved["format"] not in (2, LATEST):
+    # Format 1 was the table of leaves alone, [shape, dtype] of each.
+    number = 1 if {*map(type, saved.values())} == {list} else saved.get("format")
+    if number != 1 and saved.get("sha256") != _checksum(saved):
+        raise Altered("the manifest is not what was saved")
+    if number != FORMAT:
         raise ConfigError(
-            f"the checkpoint {checkpoint} was saved by jaxformer"
-            f" {saved['versions']['jaxformer']}, whose manifest has format {saved['format']}; this"
-            f" one reads formats 1 to {LATEST}. Upgrade jaxformer to read it."
+            f"the checkpoint {checkpoint} has a manifest of format {number}, and this"
+            f" jaxformer reads format {FORMAT}; nothing was changed. Continue the run with the"
+            " jaxformer that began it, or begin a new one in another run directory."
         )
     return cast(Manifest, saved)
 
@@ -231,8 +206,6 @@ def _require_digests(manifest: Manifest, sums: Mapping[str, str]) -> None:
 
 def _require_files(checkpoint: Path, share: tuple[int, int]) -> None:
     altered = altered_files(checkpoint, *share)
-    if altered is None:
-        raise Altered(f"{FILES} is missing")
     if altered:
         raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
 

@@ -2,10 +2,12 @@
 whose checkpoints cannot be read raises an error and does not start anew.
 
 A checkpoint holds the train state as a flat table (dotted path to array) and a manifest of that
-table (see `reading`).
+table (see `reading`). Which ones are kept is the matter of Orbax's preservation policies.
 """
 
 import contextlib
+import functools
+import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,14 +15,27 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxformer.arrays.params import dotted
+from jaxformer.checkpoints.digests import write_file_digests
+from jaxformer.checkpoints.faults import quiet_threads, set_aside, why_not_saved
+from jaxformer.checkpoints.reading import (
+    Damaged,
+    flat_leaves,
+    manifest_of,
+    read_back,
+    read_checkpoint,
+    saved_steps,
+)
+from jaxformer.cluster.processes import together
 from jaxformer.config.settings import Log
-from jaxformer.files import ConfigError
+from jaxformer.files import ConfigError, read_object, sync
 
 # With these characters in its path a checkpoint is saved but cannot be read: Orbax takes the path
 # for a glob pattern, and TensorStore a backslash for a slash.
 UNSAVABLE = "*?[\\"
+METRICS = "*/metrics/metrics"  # where Orbax stores the metrics of an evaluation
 
 
 class Stepped(Protocol):
@@ -99,8 +114,6 @@ class Checkpoints:
         step, self._saving = self._saving, None
         if step is None or self._manager is None:
             return
-        from jaxformer.checkpoints.reading import read_back
-
         checkpoint = self.folder / str(step)
         with _as_not_saved(checkpoint):
             self._manager.wait_until_finished()
@@ -110,8 +123,6 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, ascending."""
-        from jaxformer.checkpoints.reading import saved_steps
-
         return saved_steps(self.directory)
 
     def save(self, state: Any, step: int, evaluation: Mapping[str, Any] | None = None) -> None:
@@ -126,11 +137,7 @@ class Checkpoints:
         if step in self.steps():
             return
         if self._manager is None:
-            from jaxformer.checkpoints.retention import make_manager
-
             self._manager = make_manager(self.folder, *self._retention)
-        from jaxformer.checkpoints.reading import flat_leaves, manifest_of
-
         leaves, metrics = flat_leaves(state), None
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self._without}
         if self._retention[2] and "val_loss" in (evaluation or {}):
@@ -171,15 +178,12 @@ class Checkpoints:
         none is deleted. Raises ConfigError if a checkpoint is of another run, model or optimizer,
         if all are damaged, or if one cannot be read for another reason.
         """
-        from jaxformer.checkpoints.faults import set_aside
-        from jaxformer.checkpoints.reading import Damaged, flat_leaves, read_checkpoint
-
         damaged: dict[int, str] = {}
         current = flat_leaves(target)
         saved = {path: leaf for path, leaf in current.items() if path not in self._without}
         for step in reversed(self.steps()):
             try:
-                leaves = read_checkpoint(self.folder, step, saved, run=self._run, log=log)
+                leaves = read_checkpoint(self.folder, step, saved, run=self._run)
             except Damaged as error:
                 damaged[step] = str(error)
                 log(
@@ -217,10 +221,83 @@ def _as_not_saved(checkpoint: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds
-        from jaxformer.checkpoints.faults import why_not_saved
-
         reason, advice = why_not_saved(error)
         raise NotSaved(
             f"the checkpoint {checkpoint} could not be saved ({reason}). Those from before are"
             f" untouched: {advice}, and the same command continues from the newest."
         ) from error
+
+
+class DurableDraft(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A directory that Orbax writes and then renames, with an fsync before and after: its content
+    is on the disk before it gets its name, and the name before an older checkpoint is deleted.
+
+    TensorStore syncs only arrays, and Orbax nothing. A complete checkpoint also gets the digests of
+    its files. All this happens on the thread that saves.
+    """
+
+    async def finalize(self) -> None:
+        draft, target = Path(self.get()), Path(self.get_final())
+        if target.name.isdecimal():  # a checkpoint, rather than one of the folders in it
+            write_file_digests(draft)
+        sync(draft, *draft.rglob("*"))
+        await super().finalize()  # which writes the marker of a complete checkpoint
+        sync(*target.glob("*"), target, target.parent)
+
+
+def make_manager(folder: Path, newest: int, each: int, best: int) -> ocp.CheckpointManager:
+    """Orbax's manager, which keeps the `newest` checkpoints, those whose step is a multiple of
+    `each`, and the `best` by their validation loss; it deletes others once a newer one is complete.
+
+    It removes what an earlier process left of an unfinished save. Make it only to save: a reader of
+    the directory would remove what another process is writing.
+    """
+    rules: list[policies.PreservationPolicy] = [policies.LatestN(newest)]
+    if each:
+        rules.append(policies.EveryNSteps(each))
+    if best:
+        rules.append(
+            policies.BestN(
+                get_metric_fn=_validation_loss,
+                reverse=True,
+                n=best,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(rules),
+        best_fn=_validation_loss if best else None,
+        best_mode="min",
+        cleanup_tmp_directories=True,
+        temporary_path_class=DurableDraft,
+    )
+    quiet_threads()
+    # The other processes read them afterwards.
+    together(functools.partial(_leave_out_unreadable, folder))
+    return _Manager(folder, options=options)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager without JAX's notice of a preemption: `cluster.launch` turns that service
+    off, since `fit` handles signals, and Orbax 0.11 raises an error where it is off."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+def _leave_out_unreadable(folder: Path) -> None:
+    """Renames evaluations that cannot be read, with which Orbax could not save anything more."""
+    for path in folder.glob(METRICS) if jax.process_index() == 0 else ():
+        try:
+            if path.parts[-3].isdecimal():  # a finished checkpoint that is not set aside
+                read_object(path, "it was renamed, and its checkpoint counts as not evaluated")
+        except ConfigError as error:
+            path.rename(path.with_name("damaged-metrics"))
+            warnings.warn(str(error), stacklevel=2)
+
+
+def _validation_loss(metrics: Mapping[str, Any]) -> float:
+    """The loss by which the best checkpoints are chosen; infinity where it is missing or NaN."""
+    loss = metrics.get("val_loss")
+    return loss if isinstance(loss, float | int) and not math.isnan(loss) else math.inf

@@ -131,7 +131,7 @@ def _state_before(setup: RunSetup, step: int, log: Log) -> TrainState:
     for saved in reversed([number for number in saved_steps(folder) if number < step]):
         try:
             leaves = read_checkpoint(
-                folder / "checkpoints", saved, saved_leaves, run=setup.identity, log=log
+                folder / "checkpoints", saved, saved_leaves, run=setup.identity
             )
         except Damaged as error:
             log(f"The checkpoint of step {saved} cannot be read; an earlier one is used: {error}")
