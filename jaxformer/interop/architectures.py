@@ -7,19 +7,11 @@ from typing import Any
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop.bart import BART
-from jaxformer.interop.bert import BERT
-from jaxformer.interop.bloom import BLOOM
+from jaxformer.interop.bart import BART, MARIAN
+from jaxformer.interop.bert import BERT, ROBERTA
 from jaxformer.interop.family import Family
-from jaxformer.interop.gemma import GEMMA2, GEMMA3
-from jaxformer.interop.gpt2 import GPT2
-from jaxformer.interop.gpt_neox import GPT_NEOX
-from jaxformer.interop.llama import LLAMA
-from jaxformer.interop.marian import MARIAN
-from jaxformer.interop.mistral import MISTRAL
-from jaxformer.interop.olmo2 import OLMO2
-from jaxformer.interop.qwen import QWEN2, QWEN3
-from jaxformer.interop.roberta import ROBERTA
+from jaxformer.interop.gpt import BLOOM, GPT2, GPT_NEOX
+from jaxformer.interop.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from jaxformer.interop.t5 import T5
 
 # The first that is exactly a config is written, so the plainer ones come first.

@@ -1,4 +1,6 @@
-"""BART (arXiv:1910.13461), and what Marian shares with it."""
+"""BART (arXiv:1910.13461), and Marian (arXiv:1804.00344) with its tensors."""
+
+import dataclasses
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop import fields
@@ -99,4 +101,20 @@ BART = Family(
     prefix="model.",
     bases=("BartModel",),
     copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
+)
+
+# Sinusoidal positions, sines before cosines.
+MARIAN = dataclasses.replace(
+    BART,
+    model_type="marian",
+    architectures={"MarianMTModel": {}},
+    bases=("MarianModel",),
+    fields=(
+        *shared_fields(58101),
+        fields.Constant(positions="sinusoidal", sinusoid_order="half"),
+        fields.FixedKey("share_encoder_decoder_embeddings", (True,)),
+        fields.AliasKey("decoder_vocab_size", "vocab_size", "vocab_size", checked=True),
+        fields.FixedKey("normalize_embedding", (False,)),
+    ),
+    ignored=(r"(en|de)coder\.embed_positions\.weight$",),
 )

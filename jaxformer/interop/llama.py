@@ -1,11 +1,11 @@
-"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and what Mistral, Qwen, Gemma and OLMo share
-with it."""
+"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
+Qwen, OLMo 2 and Gemma."""
 
 from collections.abc import Sequence
 
 from jaxformer.interop import fields
 from jaxformer.interop.family import Family, tied_copy
-from jaxformer.interop.fields import KeyMapping
+from jaxformer.interop.fields import KeyMapping, Windows
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import TensorRow, linear, norm
 
@@ -81,13 +81,125 @@ def llama_like(
     )
 
 
-FIELDS = (
-    *sizes(),
-    fields.DivisibleHeads(),
-    fields.Constant(norm="rms"),
-    SILU,
-    Rope(),
-    fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
-    fields.tied(False),
+RMS = fields.Constant(norm="rms")
+LLAMA = llama_like(
+    "llama",
+    "Llama",
+    ROWS,
+    (
+        *sizes(),
+        fields.DivisibleHeads(),
+        RMS,
+        SILU,
+        Rope(),
+        fields.Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)}),
+        fields.tied(False),
+    ),
 )
-LLAMA = llama_like("llama", "Llama", ROWS, FIELDS)
+
+# Mistral (arXiv:2310.06825): a window in every layer.
+MISTRAL_SIZES = sizes(
+    intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
+)
+MISTRAL = llama_like(
+    "mistral",
+    "Mistral",
+    ROWS,
+    (*MISTRAL_SIZES, RMS, SILU, Rope(), Windows(32, kinds=False), fields.tied(False)),
+)
+
+# Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),
+# with their norms.
+QWEN_SIZES = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 32,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+}
+QWEN = (RMS, SILU, Rope(), Windows(32, switch=True), fields.tied(False))
+HEAD_NORM = fields.Constant(query_key_norm="head")
+QWEN2 = llama_like(
+    "qwen2", "Qwen2", ROWS, (*sizes(**QWEN_SIZES), *QWEN, fields.Constant(bias="qkv"))
+)
+QWEN3 = llama_like(
+    "qwen3", "Qwen3", ROWS, (*sizes(**QWEN_SIZES, head_dim=128), *QWEN, HEAD_NORM, ATTENTION_BIAS)
+)
+
+# OLMo 2 (arXiv:2501.00656): norms after each sublayer, and of queries and keys over all heads.
+OLMO2_ROWS = (
+    *TRUNK,
+    *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
+    *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
+)
+OLMO2 = llama_like(
+    "olmo2",
+    "Olmo2",
+    OLMO2_ROWS,
+    (
+        *sizes(vocab_size=50304, rms_norm_eps=1e-5),
+        fields.Constant(norm="rms", norm_placement="output", query_key_norm="width"),
+        SILU,
+        Rope(),
+        ATTENTION_BIAS,
+        fields.tied(False),
+    ),
+)
+
+# Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
+# after each sublayer.
+GEMMA_LAYERS = 26
+GEMMA_SIZES = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": GEMMA_LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+GEMMA_ROWS = (
+    *TRUNK,
+    *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
+    *norm(LAYER + "post_attention_layernorm", "blocks.attention_output_norm"),
+    *norm(LAYER + "pre_feedforward_layernorm", "blocks.ffn_norm"),
+    *norm(LAYER + "post_feedforward_layernorm", "blocks.ffn_output_norm"),
+)
+GEMMA = (
+    fields.DivisibleHeads(),
+    fields.Constant(norm="rms1p", norm_placement="sandwich", embedding_scale="sqrt"),
+    fields.Choice("hidden_activation", "activation", fields.GATED_NAMES, "gelu_pytorch_tanh"),
+    fields.IgnoredKeys("hidden_act"),
+    ATTENTION_BIAS,
+    fields.Scale("query_pre_attn_scalar", 256),
+    fields.FixedKey("use_bidirectional_attention", (False, None)),
+    fields.tied(True),
+)
+
+GEMMA2 = llama_like(
+    "gemma2",
+    "Gemma2",
+    GEMMA_ROWS,
+    (
+        *sizes(vocab_size=256000, max_position_embeddings=8192, **GEMMA_SIZES),
+        *GEMMA,
+        fields.OptionalKey("attn_logit_softcapping", "attention_soft_cap", 50.0),
+        fields.OptionalKey("final_logit_softcapping", "logit_soft_cap", 30.0),
+        Rope(),
+        Windows(GEMMA_LAYERS, every=2),
+    ),
+)
+GEMMA3 = llama_like(
+    "gemma3_text",
+    "Gemma3",
+    GEMMA_ROWS,
+    (
+        *sizes(vocab_size=262208, max_position_embeddings=131072, **GEMMA_SIZES),
+        *GEMMA,
+        HEAD_NORM,
+        # transformers does not apply it.
+        fields.FixedKey("attn_logit_softcapping", (None,)),
+        fields.OptionalKey("final_logit_softcapping", "logit_soft_cap"),
+        Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
+        Windows(GEMMA_LAYERS, every=6, period="sliding_window_pattern"),
+    ),
+    base="Gemma3TextModel",
+)

@@ -315,25 +315,3 @@ def test_the_checkpoint_of_another_run_is_refused(
     with pytest.raises(ConfigError, match="is of another run"):
         jf.load(run_dir)
     assert contents(run_dir) == before
-
-
-def test_a_checkpoint_without_digests_is_read_and_said_to_be_unverified(
-    whole: tuple[Path, Path], tmp_path: Path
-) -> None:
-    run_dir = copy_until(STEPS, whole[0], tmp_path / "run")
-    for step in saved(run_dir):
-        path = manifest(run_dir / "checkpoints" / str(step))
-        leaves = json.loads(path.read_text())["leaves"]
-        path.write_text(json.dumps({name: row[:2] for name, row in leaves.items()}))
-    path = run_dir / "data.json"
-    record = json.loads(path.read_text())
-    del record["run_id"]
-    path.write_text(json.dumps(record))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        found = jf.load(run_dir)
-    assert any("are not verified" in str(warning.message) for warning in seen)
-    for a, b in zip(
-        jax.tree.leaves(found.params), jax.tree.leaves(jf.load(whole[0]).params), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
